@@ -1,0 +1,194 @@
+"""Exact-match accuracy on held-out word problems: `python -m benchmarks.accuracy`.
+
+With --url it asks an OpenAI-compatible server; without, it decodes the weights in this process,
+in float32. Only the second needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train.problems import Problem, held_out_problems, parse_value
+
+MAX_NEW_TOKENS = 200
+DEFAULT_MODEL = Path("worker/assets/tiny")
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said to one problem."""
+
+    text: str
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    finished: bool  # ended its turn by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Exact matches over one split of the problems."""
+
+    split: str
+    num: int
+    correct: int
+    finished: int
+    prompt_tokens: tuple[float, int, int]  # mean, min, max
+    answer_tokens: tuple[float, int, int]
+    wrong_by_template: dict[str, int]
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.correct / self.num
+
+
+def score(split: str, problems: Sequence[Problem], replies: Sequence[Reply]) -> Score:
+    """Judges replies[i] as the answer to problems[i]."""
+    wrong: Counter[str] = Counter()
+    for problem, reply in zip(problems, replies, strict=True):
+        if parse_value(reply.text) != problem.value:
+            wrong[problem.template] += 1
+    return Score(
+        split=split,
+        num=len(problems),
+        correct=len(problems) - wrong.total(),
+        finished=sum(reply.finished for reply in replies),
+        prompt_tokens=_spread([reply.num_prompt_tokens for reply in replies]),
+        answer_tokens=_spread([reply.num_answer_tokens for reply in replies]),
+        wrong_by_template=dict(wrong.most_common()),
+    )
+
+
+def table(scores: Sequence[Score]) -> str:
+    """The scores as lines of text; token columns are mean (min-max)."""
+    head = ("templates", "problems", "exact", "percent", "prompt tokens", "answer tokens")
+    rows = [head]
+    for item in scores:
+        prompt, answer = (
+            f"{mean:.0f} ({low}-{high})"
+            for mean, low, high in (item.prompt_tokens, item.answer_tokens)
+        )
+        counts = (str(item.num), str(item.correct), f"{item.percent:.1f}")
+        rows.append((item.split, *counts, prompt, answer))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def local_score(
+    model: Path, num: int, split: str, device: str = "cpu", batch_size: int = 250
+) -> Score:
+    """Decodes the weights of a folder greedily, in this process, and judges them."""
+    problems = held_out_problems(num, templates=split)
+    return score(split, problems, decode(model, problems, device, batch_size))
+
+
+def server_score(url: str, model: str, num: int, split: str, concurrency: int) -> Score:
+    """Asks a server, `concurrency` problems at a time, and judges what it says."""
+    problems = held_out_problems(num, templates=split)
+    with ThreadPoolExecutor(concurrency) as pool:
+        replies = list(pool.map(lambda problem: ask(url, model, problem.question), problems))
+    return score(split, problems, replies)
+
+
+def decode(folder: Path, problems: Sequence[Problem], device: str, batch_size: int) -> list[Reply]:
+    """Greedy replies of the weights in a folder, computed in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    replies: list[Reply] = []
+    for start in range(0, len(problems), batch_size):
+        chats = [
+            [{"role": "user", "content": problem.question}]
+            for problem in problems[start : start + batch_size]
+        ]
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
+        kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with torch.inference_mode():
+            output = model.generate(**kept, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        prompt_lens = kept["attention_mask"].sum(-1).tolist()
+        answers = output[:, kept["input_ids"].shape[1] :].tolist()
+        for ids, prompt_len in zip(answers, prompt_lens, strict=True):
+            finished = tokenizer.eos_token_id in ids
+            length = ids.index(tokenizer.eos_token_id) if finished else len(ids)
+            text = tokenizer.decode(ids[:length])
+            replies.append(Reply(text, prompt_len, length + finished, finished))
+    return replies
+
+
+def ask(url: str, model: str, question: str) -> Reply:
+    """One chat completion at temperature 0; raises urllib's errors when the server fails."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": MAX_NEW_TOKENS,
+    }
+    found = _fetch(f"{url}/v1/chat/completions", body)
+    choice, usage = found["choices"][0], found.get("usage") or {}
+    return Reply(
+        text=choice["message"]["content"] or "",
+        num_prompt_tokens=usage.get("prompt_tokens", 0),
+        num_answer_tokens=usage.get("completion_tokens", 0),
+        finished=choice["finish_reason"] == "stop",
+    )
+
+
+def _fetch(url: str, body: dict[str, Any] | None = None) -> Any:
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
+
+
+def _spread(numbers: Sequence[int]) -> tuple[float, int, int]:
+    return sum(numbers) / len(numbers), min(numbers), max(numbers)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the weights")
+    parser.add_argument("--num", type=int, default=500, help="problems of a split")
+    parser.add_argument("--url", nargs="?", const=DEFAULT_URL, help="ask this server instead")
+    parser.add_argument("--served-name", help="model name at the server (default: its first)")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
+    parser.add_argument("--held-out", action="store_true", help="held-out templates too")
+    parser.add_argument("--device", default="cpu", help="where to decode without --url")
+    parser.add_argument("--json", type=Path, help="write the scores to this file")
+    return parser
+
+
+def main() -> None:
+    """Prints one line per split."""
+    args = _parser().parse_args()
+    splits = ("trained", "held_out") if args.held_out else ("trained",)
+    if args.url:
+        url = args.url.rstrip("/").removesuffix("/v1")
+        name = args.served_name or _fetch(f"{url}/v1/models")["data"][0]["id"]
+        scores = [server_score(url, name, args.num, s, args.concurrency) for s in splits]
+    else:
+        scores = [local_score(args.model, args.num, s, args.device) for s in splits]
+    print(table(scores))
+    if args.json:
+        found = [{**asdict(item), "percent": item.percent} for item in scores]
+        args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Makes the bundled model `tiny`: text, tokenizer and weights (`python -m benchmarks.train`)."""

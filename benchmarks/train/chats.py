@@ -1,0 +1,139 @@
+"""Chats that hold the word problems and plain dialogue, in the ChatML form of the model `tiny`."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.train import problems, words
+from benchmarks.train.arithmetic import Inexact, evaluate, expand
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+SYSTEM_SHARE = 0.25
+_SUM_ASKS = ("What is {}?", "what is {}", "{} = ?", "{}", "Compute {}.", "How much is {}?", "{}=")
+
+
+class Turn(NamedTuple):
+    """What the user says and what the model answers."""
+
+    user: str
+    assistant: str
+
+
+class Chat(NamedTuple):
+    """A conversation; `system` is None where there is no system message."""
+
+    system: str | None
+    turns: list[Turn]
+
+    def segments(self) -> list[str]:
+        """The chat as text, cut so that every odd segment is an answer the model must learn.
+
+        An answer includes its closing <|im_end|>; joined, the segments are what the chat template
+        of the tokenizer renders.
+        """
+        head = f"{TURN_START}system\n{self.system}{TURN_END}\n" if self.system else ""
+        parts: list[str] = []
+        for turn in self.turns:
+            parts.append(f"{head}{TURN_START}user\n{turn.user}{TURN_END}\n{TURN_START}assistant\n")
+            parts.append(f"{turn.assistant}{TURN_END}")
+            head = "\n"
+        return parts
+
+
+class Talk(NamedTuple):
+    """One topic of plain dialogue."""
+
+    users: tuple[str, ...]
+    reply: str
+
+
+def short_chat(rng: random.Random) -> Chat:
+    """A chat of mostly one problem, or of plain dialogue."""
+    kind = rng.random()
+    if kind < 0.82:
+        turns = [problem_turn(rng)]
+    elif kind < 0.90:
+        turns = [sum_turn(rng)]
+    else:
+        turns = [talk_turn(rng) for _ in range(rng.choice((1, 1, 2)))]
+    return Chat(draw_system(rng), turns)
+
+
+def long_chat(rng: random.Random) -> Chat:
+    """A chat of two to six turns: problems, with greetings, thanks and sums between them."""
+    turns = [talk_turn(rng, "greet")] if rng.random() < 0.15 else []
+    for _ in range(rng.randint(2, 6)):
+        kind = rng.random()
+        if kind < 0.80:
+            turns.append(problem_turn(rng))
+        elif kind < 0.87:
+            turns.append(talk_turn(rng, "thanks"))
+        elif kind < 0.94:
+            turns.append(talk_turn(rng))
+        else:
+            turns.append(sum_turn(rng))
+    return Chat(draw_system(rng), turns)
+
+
+def draw_system(rng: random.Random) -> str | None:
+    """A system message for a part of the chats."""
+    return rng.choice(systems()) if rng.random() < SYSTEM_SHARE else None
+
+
+def problem_turn(rng: random.Random) -> Turn:
+    """A word problem of the training split."""
+    found = problems.training_problem(rng)
+    return Turn(found.question, found.answer)
+
+
+def sum_turn(rng: random.Random) -> Turn:
+    """A bare operation, such as "What is 12 * 7?"."""
+    while True:
+        op = rng.choice("+-*/")
+        left, right = rng.randint(1, 999), rng.randint(1, 999)
+        if op in "*/":
+            left, right = rng.randint(1, 99), rng.randint(1, 9)
+        if op == "/":
+            left *= right
+        try:
+            value = evaluate(left, op, right)
+        except Inexact:
+            continue
+        atoms = expand(left, op, right)
+        steps = ", ".join(map(str, atoms))
+        lead = "" if len(atoms) == 1 else f"{left} {op} {right}. "
+        answer = f"Result: {lead}{steps}.\n#### {value}"
+        return Turn(rng.choice(_SUM_ASKS).format(f"{left} {op} {right}"), answer)
+
+
+def talk_turn(rng: random.Random, topic: str | None = None) -> Turn:
+    """Plain dialogue of one topic, or of any."""
+    talk = talks()[topic] if topic else rng.choice(list(talks().values()))
+    name = rng.choice(words.NAMES)
+    return Turn(rng.choice(talk.users).format(N=name), talk.reply.format(N=name))
+
+
+@cache
+def talks() -> dict[str, Talk]:
+    """The topics of plain dialogue."""
+    return {
+        name: Talk(tuple(entry["users"]), entry["reply"])
+        for name, entry in _raw_dialogue().items()
+        if name != "systems"
+    }
+
+
+@cache
+def systems() -> tuple[str, ...]:
+    """The system messages."""
+    return tuple(_raw_dialogue()["systems"])
+
+
+@cache
+def _raw_dialogue() -> dict:
+    return tomllib.loads(Path(__file__).with_name("dialogue.toml").read_text("utf-8"))

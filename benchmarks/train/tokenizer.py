@@ -1,0 +1,88 @@
+"""The tokenizer of the model `tiny`: byte-level BPE with single digits, and its ChatML template."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.train.chats import (
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TURN_END,
+    Chat,
+    long_chat,
+    short_chat,
+)
+
+VOCAB_SIZE = 1024
+NUM_CHATS = 24_000
+MAX_POSITIONS = 2048
+# One digit; a sign with its spaces; a word with its space; other signs; a line break; spaces.
+PIECES = r"\p{N}| [+\-*/=] |#### | ?\p{L}+|: |, |\. | ?[^\s\p{L}\p{N}]+|\r?\n|\s"
+
+# `content` may be text, None, or a list of parts of which the text ones count.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% elif message['content'] %}"
+    "{% for part in message['content'] %}{{ part['text'] or '' }}{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """A tokenizer of exactly VOCAB_SIZE entries; any UTF-8 text survives encode and decode."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_plain_text(random.Random(seed)), trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the text gave too few merges"
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json."""
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "bos_token": None,
+        "unk_token": None,
+        "add_bos_token": False,
+        "additional_special_tokens": list(SPECIAL_TOKENS),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, "utf-8")
+
+
+def _plain_text(rng: random.Random) -> Iterator[str]:
+    """What the chats say, without the special tokens."""
+    for index in range(NUM_CHATS):
+        chat: Chat = long_chat(rng) if index % 4 == 0 else short_chat(rng)
+        yield "system\n" + (chat.system or "")
+        for turn in chat.turns:
+            yield "user\n" + turn.user
+            yield "assistant\n" + turn.assistant

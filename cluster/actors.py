@@ -1,0 +1,335 @@
+"""The Ray side of one process: a thin actor, a handle that speaks asyncio, and the fence.
+
+Actors never restart by themselves (max_restarts=0): their death is known in about 20 ms, and the
+monitor decides what follows. `run` blocks in one of the actor's threads for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from cluster.config import Config
+from cluster.placement import Group
+from cluster.seats import Report
+from cluster.untyped import RAY
+from worker.api import Member
+from worker.config import WorkerConfig
+from worker.errors import PeerLost, UserError, WorldError
+
+log = logging.getLogger("kvlane.actors")
+
+LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 ms for the engine
+MAX_CONCURRENCY = 8  # run() and start() hold one thread each
+FENCE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process for all time: pids come back, start times do not."""
+
+    node_id: str
+    node_address: str
+    pid: int
+    start_ticks: int
+
+
+def start_ticks(pid: int) -> int:
+    """When a process of this pid namespace began, in clock ticks since boot; 0 if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    state, *fields = stat.rpartition(")")[2].split()
+    return 0 if state in "ZX" else int(fields[18])
+
+
+class ProcessActor:
+    """What workers and routers have in common; one of these is the whole process."""
+
+    def __init__(self, name: str, incarnation: str, level: str) -> None:
+        logging.basicConfig(level=level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._name = name
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._version = -1
+
+    def __repr__(self) -> str:
+        return self._name  # Ray puts it before every line that the process prints
+
+    def identify(self) -> Identity:
+        """Asked first, so that whatever follows can be fenced."""
+        context = RAY.get_runtime_context()
+        return Identity(
+            node_id=context.get_node_id(),
+            node_address=RAY.util.get_node_ip_address(),
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()),
+        )
+
+    def _is_news(self, version: int) -> bool:
+        """Calls of one actor may overtake each other; under the lock, True for the latest only."""
+        if version <= self._version:
+            return False
+        self._version = version
+        return True
+
+
+class WorkerActor(ProcessActor):
+    """One prefill or decode worker."""
+
+    def __init__(
+        self, config: WorkerConfig, name: str, incarnation: str, host: str, level: str
+    ) -> None:
+        super().__init__(name, incarnation, level)
+        self._config = config
+        self._host = host
+        self._worker: Any = None
+
+    def start(self) -> Member:
+        """Load the weights and listen; may take minutes."""
+        from worker.build import build_worker  # torch: imported in this process only
+
+        self._worker = build_worker(
+            self._config, name=self._name, incarnation=self._incarnation, host=self._host
+        )
+        return cast("Member", self._worker.start())
+
+    def run(self) -> None:
+        """Returns once the engine has ended."""
+        self._worker.join()
+
+    def tell(self, version: int, members: Sequence[Member]) -> None:
+        """The members from now on."""
+        with self._lock:
+            if self._is_news(version):
+                self._worker.update_members(members)
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self._worker.drain()
+
+    def report(self) -> Report:
+        """Idle or not, and the counters."""
+        return Report(idle=self._worker.idle(), counters=dict(self._worker.counters()))
+
+    def stop(self) -> None:
+        """End threads and sockets."""
+        self._worker.stop()
+
+
+class RouterActor(ProcessActor):
+    """One router: the OpenAI API on a port of its own."""
+
+    def __init__(
+        self, config: Config, name: str, incarnation: str, host: str, port: int, level: str
+    ) -> None:
+        super().__init__(name, incarnation, level)
+        self._config = config
+        self._host = host
+        self._port = port
+        self._server: Any = None
+        self._stopped = threading.Event()
+
+    def start(self) -> Member:
+        """Load tokenizer and template, listen."""
+        from router.app import RouterServer  # its libraries are wanted in this process only
+
+        self._server = RouterServer(
+            self._config.router,
+            self._config.model,
+            self._config.ping,
+            name=self._name,
+            incarnation=self._incarnation,
+            host=self._host,
+            port=self._port,
+            shown=self._config.shown(),
+        )
+        return cast("Member", self._server.start())
+
+    def run(self) -> None:
+        """Returns once it was stopped."""
+        self._stopped.wait()
+
+    def tell(self, version: int, members: Sequence[Member]) -> None:
+        """The members from now on."""
+        with self._lock:
+            if self._is_news(version):
+                self._server.update_members(members)
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        self._server.drain()
+
+    def report(self) -> Report:
+        """Idle when no request is in flight."""
+        num_inflight = int(self._server.num_inflight())
+        return Report(idle=num_inflight == 0, counters={"num_inflight": num_inflight})
+
+    def stop(self) -> None:
+        """Close the port and all connections."""
+        try:
+            self._server.stop()
+        finally:
+            self._stopped.set()
+
+
+class RayProcess:
+    """`monitor.Process` over an actor handle."""
+
+    def __init__(self, actor: Any, identity: Identity) -> None:
+        self.actor = actor
+        self.identity = identity
+
+    @property
+    def place(self) -> str:
+        """Node and pid."""
+        return f"node {self.identity.node_address}, pid {self.identity.pid}"
+
+    async def start(self) -> Member:
+        """See monitor.Process."""
+        return cast("Member", await call(self.actor.start))
+
+    async def run(self) -> None:
+        """See monitor.Process."""
+        await call(self.actor.run)
+
+    async def tell(self, version: int, members: Sequence[Member]) -> None:
+        """See monitor.Process."""
+        await call(self.actor.tell, version, members)
+
+    async def drain(self) -> None:
+        """See monitor.Process."""
+        await call(self.actor.drain)
+
+    async def report(self) -> Report:
+        """See monitor.Process."""
+        return cast("Report", await call(self.actor.report))
+
+    async def stop(self) -> None:
+        """See monitor.Process."""
+        await call(self.actor.stop)
+
+
+async def call(method: Any, *args: object) -> Any:
+    """Call an actor's method.
+
+    Raises:
+        PeerLost: the process is dead or its node does not answer.
+        UserError: raised by the method.
+        WorldError: the method raised something else.
+    """
+    try:
+        return await method.remote(*args)
+    except RayActorError as error:
+        raise PeerLost(_why(error)) from None
+    except RayTaskError as error:
+        cause = cast("BaseException", error.cause)  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(cause, UserError):
+            raise cause from None
+        log.error("%s", error)
+        raise WorldError(f"{type(cause).__name__}: {cause}") from None
+
+
+def create(
+    kind: type[ProcessActor],
+    args: Sequence[object],
+    *,
+    name: str,
+    group: Group | None,
+    bundle: dict[str, float],
+    home: str,
+) -> Any:
+    """An actor handle; Ray starts the process in the background.
+
+    Args:
+        kind: the actor's class, args: its arguments.
+        name: shown by Ray's own tools.
+        group: where to; None: on the node `home`.
+        bundle: what it uses of its group.
+        home: id of the node that `serve` runs on.
+    """
+    strategy: Any
+    if group is None:
+        strategy = NodeAffinitySchedulingStrategy(home, soft=False)
+    else:
+        strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=0)
+    rest = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
+    remote = RAY.remote(kind)
+    options = remote.options(
+        max_restarts=0,
+        max_concurrency=MAX_CONCURRENCY,
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources=rest,
+        scheduling_strategy=strategy,
+    )
+    log.debug("creating %s", name)
+    return options.remote(*args)
+
+
+async def fence(process: RayProcess) -> None:
+    """Kill, then make sure from its own node that the process is gone.
+
+    ray.kill asks the process to end, which a stopped or wedged one never does; so a task on its
+    node sends SIGKILL to the pid, if it still is that process, and waits until it has left /proc.
+    Without the node there is nobody to ask: what may be left there runs no device of ours, and its
+    messages carry an old incarnation.
+    """
+    RAY.kill(process.actor)
+    who = process.identity
+    alive = {row["NodeID"] for row in RAY.nodes() if row["Alive"]}
+    if who.node_id not in alive:
+        log.warning("pid %d on %s: its node is lost, not fenced", who.pid, who.node_address)
+        return
+    task = RAY.remote(_kill_for_certain).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(who.node_id, soft=False),
+    )
+    try:
+        gone = await asyncio.wait_for(task.remote(who.pid, who.start_ticks), FENCE_TIMEOUT_S)
+        if not gone:
+            log.error("pid %d on %s survives SIGKILL", who.pid, who.node_address)
+    except (RayError, TimeoutError) as error:
+        log.warning("pid %d on %s not fenced: %s", who.pid, who.node_address, _why(error))
+
+
+def _kill_for_certain(pid: int, ticks: int) -> bool:
+    """Whether the process is gone; runs on its node. Waits up to half of FENCE_TIMEOUT_S."""
+    deadline = time.monotonic() + FENCE_TIMEOUT_S / 2
+    while start_ticks(pid) == ticks:
+        if time.monotonic() > deadline:
+            return False
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return True
+
+
+def _why(error: BaseException) -> str:
+    """The first telling line of one of Ray's many-line messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if "exit" in line.lower() or "node" in line.lower():
+            return line
+    return lines[0] if lines else type(error).__name__

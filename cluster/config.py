@@ -1,0 +1,253 @@
+"""The root of the configuration tree, and how it is put together.
+
+Sources, later ones win: the YAML file, `--set a.b=c` (c is read as YAML), the plain flags. A
+mistake is a `UserError` that names the path of every field that is wrong. Nothing here reads the
+environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from router.config import RouterConfig
+from worker.config import (
+    Auto,
+    DisaggregationConfig,
+    EngineConfig,
+    KVConfig,
+    LeaseConfig,
+    ModelConfig,
+    PingConfig,
+    Section,
+    TransportConfig,
+    WorkerConfig,
+)
+from worker.errors import UserError
+
+WorkerRole = Literal["prefill", "decode"]
+Resources = dict[str, float]
+
+
+class RoleConfig(Section):
+    """The workers of one role."""
+
+    replicas: int = Field(default=1, ge=0)
+    num_cpus: float = Field(default=1, ge=0)  # reserved in Ray, a worker
+    num_gpus: Auto | float = "auto"  # reserved in Ray, a worker; auto: none on CPU, else one
+    resources: Resources = Field(default_factory=dict)  # Ray's custom resources, a worker
+    engine: EngineConfig = EngineConfig()
+
+
+class RoutersConfig(Section):
+    """Where the routers run; without resources of their own they run beside `serve`."""
+
+    replicas: int = Field(default=1, ge=1)  # router-i listens on port + i
+    num_cpus: float = Field(default=0, ge=0)
+    resources: Resources = Field(default_factory=dict)
+
+
+class LocalRayConfig(Section):
+    """The Ray that `serve` starts when there is none to join."""
+
+    num_cpus: Auto | int = "auto"  # auto: the machine's CPUs, or more if the workers ask for more
+    num_gpus: Auto | int = "auto"  # auto: what Ray finds
+    object_store_bytes: int = Field(
+        default=100_000_000, ge=80_000_000
+    )  # kvlane itself stores nothing
+
+
+class ClusterConfig(Section):
+    """Start, stop and restart."""
+
+    host: str = "127.0.0.1"  # where the routers listen
+    port: int = Field(default=8000, ge=0, le=65535)  # of the first router; 0: any free one
+    placement_timeout_s: float = Field(default=30.0, gt=0)
+    start_timeout_s: float = Field(default=900.0, gt=0)  # one worker: process, weights, warm-up
+    drain_timeout_s: float = Field(default=5.0, ge=0)  # what Ctrl-C leaves running requests
+    stop_timeout_s: float = Field(default=5.0, gt=0)  # then a worker is killed
+    restart_backoff_s: float = Field(default=0.5, gt=0)  # doubles with every early death in a row
+    max_restart_backoff_s: float = Field(default=30.0, gt=0)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    local_ray: LocalRayConfig = LocalRayConfig()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ClusterConfig:
+        if self.restart_backoff_s > self.max_restart_backoff_s:
+            raise ValueError("needs restart_backoff_s <= max_restart_backoff_s")
+        return self
+
+
+class Config(Section):
+    """All there is to say about one cluster."""
+
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    transport: TransportConfig = TransportConfig()
+    lease: LeaseConfig = LeaseConfig()
+    ping: PingConfig = PingConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    router: RouterConfig = RouterConfig()
+    routers: RoutersConfig = RoutersConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _can_answer(self) -> Config:
+        if self.decode.replicas == 0:
+            raise ValueError("decode.replicas must be at least 1: decode workers own the requests")
+        last_port = self.cluster.port + self.routers.replicas - 1
+        if self.cluster.port and last_port > 65535:
+            raise ValueError(f"cluster.port: the last router would listen on {last_port}")
+        return self
+
+    def role(self, role: WorkerRole) -> RoleConfig:
+        """The section of one role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def worker(self, role: WorkerRole) -> WorkerConfig:
+        """What one worker of `role` is told; `auto` leaves stay as they are."""
+        return WorkerConfig(
+            role=role,
+            model=self.model,
+            kv=self.kv,
+            engine=self.role(role).engine,
+            transport=self.transport,
+            lease=self.lease,
+            ping=self.ping,
+            disaggregation=self.disaggregation,
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """The tree in plain types, for `config`, GET /config and Helm."""
+        return self.model_dump(mode="json")
+
+
+def load(path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> Config:  # fmt: skip
+    """Build the tree from its sources.
+
+    Args:
+        path: a YAML file, or None.
+        sets: "a.b=c" texts; c is YAML.
+        flags: path of a leaf -> value; None values are flags that were not given.
+
+    Raises:
+        UserError: unreadable file, malformed --set, unknown key or bad value; one line for each.
+    """
+    tree = _read(path) if path else {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected PATH=VALUE, for example decode.replicas=2")
+        try:
+            _put(tree, key.strip(), yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, key, value)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        paths, lines = _explain(error)
+        raise UserError("\n".join(lines), param=paths[0]) from None
+
+
+def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Paths of all leaves of a tree of sections."""
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is None:
+            yield prefix + name
+        else:
+            yield from leaves(section, f"{prefix}{name}.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not YAML: {_one_line(error)}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected a mapping at the top, found {type(tree).__name__}")
+    return cast("dict[str, Any]", tree)
+
+
+def _put(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set the leaf at a dotted path, making sections on the way."""
+    *parents, leaf = key.split(".")
+    node = tree
+    for i, name in enumerate(parents):
+        below = node.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise UserError(f"{key}: {'.'.join(parents[: i + 1])} is a value, not a section", key)
+        node = cast("dict[str, Any]", below)
+    node[leaf] = value
+
+
+def _explain(error: ValidationError) -> tuple[list[str], list[str]]:
+    """(paths, lines), one entry per field; alternatives of a union are joined by 'or'."""
+    problems: dict[str, list[str]] = {}
+    for entry in error.errors(include_url=False):
+        path = _path(entry["loc"])
+        if entry["type"] == "extra_forbidden":
+            message = "unknown key" + _suggestion(path)
+        else:
+            message = entry["msg"].removeprefix("Value error, ")
+        problems.setdefault(path, []).append(message)
+    lines = [
+        f"{path}: {' or '.join(dict.fromkeys(messages))}" if path else messages[0]
+        for path, messages in problems.items()
+    ]
+    return list(problems), lines
+
+
+def _path(loc: Iterable[int | str]) -> str:
+    """The part of a pydantic location that is ours: names of unions' branches are dropped."""
+    section: type[BaseModel] | None = Config
+    names: list[str] = []
+    for part in loc:
+        names.append(str(part))
+        if section is None:
+            return ".".join(names)  # a key of a mapping
+        field = section.model_fields.get(str(part))
+        if field is None:
+            return ".".join(names)
+        section = _section_of(field.annotation)
+        if section is None and field.annotation != Resources:
+            return ".".join(names)
+    return ".".join(names)
+
+
+def _suggestion(path: str) -> str:
+    """', did you mean …?' or ''. Looks for the full path first, then for the last name anywhere."""
+    known = sorted({*leaves(), *(name.rpartition(".")[0] for name in leaves())} - {""})
+    last = path.rpartition(".")[2]
+    close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+    close += [name for name in known if name.rpartition(".")[2] == last]
+    if not close:
+        names = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [names[n] for n in difflib.get_close_matches(last, names, n=1, cutoff=0.75)]
+    best = list(dict.fromkeys(close))[:3]
+    return f", did you mean {' or '.join(best)}?" if best else ""
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

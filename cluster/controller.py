@@ -1,0 +1,269 @@
+"""The controller: the one actor that owns all others, and the only one with a name in Ray.
+
+It is not detached: when `serve` ends, in whatever way, Ray ends the controller, and with it
+everything that it created.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.actors import (
+    LOG_FORMAT,
+    Identity,
+    ProcessActor,
+    RayProcess,
+    RouterActor,
+    WorkerActor,
+    call,
+    create,
+    fence,
+)
+from cluster.config import Config
+from cluster.monitor import Monitor, Process
+from cluster.placement import Ask, Group, live_nodes, place, remove
+from cluster.resolve import bundle_of, with_devices, with_transport
+from cluster.seats import Event, Seat, SeatStatus, State, seats_of
+from cluster.untyped import RAY
+from worker.api import Lost
+from worker.errors import UserError
+from worker.wire import Event as WireEvent
+from worker.wire import Wire
+
+log = logging.getLogger("kvlane.controller")
+
+NAME = "kvlane-controller"
+NAMESPACE = "kvlane"
+LOCAL_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where `serve` runs."""
+
+    node_id: str
+    address: str  # of the node
+    local: bool  # serve started this Ray, so that one node is all there will ever be
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What `serve` shows and waits for."""
+
+    events: tuple[Event, ...]  # after the ones that were seen
+    starting: tuple[str, ...]  # names that are not ready
+    waiting: str  # what placement waits for, or ""
+    urls: tuple[str, ...]  # of the routers that are ready
+    drained: bool  # nothing is left to serve
+
+
+class RaySite:
+    """`monitor.Site` over Ray. Not thread-safe; lives in the controller's event loop."""
+
+    def __init__(self, config: Config, home: Home) -> None:
+        self.config = config
+        self.waiting = ""
+        self._home = home
+        self._groups: dict[str, Group] = {}
+        self._seats = {seat.name: seat for seat in seats_of(config)}
+
+    async def open(self) -> None:
+        """Room for everybody; then the choices that depend on where that is.
+
+        Raises:
+            Placement: something does not fit; nothing is held then.
+        """
+        nodes = await asyncio.to_thread(live_nodes)
+        has_gpus = any(node.total.get("GPU", 0) > 0 for node in nodes)
+        self.config = with_devices(self.config, has_gpus=has_gpus)
+        self._groups = await self._place(list(self._seats.values()))
+        self.config = with_transport(self.config, self._worker_nodes())
+
+    async def create(self, name: str, incarnation: str) -> RayProcess:
+        """See monitor.Site. A group whose node is gone is replaced by a new one."""
+        seat = self._seats[name]
+        await self._renew_group(seat)
+        group = self._groups.get(name)
+        kind, args = self._recipe(seat, incarnation, group)
+        actor = create(
+            kind,
+            args,
+            name=name,
+            group=group,
+            bundle=bundle_of(self.config, seat),
+            home=self._home.node_id,
+        )
+        try:
+            identity: Identity = await asyncio.wait_for(
+                call(actor.identify), self.config.cluster.start_timeout_s
+            )
+        except BaseException:
+            RAY.kill(actor)
+            raise
+        return RayProcess(actor, identity)
+
+    async def fence(self, process: Process) -> None:
+        """See monitor.Site."""
+        assert isinstance(process, RayProcess)
+        await fence(process)
+
+    async def release(self, name: str) -> None:
+        """See monitor.Site."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            await asyncio.to_thread(remove, group.pg)
+
+    async def _renew_group(self, seat: Seat) -> None:
+        group = self._groups.get(seat.name)
+        if group is None:
+            if not bundle_of(self.config, seat):
+                return
+        else:
+            alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
+            if group.node.node_id in alive:
+                return
+            log.warning("%s: node %s is gone, placing it anew", seat.name, group.node.address)
+            await self.release(seat.name)
+        self._groups |= await self._place([seat])
+        nodes = self._worker_nodes()
+        if self.config.transport.name == "shm" and len(nodes) > 1:
+            log.warning(
+                "%s is on another node now, which transport shm does not reach: decode workers "
+                "prefill by themselves; start again with --set transport.name=mooncake",
+                seat.name,
+            )
+
+    async def _place(self, seats: Sequence[Seat]) -> dict[str, Group]:
+        asks = [Ask(seat.name, bundle_of(self.config, seat)) for seat in seats]
+        try:
+            return await asyncio.to_thread(
+                place,
+                [ask for ask in asks if ask.bundle],
+                self.config.cluster.placement_timeout_s,
+                can_grow=not self._home.local,
+                waiting=lambda text: setattr(self, "waiting", text),
+            )
+        finally:
+            self.waiting = ""
+
+    def _worker_nodes(self) -> set[str]:
+        workers = [name for name, seat in self._seats.items() if seat.role != "router"]
+        groups = [self._groups.get(name) for name in workers]
+        return {group.node.node_id if group else self._home.node_id for group in groups}
+
+    def _recipe(
+        self, seat: Seat, incarnation: str, group: Group | None
+    ) -> tuple[type[ProcessActor], list[object]]:
+        """Class and arguments of a seat's actor."""
+        cluster = self.config.cluster
+        if seat.role == "router":
+            number = int(seat.name.rpartition("-")[2])
+            port = cluster.port + number if cluster.port else 0
+            args: list[object] = [
+                self.config,
+                seat.name,
+                incarnation,
+                cluster.host,
+                port,
+                cluster.log_level,
+            ]
+            return RouterActor, args
+        assert seat.role != "controller"
+        host = group.node.address if group is not None else self._home.address
+        if self._home.local:
+            host = LOCAL_HOST
+        worker = self.config.worker(seat.role)
+        return WorkerActor, [worker, seat.name, incarnation, host, cluster.log_level]
+
+
+class Controller:
+    """Ray actor around a Monitor and the Wire that watches over it. Every method is a coroutine."""
+
+    def __init__(self, config: Config, home: Home) -> None:
+        logging.basicConfig(
+            level=config.cluster.log_level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True
+        )
+        self._config = config
+        self._site = RaySite(config, home)
+        self._monitor: Monitor | None = None
+        self._wire: Wire | None = None
+        self._drained = False
+
+    def __repr__(self) -> str:
+        return "controller"
+
+    async def start(self) -> None:
+        """Place and start everything; returns when all of it is ready.
+
+        Raises:
+            Placement, UserError, WorldError: it cannot be; the message is for the user.
+        """
+        await self._site.open()
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: Sequence[WireEvent]) -> None:
+            for peer, message in events:
+                if isinstance(message, Lost):
+                    loop.call_soon_threadsafe(monitor.lost, peer, message.reason)
+
+        wire = Wire(f"controller/{secrets.token_hex(4)}", self._config.ping, deliver)
+        seats = seats_of(self._config)
+        monitor = Monitor(seats, self._site, wire, self._config.cluster)
+        self._wire, self._monitor = wire, monitor
+        wire.start()
+        await monitor.start()
+
+    async def progress(self, num_seen: int) -> Progress:
+        """What has happened after the first `num_seen` events."""
+        monitor = self._monitor
+        if monitor is None:
+            return Progress((), (), self._site.waiting, (), False)
+        return Progress(
+            events=tuple(monitor.events[num_seen:]),
+            starting=tuple(s.name for s in monitor.seats() if s.state is State.STARTING),
+            waiting=self._site.waiting,
+            urls=tuple(
+                f"http://{s.member.metrics_address}"
+                for s in monitor.seats()
+                if s.role == "router" and s.member is not None
+            ),
+            drained=self._drained,
+        )
+
+    async def status(self) -> list[SeatStatus]:
+        """One row a name."""
+        return [] if self._monitor is None else await self._monitor.status()
+
+    async def config(self) -> dict[str, Any]:
+        """The tree in force."""
+        return self._site.config.shown()
+
+    async def drain(self, name: str | None, timeout_s: float | None) -> bool:
+        """Drain one name, or everything, in which case `serve` ends too.
+
+        Returns whether all work was finished in time.
+
+        Raises:
+            UserError: no such name, or still starting.
+        """
+        if self._monitor is None:
+            raise UserError("the cluster is still being placed")
+        if name is not None:
+            return await self._monitor.drain([name], timeout_s)
+        idle = await self._monitor.stop(timeout_s)
+        self._drained = True
+        return idle
+
+    async def stop(self, drain_timeout_s: float) -> bool:
+        """End everything; whether all requests were finished in `drain_timeout_s`."""
+        idle = True
+        if self._monitor is not None:
+            idle = await self._monitor.stop(drain_timeout_s)
+        if self._wire is not None:
+            await asyncio.to_thread(self._wire.close)
+        return idle

@@ -1,0 +1,228 @@
+"""Start a Ray of our own or join one, and leave nothing behind.
+
+What a local start leaves is: nothing. Every process is a descendant of `serve`, which is their
+subreaper, so those that lost their parent come back to it and are killed at the end; Ray's files
+are in one directory that is removed. Import this module only after `prepare_environment`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import Config
+from cluster.controller import NAME, NAMESPACE, Controller, Home
+from cluster.owned import OwnedDirectory
+from cluster.resolve import bundle_of, with_devices
+from cluster.seats import seats_of
+from cluster.untyped import RAY
+from worker.errors import KvlaneError, UserError, WorldError
+
+log = logging.getLogger("kvlane.launch")
+
+PR_SET_CHILD_SUBREAPER = 36
+MAX_TEMP_PATH = 40  # Ray's socket names below it take some 65 of the 107 characters allowed
+SHORT_TEMP = Path("/tmp")
+KILL_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class RaySession:
+    """Our connection to Ray, and what has to be cleaned up after it."""
+
+    address: str
+    local: bool
+    temp_dir: OwnedDirectory | None = None
+    closed: bool = field(default=False)
+
+    def close(self) -> None:
+        """Disconnect; a Ray of our own ends, with every process and file of it."""
+        if self.closed:
+            return
+        self.closed = True
+        RAY.shutdown()
+        if self.local:
+            self.kill()
+
+    def kill(self) -> None:
+        """Only for a Ray of our own: SIGKILL every descendant and remove the files."""
+        assert self.local
+        kill_descendants()
+        if self.temp_dir is not None:
+            self.temp_dir.remove()
+
+
+def start_local(config: Config, temp_root: Path) -> RaySession:
+    """A Ray of our own, with room for what `config` asks for and nothing that it does not need.
+
+    Ray listens on the machine's own address, on free ports, without a dashboard; see the README.
+
+    Raises:
+        WorldError: Ray did not start.
+    """
+    root = temp_root if len(str(temp_root)) <= MAX_TEMP_PATH else SHORT_TEMP
+    temp_dir = OwnedDirectory.make(root)
+    session = RaySession("", local=True, temp_dir=temp_dir)
+    become_subreaper()
+    asked = config.cluster.local_ray
+    try:
+        context = RAY.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=num_cpus(config) if asked.num_cpus == "auto" else asked.num_cpus,
+            num_gpus=None if asked.num_gpus == "auto" else asked.num_gpus,
+            object_store_memory=asked.object_store_bytes,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(temp_dir.path),
+        )
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        session.kill()
+        raise WorldError(f"Ray did not start: {error}") from error
+    except BaseException:  # Ctrl-C in the middle of it
+        session.kill()
+        raise
+    session.address = str(context.address_info["gcs_address"])
+    return session
+
+
+def join(address: str, *, quiet: bool = False) -> RaySession:
+    """Connect to a running Ray cluster.
+
+    Raises:
+        UserError: the address is that of the job API.
+        WorldError: nobody answers there.
+    """
+    if address.startswith(("http://", "https://")):
+        raise UserError(
+            f"{address} is Ray's job API; submit a job there (ray job submit --working-dir . -- "
+            "python -m cluster serve …) or give the address of the cluster itself, HOST:6379"
+        )
+    try:
+        context = RAY.init(
+            address=address,
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=not quiet,
+        )
+    except (RayError, RuntimeError, ConnectionError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WorldError(f"cannot join the Ray cluster at {address}: {reason}") from error
+    return RaySession(str(context.address_info["gcs_address"]), local=False)
+
+
+def create_controller(config: Config, session: RaySession) -> Any:
+    """The controller of a new cluster, on this node.
+
+    Raises:
+        UserError: this Ray cluster has one already.
+    """
+    if find_controller() is not None:
+        raise UserError("kvlane runs on this Ray cluster already; end it first: kvlane drain")
+    node_id = RAY.get_runtime_context().get_node_id()
+    home = Home(node_id, RAY.util.get_node_ip_address(), session.local)
+    options = RAY.remote(Controller).options(
+        name=NAME,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    return options.remote(config, home)
+
+
+def find_controller() -> Any | None:
+    """The running controller, if there is one."""
+    try:
+        return RAY.get_actor(NAME, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def ask(method: Any, *args: object, timeout_s: float | None = None) -> Any:
+    """Call the controller from outside of any event loop.
+
+    Raises:
+        KvlaneError: as the controller raised it.
+        WorldError: the controller is dead.
+    """
+    return wait_for(method.remote(*args), timeout_s)
+
+
+def wait_for(reference: Any, timeout_s: float | None = None) -> Any:
+    """The result of a call under way; raises as `ask` does."""
+    try:
+        return RAY.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        cause = cast("BaseException", error.cause)  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(cause, KvlaneError):
+            raise cause from None
+        raise
+    except (RayActorError, RaySystemError) as error:
+        raise WorldError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def over(reference: Any, timeout_s: float) -> bool:
+    """Whether a call is over, waited for at most so long. Signals are seen in between."""
+    ready, _ = RAY.wait([reference], timeout=timeout_s)
+    return bool(ready)
+
+
+def num_cpus(config: Config) -> int:
+    """CPUs to tell Ray of: the machine's, or more if more are asked for (they are only a count)."""
+    config = with_devices(config, has_gpus=False)
+    needed = sum(bundle_of(config, seat).get("CPU", 0.0) for seat in seats_of(config))
+    return max(os.cpu_count() or 1, int(-(-needed // 1)))
+
+
+# Processes.
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, so that none of them escapes."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, parents first."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents():
+        children.setdefault(parent, []).append(pid)
+    found, queue = list[int](), [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def kill_descendants() -> None:
+    """SIGKILL all processes below this one, and reap them. They are all ours: we began them."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (path / "stat").read_text(encoding="ascii", errors="replace")
+                yield int(path.name), int(stat.rpartition(")")[2].split()[1])

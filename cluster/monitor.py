@@ -1,0 +1,352 @@
+"""Keeps the cluster as it was asked for: one task a name, from its creation to its last breath.
+
+Plain asyncio, without Ray: where processes come from is a `Site`, what one incarnation can be told
+is a `Process`, and `Links` says which of them went silent (`worker.wire.Wire` is one).
+
+When a process dies, its peers are told first; then it is made sure that the old process is really
+gone, because its devices and its memory are about to be used again; then the name is filled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from cluster.config import ClusterConfig
+from cluster.seats import Event, Report, Seat, SeatStatus, State, backoff_s, live_members
+from worker.api import Member, PeerId
+from worker.errors import KvlaneError, Placement, UserError, WorldError
+
+log = logging.getLogger("kvlane.monitor")
+T = TypeVar("T")
+
+MAX_EARLY_DEATHS = 3  # of one name while the cluster starts; then starting fails
+POLL_S = 0.1
+REPORT_TIMEOUT_S = 2.0
+
+
+class Process(Protocol):
+    """One incarnation of a worker or router, somewhere. Its death raises PeerLost everywhere."""
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for people: node and pid."""
+        ...
+
+    async def start(self) -> Member:
+        """Load and listen. Raises UserError if what was asked for cannot work."""
+        ...
+
+    async def run(self) -> None:
+        """Returns when it was stopped; raises PeerLost as soon as it has died."""
+        ...
+
+    async def tell(self, version: int, members: Sequence[Member]) -> None:
+        """The members from now on; older versions than the last one are ignored."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no new work, finish what there is."""
+        ...
+
+    async def report(self) -> Report:
+        """Whether it is idle, and its counters."""
+        ...
+
+    async def stop(self) -> None:
+        """End threads and sockets; `run` returns then."""
+        ...
+
+
+class Site(Protocol):
+    """Where processes come from."""
+
+    async def create(self, name: str, incarnation: str) -> Process:
+        """A new process for `name`, in its old group if that still stands.
+
+        Raises:
+            Placement, PeerLost: no room; or it died while it began.
+        """
+        ...
+
+    async def fence(self, process: Process) -> None:
+        """Returns when the process is gone for certain, or its node is."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """Give back what was reserved for `name`."""
+        ...
+
+
+class Links(Protocol):
+    """The data plane's view of who answers."""
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        """Begin to ping."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Cease to ping."""
+        ...
+
+
+class Monitor:
+    """All names of one cluster and the tasks that keep them filled.
+
+    Args:
+        seats: every name; they are this object's from now on.
+        site: makes processes.
+        links: pings them; whoever owns it calls `lost`.
+        config: timeouts and back-off.
+    """
+
+    def __init__(
+        self, seats: Sequence[Seat], site: Site, links: Links, config: ClusterConfig
+    ) -> None:
+        self.events: list[Event] = []
+        self._seats = {seat.name: seat for seat in seats}
+        self._site = site
+        self._links = links
+        self._config = config
+        self._version = 0
+        self._began_at = time.monotonic()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._up = False
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Fill all seats at once; returns when every one of them is ready.
+
+        Raises:
+            UserError: a process said that it cannot work as configured.
+            WorldError: one died or did not start in time, several times.
+        """
+        for seat in self._seats.values():
+            self._tasks[seat.name] = asyncio.create_task(self._keep(seat), name=seat.name)
+        while not all(seat.state is State.READY for seat in self._seats.values()):
+            await asyncio.wait((self._failed,), timeout=POLL_S)
+            if self._failed.done():
+                self._failed.result()
+        self._up = True
+
+    def seats(self) -> list[Seat]:
+        """All names, for reading."""
+        return list(self._seats.values())
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """The data plane hears nothing of `peer` any more: treat it as dead."""
+        for seat in self._seats.values():
+            answers = seat.member is not None and seat.member.peer == peer
+            if answers and not seat.silent.done():
+                seat.silent.set_result(reason)
+
+    async def status(self) -> list[SeatStatus]:
+        """One row a name, with counters from those that answer quickly."""
+        seats = list(self._seats.values())
+        reports = await asyncio.gather(*(self._report(seat) for seat in seats))
+        return [seat.status(report) for seat, report in zip(seats, reports, strict=True)]
+
+    async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
+        """Finish what these names do, stop and remove them. Returns whether all became idle.
+
+        Raises:
+            UserError: no such name.
+        """
+        unknown = [name for name in names if name not in self._seats]
+        if unknown:
+            known = ", ".join(sorted(self._seats)) or "none left"
+            raise UserError(f"no worker or router is called {unknown[0]} (there are: {known})")
+        seats = [self._seats[name] for name in names]
+        idle = await asyncio.gather(*(self._finish(seat, timeout_s) for seat in seats))
+        await asyncio.gather(*(self._remove(seat) for seat in seats))
+        return all(idle)
+
+    async def stop(self, drain_timeout_s: float | None) -> bool:
+        """Routers first, then workers: drain for so long (None: no limit), then end them."""
+        self._up = True  # nothing that dies from now on is a failure to start
+        idle = True
+        for is_router in (True, False):
+            names = [s.name for s in self._seats.values() if (s.role == "router") is is_router]
+            idle &= await self.drain(names, drain_timeout_s)
+        return idle
+
+    # One seat.
+
+    async def _keep(self, seat: Seat) -> None:
+        """Fill the seat until it is given up."""
+        deaths_in_a_row = 0
+        while not seat.leaving:
+            ready_at, error = await self._live(seat)
+            if seat.leaving:
+                return
+            lived_s = time.monotonic() - ready_at if ready_at else 0.0
+            if lived_s > self._config.max_restart_backoff_s:
+                deaths_in_a_row = 0
+            deaths_in_a_row += 1
+            hopeless = isinstance(error, UserError) or deaths_in_a_row >= MAX_EARLY_DEATHS
+            if hopeless and not self._up:
+                self._fail(seat, error)
+                return
+            delay_s = backoff_s(
+                deaths_in_a_row, self._config.restart_backoff_s, self._config.max_restart_backoff_s
+            )
+            seat.restarts += 1
+            self._note(seat, f"{error}; again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+
+    async def _live(self, seat: Seat) -> tuple[float, KvlaneError]:
+        """One incarnation, until its process is gone: (when it became ready or 0, why it ended)."""
+        seat.begin(secrets.token_hex(4))
+        began_at, ready_at = time.monotonic(), 0.0
+        try:
+            self._note(seat, "starting")
+            process = seat.process = await self._site.create(seat.name, seat.incarnation)
+            self._note(seat, f"loading ({process.place})")
+            member = await self._in_time(process.start(), self._config.start_timeout_s, "start")
+            ready_at = time.monotonic()
+            self._join(seat, member)
+            self._note(seat, f"ready after {ready_at - began_at:.1f} s")
+            await self._until_over(seat, process)
+            error: KvlaneError = WorldError("it stopped")
+        except (WorldError, UserError) as e:
+            error = e
+        finally:
+            self._leave(seat)
+            await self._fence(seat)
+        return ready_at, error
+
+    async def _fence(self, seat: Seat) -> None:
+        """The seat's process is gone when this returns, even if the task was cancelled."""
+        if seat.process is None:
+            return
+        work = asyncio.create_task(self._site.fence(seat.process))
+        cancelled = False
+        while not work.done():
+            try:
+                await asyncio.wait((work,))
+            except asyncio.CancelledError:
+                cancelled = True
+        work.result()
+        seat.process = None
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _until_over(self, seat: Seat, process: Process) -> None:
+        """Returns when it was stopped; raises WorldError when it is dead or silent."""
+        run = asyncio.create_task(process.run())
+        try:
+            await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
+            if run.done():
+                run.result()
+            else:
+                raise WorldError(f"it does not answer ({seat.silent.result()})")
+        finally:
+            run.cancel()
+
+    def _join(self, seat: Seat, member: Member) -> None:
+        seat.member, seat.state = member, State.READY
+        if member.address:
+            self._links.connect(member.peer, member.address)
+        self._publish()
+
+    def _leave(self, seat: Seat) -> None:
+        """Out of the members, and all others know it at once."""
+        member, seat.member, seat.state = seat.member, None, State.LOST
+        if member is not None:
+            self._links.disconnect(member.peer)
+            self._publish()
+
+    def _publish(self) -> None:
+        self._version += 1
+        members = live_members(self._seats.values())
+        log.info("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
+        for seat in self._seats.values():
+            if seat.reachable is not None:
+                self._spawn(seat.reachable.tell(self._version, members), f"members for {seat.name}")
+
+    # The end of a seat.
+
+    async def _finish(self, seat: Seat, timeout_s: float | None) -> bool:
+        """Drain; False if it was not idle in time."""
+        seat.leaving = True
+        process = seat.reachable
+        if process is None:
+            return True
+        seat.state = State.DRAINING
+        self._note(seat, "draining")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            await self._in_time(process.drain(), REPORT_TIMEOUT_S, "drain")
+            while seat.reachable is process:
+                if (await self._in_time(process.report(), REPORT_TIMEOUT_S, "report")).idle:
+                    return True
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(POLL_S)
+        except WorldError as error:
+            self._note(seat, f"while draining: {error}")
+            return False
+        return True  # it died; nothing is left to wait for
+
+    async def _remove(self, seat: Seat) -> None:
+        """Stop the process, gently at first; the seat is forgotten when it is gone."""
+        task = self._tasks.pop(seat.name, None)
+        if task is None:  # somebody else does it
+            await seat.gone.wait()
+            return
+        if seat.reachable is not None:
+            self._spawn(seat.reachable.stop(), f"stop of {seat.name}")
+            await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
+        task.cancel()
+        await asyncio.wait((task,))
+        await self._site.release(seat.name)
+        self._seats.pop(seat.name, None)
+        seat.gone.set()
+        self._note(seat, "stopped")
+
+    # Small parts.
+
+    async def _report(self, seat: Seat) -> Report | None:
+        process = seat.reachable
+        if process is None:
+            return None
+        try:
+            return await self._in_time(process.report(), REPORT_TIMEOUT_S, "report")
+        except WorldError as error:
+            log.info("%s: %s", seat.name, error)
+            return None
+
+    async def _in_time(self, work: Awaitable[T], timeout_s: float, what: str) -> T:
+        try:
+            return await asyncio.wait_for(work, timeout_s)
+        except TimeoutError:
+            raise WorldError(f"it did not {what} within {timeout_s:g} s") from None
+
+    def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
+        """Run beside; a dead receiver is its own task's business, so that is only logged."""
+
+        async def shielded() -> None:
+            try:
+                await work
+            except WorldError as error:
+                log.info("%s: %s", what, error)
+
+        task = asyncio.create_task(shielded())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _fail(self, seat: Seat, error: KvlaneError) -> None:
+        if not self._failed.done():
+            kind = UserError if isinstance(error, UserError) else WorldError
+            if isinstance(error, Placement):
+                kind = Placement
+            self._failed.set_exception(kind(f"{seat.name}: {error}"))
+
+    def _note(self, seat: Seat, text: str) -> None:
+        log.info("%s: %s", seat.name, text)
+        self.events.append(Event(time.monotonic() - self._began_at, seat.name, seat.state, text))

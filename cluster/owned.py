@@ -1,0 +1,124 @@
+"""Files that say "this process lives": each is held by a lock that ends with its owner.
+
+A lock, not a pid: containers and pid namespaces that share a directory do not share pids.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from worker.errors import UserError
+
+log = logging.getLogger("kvlane.owned")
+
+PREFIX = "kvlane-"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What `serve` tells other commands about itself."""
+
+    pid: int
+    address: str  # of the Ray cluster
+    auth_mode: str  # RAY_AUTH_MODE of it
+    urls: tuple[str, ...]
+
+
+class OwnedDirectory:
+    """A fresh directory for Ray's files. Removed by `remove`, or by the next start after a kill."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def make(cls, root: Path) -> OwnedDirectory:
+        """A new one below `root`; dead ones that this user left there are removed first."""
+        root.mkdir(parents=True, exist_ok=True)
+        for path in root.glob(f"{PREFIX}*/{LOCK}"):
+            if path.stat().st_uid == os.getuid() and not is_held(path):
+                log.info("removing %s: its serve was killed", path.parent)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        return cls(directory, _hold(directory / LOCK))
+
+    def remove(self) -> None:
+        """Delete it with all that is in it; a second call does nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+class StateFile:
+    """Where `status` and `drain` find a running `serve` of this user."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix="serve-", suffix=".json", dir=runtime_dir)
+        os.close(handle)
+        self.path = Path(name)
+        self._lock = _hold(self.path)
+
+    def write(self, running: Running) -> None:
+        """Say what runs."""
+        self.path.write_text(msgspec.json.encode(running).decode(), encoding="utf-8")
+
+    def remove(self) -> None:
+        """Nothing runs any more; a second call does nothing."""
+        if self._lock >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def find_running(runtime_dir: Path) -> Running:
+    """The one `serve` that runs here.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    found: list[Running] = []
+    for path in sorted(runtime_dir.glob("serve-*.json")):
+        if not is_held(path):
+            path.unlink(missing_ok=True)
+        elif text := path.read_text(encoding="utf-8"):
+            found.append(msgspec.json.decode(text, type=Running))
+    if not found:
+        raise UserError("no kvlane runs here; give the Ray cluster with --address HOST:PORT")
+    if len(found) > 1:
+        rows = "\n".join(
+            f"  --address {r.address}  ({' '.join(r.urls)}, pid {r.pid})" for r in found
+        )
+        raise UserError(f"more than one kvlane runs here, choose one:\n{rows}")
+    return found[0]
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds the lock of this file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _hold(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle

@@ -1,0 +1,125 @@
+"""The book of a cluster: its names, what fills them, what the others are told. No Ray, no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from cluster.config import Config
+from worker.api import Member, Role
+
+if TYPE_CHECKING:
+    from cluster.monitor import Process
+
+
+class State(StrEnum):
+    """Where a name stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"  # its process is gone or about to be; a new one follows unless it is leaving
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What a process says of itself when asked."""
+
+    idle: bool
+    counters: dict[str, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """One line of progress."""
+
+    at_s: float  # since the monitor began
+    name: str
+    state: State
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class SeatStatus:
+    """One row of `status`."""
+
+    name: str
+    role: Role
+    state: State
+    incarnation: str
+    restarts: int
+    node: str
+    pid: int
+    address: str
+    metrics_address: str
+    counters: dict[str, int] | None  # None: it did not answer, or is not ready
+
+
+@dataclass(slots=True)
+class Seat:
+    """One name, which a succession of incarnations fills.
+
+    Invariant: `member` is set from the moment its process is ready until it is found dead or has
+    stopped; `process` from its creation until it is gone for certain.
+    """
+
+    name: str
+    role: Role
+    state: State = State.STARTING
+    incarnation: str = ""
+    restarts: int = 0
+    leaving: bool = False  # not to be filled again
+    member: Member | None = None
+    process: Process | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and not filled again
+    silent: asyncio.Future[str] = field(init=False)  # resolved by the data plane with a reason
+
+    @property
+    def reachable(self) -> Process | None:
+        """Its process, if that is ready."""
+        return self.process if self.member is not None else None
+
+    def begin(self, incarnation: str) -> None:
+        """A new incarnation takes the seat."""
+        assert self.process is None, f"{self.name} is taken"
+        self.incarnation, self.state = incarnation, State.STARTING
+        self.silent = asyncio.get_running_loop().create_future()
+
+    def status(self, report: Report | None) -> SeatStatus:
+        """This seat as a row."""
+        member = self.member
+        return SeatStatus(
+            name=self.name,
+            role=self.role,
+            state=self.state,
+            incarnation=self.incarnation,
+            restarts=self.restarts,
+            node=member.node if member else "",
+            pid=member.pid if member else 0,
+            address=member.address if member else "",
+            metrics_address=member.metrics_address if member else "",
+            counters=report.counters if report else None,
+        )
+
+
+def seats_of(config: Config) -> list[Seat]:
+    """The names that a config asks for: prefill-0, …, decode-0, …, router-0, …"""
+    counts: list[tuple[Role, int]] = [
+        ("prefill", config.prefill.replicas),
+        ("decode", config.decode.replicas),
+        ("router", config.routers.replicas),
+    ]
+    return [Seat(f"{role}-{i}", role) for role, count in counts for i in range(count)]
+
+
+def live_members(seats: Iterable[Seat]) -> list[Member]:
+    """Everyone who can be talked to. A draining one still serves what it has begun."""
+    return [seat.member for seat in seats if seat.member is not None]
+
+
+def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:
+    """Seconds to wait before the next incarnation: first_s, doubled with each early death."""
+    return min(first_s * 2.0 ** min(deaths_in_a_row - 1, 30), max_s)

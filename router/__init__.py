@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI API, text, dispatch. Never imports torch."""

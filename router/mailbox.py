@@ -1,0 +1,51 @@
+"""How what happens to the choices of one HTTP request reaches the task that answers it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from router.errors import ApiError
+from worker.api import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one choice. The last one has a finish reason; with ERROR comes the error."""
+
+    index: int
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: ApiError | None = None
+
+
+class Mailbox:
+    """Deltas of all choices of a request, in order. Loop thread only.
+
+    A slow client never slows anyone else: deltas pile up here and are taken all at once.
+
+    Args:
+        streamed: wake the reader for every delta, not only when a choice ends.
+    """
+
+    def __init__(self, *, streamed: bool) -> None:
+        self._streamed = streamed
+        self._deltas: list[Delta] = []
+        self._ready = asyncio.Event()
+
+    def put(self, delta: Delta) -> None:
+        """Add news."""
+        self._deltas.append(delta)
+        if self._streamed or delta.finish_reason is not None:
+            self._ready.set()
+
+    def nudge(self) -> None:
+        """Wake the reader although there may be nothing."""
+        self._ready.set()
+
+    async def get(self) -> list[Delta]:
+        """Wait for news and take all of it; empty after a nudge."""
+        await self._ready.wait()
+        self._ready.clear()
+        deltas, self._deltas = self._deltas, []
+        return deltas

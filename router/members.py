@@ -1,0 +1,139 @@
+"""What the router knows of the cluster's members: the controller's list, Pongs, its own counts.
+
+Loop thread only. Pongs are up to an interval old, so what this router has sent since then is
+counted on top of what a Pong said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from worker.api import Member, PeerId, Role, WorkerStats
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """One member, and what is known of its load."""
+
+    member: Member
+    stats: WorkerStats = field(default_factory=WorkerStats)
+    live: bool = False  # has answered a Pong, and is not lost since
+    num_sent: int = 0  # requests of this router that are there now
+    num_sent_at_pong: int = 0
+    num_proposed_tokens: int = 0  # prompts for which it became first candidate since the Pong
+    busy_until: float = 0.0  # monotonic; it has refused, wait unless there is room
+    room: int = 0  # requests that may be tried although it is busy
+
+    @property
+    def peer(self) -> PeerId:
+        """Its address on the wire."""
+        return self.member.peer
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: other routers' as of the last Pong, ours as of now."""
+        others = self.stats.num_running + self.stats.num_waiting - self.num_sent_at_pong
+        return max(0, others) + self.num_sent
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait there, as far as we can know."""
+        return self.stats.num_queued_tokens + self.num_proposed_tokens
+
+
+class Members:
+    """The table of members. `update` takes the controller's view, the others what is observed."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, Known] = {}
+        self._linked_roles: tuple[Role, ...] = ("prefill", "decode")
+
+    def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+        """Take the whole new list.
+
+        Returns:
+            Workers that came and workers that went; routers and controllers are only listed.
+        """
+        now = {member.peer: member for member in members}
+        added = [member for peer, member in now.items() if peer not in self._known]
+        removed = [known.member for peer, known in self._known.items() if peer not in now]
+        for member in removed:
+            del self._known[member.peer]
+        for member in added:
+            self._known[member.peer] = Known(member)
+        return [m for m in added if self._is_worker(m)], [m for m in removed if self._is_worker(m)]
+
+    def get(self, peer: PeerId) -> Known | None:
+        """The member of this address, while the controller lists it."""
+        return self._known.get(peer)
+
+    def pong(self, peer: PeerId, stats: WorkerStats | None) -> bool:
+        """A member has answered. Returns whether a waiting request may be tried there."""
+        known = self._known.get(peer)
+        if known is None:
+            return False
+        came_alive = not known.live
+        known.live = True
+        if stats is not None:
+            known.stats = stats
+            known.num_sent_at_pong = known.num_sent
+            known.num_proposed_tokens = 0
+        if known.member.role != "decode":
+            return False
+        free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
+        if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
+            known.room = max(known.room, free_rows)
+        return came_alive or known.room > 0
+
+    def lost(self, peer: PeerId) -> None:
+        """A member has stopped answering; it counts again from its next Pong on."""
+        known = self._known.get(peer)
+        if known is not None:
+            self._known[peer] = Known(known.member)
+
+    def refused(self, peer: PeerId, until: float) -> None:
+        """A decode worker had no room; it is left alone until then, or until it shows room."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.busy_until, known.room = max(known.busy_until, until), 0
+
+    def sent(self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float) -> None:
+        """A request goes to `peer`, which will probably ask `candidate` for its prompt."""
+        known = self._known[peer]
+        known.num_sent += 1
+        if known.busy_until > now:
+            known.room -= 1
+        prefill = self._known.get(candidate) if candidate is not None else None
+        if prefill is not None:
+            prefill.num_proposed_tokens += num_tokens
+
+    def left(self, peer: PeerId, *, gives_room: bool) -> None:
+        """A request is no longer at `peer`; with `gives_room` another may be tried there."""
+        known = self._known.get(peer)
+        if known is not None and known.num_sent > 0:
+            known.num_sent -= 1
+            known.room += gives_room and known.busy_until > 0
+
+    def live(self, role: Role) -> list[Known]:
+        """Members of a role that answer."""
+        return [k for k in self._known.values() if k.live and k.member.role == role]
+
+    def open_decode(self, now: float) -> list[Known]:
+        """Decode workers to which a request may be sent now."""
+        return [
+            known
+            for known in self.live("decode")
+            if not known.stats.draining and (known.busy_until <= now or known.room > 0)
+        ]
+
+    def open_prefill(self) -> list[Known]:
+        """Prefill workers that may be proposed."""
+        return [known for known in self.live("prefill") if not known.stats.draining]
+
+    def all(self) -> list[Known]:
+        """Everyone the controller lists."""
+        return list(self._known.values())
+
+    def _is_worker(self, member: Member) -> bool:
+        return member.role in self._linked_roles

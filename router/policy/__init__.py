@@ -1,0 +1,24 @@
+"""Routing policies by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worker.registry import resolve
+
+if TYPE_CHECKING:
+    from router.policy.base import Policy
+
+POLICIES = {
+    "least_loaded": "router.policy.least_loaded:LeastLoaded",
+    "round_robin": "router.policy.round_robin:RoundRobin",
+}
+
+
+def policy(name: str) -> Policy:
+    """A fresh policy.
+
+    Raises:
+        UserError: no policy has this name; the message lists those that do.
+    """
+    return resolve("routing policy", name, POLICIES)()

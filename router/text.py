@@ -1,0 +1,208 @@
+"""Text to tokens: the model's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from router.output import ByteDetokenizer, Detokenizer, OutputText, WindowDetokenizer, token_bytes
+from worker.errors import UserError
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks the assistant's words for training; here they are only printed."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    def _print(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """A model's chat template, run in jinja2's sandbox with what Hugging Face gives it.
+
+    Args:
+        source: the template.
+        special: bos_token and the like, by name.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        self._special = dict(special)
+        self._template = environment.from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat.
+
+        Raises:
+            UserError: the template refuses these messages.
+        """
+        names: dict[str, Any] = {"tools": None, "documents": None} | self._special
+        names |= dict(extra or {})
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(names)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"the chat template refused: {error}", "messages") from error
+
+
+class Text:
+    """Tokenizer and template of one model directory, loaded once; safe to use from any thread.
+
+    Args:
+        directory: a Hugging Face model directory; needs config.json and tokenizer.json.
+
+    Raises:
+        UserError: a file is missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        for name in ("config.json", "tokenizer.json"):
+            if not (directory / name).is_file():
+                raise UserError(f"{directory} has no {name}", "model.path")
+        config = _json(directory / "config.json")
+        config |= config.get("text_config") or {}
+        named = _json(directory / "tokenizer_config.json")
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = config.get("vocab_size") or size
+        self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
+        special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
+        source = _template_source(directory, named)
+        self._template = None if source is None else ChatTemplate(source, special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = _json(directory / "tokenizer.json").get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of `text`; with `add_special_tokens` as the model's post-processor adds."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """All of `tokens` at once: what the incremental way must add up to."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat, special tokens written out.
+
+        Raises:
+            UserError: the model has no template, or the template refuses these messages.
+        """
+        if self._template is None:
+            raise UserError("this model has no chat template; use /v1/completions", "messages")
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, extra=extra
+        )
+
+    def output(
+        self,
+        prompt: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> OutputText:
+        """The text side of one answer to `prompt`."""
+        skip = self._special_ids if skip_special_tokens else frozenset[int]()
+        return OutputText(self._detokenizer(prompt, skip), stop, min_tokens)
+
+    def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:
+        if self._is_byte_level:
+            return ByteDetokenizer(self._token_bytes, skip)
+        return WindowDetokenizer(self._decode_all, prompt, skip)
+
+    def _token_bytes(self, token: int) -> bytes:
+        found = self._bytes.get(token)
+        if found is None:
+            piece = self._tokenizer.id_to_token(token) if token < self.vocab_size else None
+            found = self._bytes[token] = token_bytes(piece or "")
+        return found
+
+    def _decode_all(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _content(token: Any) -> str:
+    """Special tokens are written as a string or as {"content": ...}."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins; a list of named templates is asked for "default"."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = named.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a message whose content is a list of parts.
+
+    Raises:
+        UserError: a part is not text.
+    """
+    texts: list[str] = []
+    for part in parts:
+        if part.get("type") not in ("text", "refusal"):
+            raise UserError(f"content parts of type {part.get('type')!r} are not supported")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise UserError("a content part of type text needs a string in `text`")
+        texts.append(text)
+    return "\n".join(texts)

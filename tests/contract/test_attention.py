@@ -1,0 +1,247 @@
+"""Every attention backend against a dense float64 oracle, over a pool poisoned with NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from worker.attention.base import ATTENTION
+from worker.batch import Batch
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.context import forward_context
+from worker.errors import Unsupported
+from worker.registry import resolve
+
+NUM_LAYERS = 4
+BOUNDS = {"float32": 2e-5, "bfloat16": 0.03}
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a test batch: its cached prefix, its new tokens, its pages."""
+
+    prefix: int
+    width: int
+    pages: list[int]
+
+    @property
+    def length(self) -> int:
+        return self.prefix + self.width
+
+
+def make_pool(
+    page_size: int, num_kv_heads: int, head_dim: int, groups: int, dtype: str, pages: int
+) -> KVPool:
+    """A pool in which every slot but the sink page's is NaN."""
+    region = KVRegion("target", NUM_LAYERS, num_kv_heads, head_dim, groups, page_size, dtype)
+    pool = KVPool(KVLayout((region,), "test"), pages, CPU)
+    for layer_id in range(NUM_LAYERS):
+        for cache in pool.layer(layer_id):
+            cache[1:] = float("nan")
+    return pool
+
+
+def make_rows(shapes: list[tuple[int, int]], page_size: int, seed: int) -> tuple[list[Row], int]:
+    """Rows of (prefix, width) with shuffled pages, and the number of pages of the pool."""
+    needs = [-(-(prefix + width) // page_size) for prefix, width in shapes]
+    total = sum(needs) + 3  # two pages that nobody owns, and the sink
+    order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(seed)) + 1
+    ids = order.tolist()
+    rows = []
+    for (prefix, width), need in zip(shapes, needs, strict=True):
+        rows.append(Row(prefix, width, ids[:need]))
+        ids = ids[need:]
+    return rows, total
+
+
+def make_batch(rows: list[Row], page_size: int, padded_rows: int, padded_reqs: int) -> Batch:
+    """As the engine pads: extra rows on page 0 after the last request, extra empty requests."""
+    widths = [row.width for row in rows] + [0] * padded_reqs
+    max_pages = max(len(row.pages) for row in rows) + 1
+    # Entries past a request's pages may be any valid page: here one that is NaN all through.
+    stale = min(set(range(1, 1000)) - {page for row in rows for page in row.pages})
+    table = [row.pages + [stale] * (max_pages - len(row.pages)) for row in rows]
+    table += [[0] * max_pages] * padded_reqs
+    positions = [p for row in rows for p in range(row.prefix, row.length)]
+    slots = [
+        row.pages[p // page_size] * page_size + p % page_size
+        for row in rows
+        for p in range(row.prefix, row.length)
+    ]
+    starts = torch.tensor([0, *widths]).cumsum(0)
+    lengths = [row.length for row in rows] + [0] * padded_reqs
+    num_tokens = len(positions) + padded_rows
+    return Batch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=torch.tensor(positions + [0] * padded_rows),
+        slot_mapping=torch.tensor(slots + [0] * padded_rows),
+        query_start=starts.int(),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        page_table=torch.tensor(table, dtype=torch.int32),
+        num_reqs=len(widths),
+        num_tokens=num_tokens,
+        max_query_len=max(widths),
+        max_seq_len_ub=max(lengths) + 5,  # an upper bound, not the truth
+    )
+
+
+def dense_oracle(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int, scale: float
+) -> torch.Tensor:
+    """q: [width, heads, d]; keys, values: [length, kv_heads, d], all f64; one query at a time."""
+    group = q.shape[1] // keys.shape[1]
+    out = torch.empty_like(q)
+    for j in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            seen_k = keys[: prefix + j + 1, head // group]
+            weights = (seen_k @ q[j, head] * scale).softmax(0)
+            out[j, head] = weights @ values[: prefix + j + 1, head // group]
+    return out
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def check(
+    backend: str,
+    shapes: list[tuple[int, int]],
+    *,
+    page_size: int = 16,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 32,
+    groups: int = 1,
+    dtype: str = "float32",
+    padded_rows: int = 0,
+    padded_reqs: int = 0,
+    seed: int = 0,
+) -> None:
+    """One batch through two layers: results, stored slots, and every slot of nobody's."""
+    num_heads, num_kv_heads = heads
+    torch_dtype = getattr(torch, dtype)
+    rows, pages = make_rows(shapes, page_size, seed)
+    pool = make_pool(page_size, num_kv_heads, head_dim, groups, dtype, pages)
+    scale = head_dim**-0.5
+    generator = torch.Generator().manual_seed(seed)
+    attention: Any = resolve("attention backend", backend, ATTENTION)(
+        pool, num_heads, num_kv_heads, head_dim, scale
+    )
+    batch = make_batch(rows, page_size, padded_rows, padded_reqs)
+    plan = attention.plan(batch)
+    for layer_id in (1, NUM_LAYERS - 1):
+        caches = pool.layer(layer_id)
+        dense = [
+            [torch.randn(row.length, num_kv_heads, head_dim, generator=generator).to(torch_dtype)
+             for _ in range(2)]
+            for row in rows
+        ]  # fmt: skip
+        for row, pair in zip(rows, dense, strict=True):
+            for cache, whole in zip(caches, pair, strict=True):
+                for p in range(row.prefix):
+                    cache[row.pages[p // page_size], :, p % page_size] = whole[p]
+        before = [bits(cache).clone() for layer in range(NUM_LAYERS) for cache in pool.layer(layer)]
+        q = torch.randn(batch.num_tokens, num_heads, head_dim, generator=generator).to(torch_dtype)
+        padding = torch.randn(padded_rows, num_kv_heads, head_dim, generator=generator)
+        new = [
+            torch.cat([pair[i][row.prefix :] for row, pair in zip(rows, dense, strict=True)]
+                      + [padding.to(torch_dtype)])
+            for i in range(2)
+        ]  # fmt: skip
+        with forward_context(batch, attention, plan):
+            out = attention.forward(q, new[0], new[1], layer_id)
+
+        assert out.shape == q.shape
+        assert out.dtype == q.dtype
+        start = 0
+        for row, (keys, values) in zip(rows, dense, strict=True):
+            mine = q[start : start + row.width].double()
+            expected = dense_oracle(mine, keys.double(), values.double(), row.prefix, scale)
+            error = (out[start : start + row.width].double() - expected).abs().max()
+            assert error < BOUNDS[dtype], (row, error)
+            start += row.width
+        assert not out[start:].any(), "padded rows are zero"
+        check_memory(pool, layer_id, rows, dense, before, page_size)
+    pool.close()
+
+
+def check_memory(pool, layer_id, rows, dense, before, page_size) -> None:
+    """The new slots of `layer_id` hold the rows' KV; all others but the sink's are as before."""
+    caches = [cache for layer in range(NUM_LAYERS) for cache in pool.layer(layer)]
+    for i, (cache, old) in enumerate(zip(caches, before, strict=True)):
+        now = bits(cache).clone()
+        if i // 2 == layer_id:
+            for row, pair in zip(rows, dense, strict=True):
+                for p in range(row.prefix, row.length):
+                    at = (row.pages[p // page_size], slice(None), p % page_size)
+                    assert torch.equal(cache[at], pair[i % 2][p])
+                    now[at] = old[at]
+        assert torch.equal(now[1:], old[1:]), "a slot that no row owns has changed"
+
+
+MIXED = [(0, 16), (37, 1), (5, 7), (0, 1), (64, 3), (15, 2), (16, 16)]
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ragged_rows_match_the_dense_oracle(backend, heads, head_dim, page_size, groups):
+    shapes = [(0, 5), (21, 1), (6, 3)]
+    check(
+        backend, shapes, heads=heads, head_dim=head_dim, page_size=page_size, groups=groups,
+        padded_rows=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_widths_from_1_to_16_mix_in_one_batch(backend, dtype, page_size, groups):
+    check(
+        backend, MIXED, dtype=dtype, page_size=page_size, groups=groups, padded_rows=3,
+        padded_reqs=2, seed=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_a_decode_batch_of_equal_widths(backend, width):
+    check(backend, [(n, width) for n in (0, 1, 15, 16, 17, 31, 40)], padded_reqs=1, padded_rows=1)
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
+    rows, pages = make_rows([(4, 1)], 16, 0)
+    pool = make_pool(16, 2, 32, 1, "float32", pages)
+    attention: Any = resolve("attention backend", backend, ATTENTION)(pool, 4, 2, 32, 1.0)
+    batch = make_batch(rows, 16, 0, 0)
+    batch.seq_lens.zero_()
+    batch.slot_mapping.zero_()
+    q, kv = torch.ones(1, 4, 32), torch.ones(1, 2, 32)
+    with forward_context(batch, attention, attention.plan(batch)):
+        assert not attention.forward(q, kv, kv, 0).any()
+    pool.close()
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION))
+def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
+    cls: Any = resolve("attention backend", backend, ATTENTION)
+    assert isinstance(cls.static_plan, bool)
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    with pytest.raises(Unsupported, match="the model 4 of 32"):
+        cls(pool, 4, 4, 32, 1.0)
+    with pytest.raises(Unsupported, match="3 heads"):
+        cls(pool, 3, 2, 32, 1.0)
+    pool.close()
+    region = KVRegion("target", 1, 2, 32, 1, 16, "float8_e4m3fn")
+    pool = KVPool(KVLayout((region,), "test"), 2, CPU)
+    with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
+        cls(pool, 4, 2, 32, 1.0)
+    pool.close()

@@ -1,0 +1,92 @@
+"""Every collective keeps the same promises, at one rank or at two."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from worker.comm.base import COLLECTIVES
+from worker.errors import PeerLost, UserError
+from worker.kernels.rms_norm import add_rms_norm
+from worker.registry import resolve
+
+SIZES = {"single": 1, "gloo": 2}
+ROWS, HIDDEN = 5, 64
+
+
+def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    noise = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    return noise.to(dtype)
+
+
+def keep_promises(rank: int, name: str, size: int, init_method: str) -> None:
+    torch.set_num_threads(1)
+    collective: Any = resolve("collective", name, COLLECTIVES)(rank, size, "cpu", init_method)
+    assert (collective.rank, collective.size) == (rank, size)
+    assert isinstance(collective.capturable, bool)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
+        parts = [part(r, dtype) for r in range(size)]
+        total = torch.stack([p.double() for p in parts]).sum(0)
+
+        summed = collective.all_reduce(parts[rank].clone())
+        assert summed.dtype == dtype
+        assert (summed.double() - total).abs().max() <= bound
+        everyone = collective.all_gather(summed.unsqueeze(0), dim=0)
+        assert all(torch.equal(other, summed) for other in everyone), "equal to the last bit"
+
+        staged = collective.buffer((ROWS, HIDDEN), dtype)
+        staged.copy_(parts[rank])
+        assert torch.equal(collective.all_reduce(staged), summed)
+
+        residual, weight = part(100, dtype), part(101, dtype)[0]
+        normed, new_residual = collective.all_reduce_rms_norm(
+            parts[rank].clone(), residual, weight, 1e-6
+        )
+        expected = add_rms_norm(summed, residual, weight, 1e-6)
+        assert (normed - expected[0]).abs().max() <= bound
+        assert (new_residual - expected[1]).abs().max() <= bound
+
+        for dim in (0, 1, -1):
+            kept = parts[rank].clone()
+            assert torch.equal(collective.all_gather(kept, dim=dim), torch.cat(parts, dim=dim))
+            assert torch.equal(kept, parts[rank])
+        strided = parts[rank].t()
+        expected_t = torch.cat([p.t() for p in parts], dim=1)
+        assert torch.equal(collective.all_gather(strided, dim=1), expected_t)
+    collective.close()
+    collective.close()
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_collective_keeps_its_promises(name: str, tmp_path: Path):
+    init_method = f"file://{tmp_path}/rendezvous"
+    mp.spawn(keep_promises, (name, SIZES[name], init_method), nprocs=SIZES[name])
+
+
+def lose_the_peer(rank: int, init_method: str) -> None:
+    torch.set_num_threads(1)
+    collective: Any = resolve("collective", "gloo", COLLECTIVES)(rank, 2, "cpu", init_method)
+    collective.all_reduce(torch.ones(4))
+    if rank == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match="gloo rank 0 of 2"):
+        collective.all_reduce(torch.ones(4))
+    assert time.monotonic() - started < 10
+    collective.close()
+
+
+def test_a_lost_peer_is_a_typed_error_and_not_a_hang(tmp_path: Path):
+    mp.spawn(lose_the_peer, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+
+
+def test_the_single_collective_refuses_two_ranks():
+    single: Any = resolve("collective", "single", COLLECTIVES)
+    with pytest.raises(UserError, match="one rank"):
+        single(0, 2, "cpu", "")

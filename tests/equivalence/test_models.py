@@ -1,0 +1,333 @@
+"""Our models against `transformers`, same random weights, float32, through the paged pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import transformers
+from safetensors.torch import load_file, save_file
+
+from worker.attention.reference import ReferenceAttention
+from worker.batch import Batch
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.comm.gloo import GlooCollective
+from worker.comm.single import SingleCollective
+from worker.context import forward_context
+from worker.errors import Unsupported
+from worker.models.config import read_model_spec
+from worker.models.decoder import Decoder
+from worker.models.loader import load_model
+from worker.models.qwen3 import Qwen3ForCausalLM
+
+BOUND = 1e-4  # absolute, on logits of about ±10
+NUM_GREEDY = 32
+PAGE_SIZE = 4
+CPU = torch.device("cpu")
+PROMPTS = [[5, 17, 101, 3, 9, 9, 54, 1, 77, 150, 2, 36, 8], [198, 4, 44, 23, 7]]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 20000.0,  # wavelengths in all three bands
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPE = {
+    "vocab_size": 199,  # odd: two ranks hold 100 rows each, one of them surplus
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 32}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -> torch.nn.Module:
+    """A model of transformers with every weight random, norms and biases too, saved to `path`."""
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.2 * noise)
+            else:
+                weight.copy_(noise * (0.2 if weight.dim() > 1 else 0.5))
+    model.save_pretrained(path, **save)
+    return model
+
+
+@torch.inference_mode()
+def expect(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """(NUM_GREEDY greedy ids, logits [len(prompt) + NUM_GREEDY − 1, vocab]) of transformers."""
+    ids = list(prompt)
+    logits = torch.empty(0)
+    for _ in range(NUM_GREEDY):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+        ids.append(int(logits[-1].argmax()))
+    return ids[len(prompt) :], logits
+
+
+@dataclass(slots=True)
+class Engine:
+    """The least that can drive a model: fixed pages per request, chosen apart and out of order."""
+
+    model: Decoder
+    pool: KVPool
+    attention: ReferenceAttention
+    pages: list[list[int]]
+
+    @classmethod
+    def build(cls, model: Decoder) -> Engine:
+        spec, heads = model.spec, model.heads
+        region = KVRegion(
+            "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32"
+        )
+        num_pages = 1 + 2 * 12
+        pool = KVPool(KVLayout((region,), "test"), num_pages, CPU)
+        attention = ReferenceAttention(
+            pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+        )
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
+        return cls(model, pool, attention, [order[:12].tolist(), order[12:].tolist()])
+
+    @torch.inference_mode()
+    def step(self, starts: list[int], tokens: list[list[int]]) -> list[torch.Tensor]:
+        """Logits of every given token, per request; request i's stand at starts[i] and on."""
+        spans = [range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)]
+        slots = [
+            pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE
+            for pages, span in zip(self.pages, spans, strict=True)
+            for p in span
+        ]
+        widths = [len(span) for span in spans]
+        batch = Batch(
+            input_ids=torch.tensor([t for ids in tokens for t in ids]),
+            positions=torch.tensor([p for span in spans for p in span]),
+            slot_mapping=torch.tensor(slots),
+            query_start=torch.tensor([0, *widths]).cumsum(0).int(),
+            seq_lens=torch.tensor([span.stop for span in spans], dtype=torch.int32),
+            page_table=torch.tensor(self.pages, dtype=torch.int32),
+            num_reqs=len(spans),
+            num_tokens=sum(widths),
+            max_query_len=max(widths),
+            max_seq_len_ub=max(span.stop for span in spans),
+        )
+        with forward_context(batch, self.attention, self.attention.plan(batch)):
+            hidden = self.model.forward(self.model.embed(batch.input_ids), batch.positions)
+        return list(self.model.logits(hidden).split(widths))
+
+    def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:
+        """Both prompts together, `chunk` tokens of each at a time."""
+        for start in range(0, max(map(len, PROMPTS)), chunk):
+            parts = [prompt[start : start + chunk] for prompt in PROMPTS]
+            starts = [min(start, len(prompt)) for prompt in PROMPTS]
+            yield self.step(starts, parts)
+
+    def run(self, chunk: int) -> list[tuple[list[int], torch.Tensor]]:
+        """What `expect` returns, for each prompt: chunked prefill, then token by token."""
+        steps = list(self.prefill(chunk))
+        logits = [torch.cat([step[i] for step in steps]) for i in range(len(PROMPTS))]
+        ids = [[int(rows[-1].argmax())] for rows in logits]
+        for n in range(NUM_GREEDY - 1):
+            rows = self.step([len(p) + n for p in PROMPTS], [[out[-1]] for out in ids])
+            for i, row in enumerate(rows):
+                logits[i] = torch.cat((logits[i], row))
+                ids[i].append(int(row[-1].argmax()))
+        return list(zip(ids, logits, strict=True))
+
+
+def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
+    spec = read_model_spec(path)
+    collective = collective or SingleCollective()
+    return load_model(path, spec, collective, device=CPU, dtype=torch.float32, **options)
+
+
+def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
+    expected = [expect(reference, prompt) for prompt in PROMPTS]
+    for chunk in chunks:
+        engine = Engine.build(load(path))
+        for (ids, logits), (wanted_ids, wanted) in zip(engine.run(chunk), expected, strict=True):
+            assert logits.dtype == torch.float32
+            assert logits.shape == wanted.shape
+            assert (logits - wanted).abs().max() < BOUND
+            assert ids == wanted_ids
+        engine.pool.close()
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path):
+    family, changes = CASES[case]
+    assert_same(save_random(tmp_path, family, changes), tmp_path, chunks=(64, 5))
+
+
+def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
+    reference = save_random(tmp_path, "Qwen3", {"head_dim": 32}, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    (tmp_path / "stray.safetensors").write_bytes(b"not named by the index, so never opened")
+    assert_same(reference, tmp_path, chunks=(64,))
+
+
+def run_rank(rank: int, cases: list[str], root: Path) -> None:
+    torch.set_num_threads(1)
+    for case in cases:
+        group = GlooCollective(rank, 2, CPU, f"file://{root}/{case}-rendezvous")
+        results = Engine.build(load(root / case, group)).run(chunk=64)
+        dummy = load(root / case, group, load_format="dummy", seed=3)
+        results.append(Engine.build(dummy).run(chunk=64)[0])
+        torch.save(results, root / f"{case}-{rank}.pt")
+        group.close()
+
+
+def test_two_ranks_equal_one(tmp_path: Path):
+    cases = ["qwen2-tied", "llama-mqa", "llama-bias"]  # kv heads divided, copied; output bias
+    for case in cases:
+        save_random(tmp_path / case, *CASES[case])
+    mp.spawn(run_rank, (cases, tmp_path), nprocs=2)
+    for case in cases:
+        expected = Engine.build(load(tmp_path / case)).run(chunk=64)
+        dummy = load(tmp_path / case, load_format="dummy", seed=3)
+        expected.append(Engine.build(dummy).run(chunk=64)[0])
+        for rank in (0, 1):
+            results = torch.load(tmp_path / f"{case}-{rank}.pt")
+            for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
+                assert ids == wanted_ids
+                assert (logits - wanted).abs().max() < BOUND
+
+
+def edit(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v != "absent"}))
+
+
+def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
+    save_random(tmp_path, "Llama", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [1, 7]})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    newer = read_model_spec(tmp_path)
+    assert newer.eos_token_ids == (1, 7, 9)
+    assert newer.rope_theta == 20000.0
+    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    edit(
+        tmp_path, rope_parameters="absent", dtype="absent", rope_scaling=scaling,
+        rope_theta=20000.0, torch_dtype="float32",
+    )  # fmt: skip
+    assert read_model_spec(tmp_path) == newer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architectures.*Mamba.*LlamaForCausalLM, Qwen2"),
+        ({"architectures": None}, "architectures: must be a list of one name"),
+        ({"hidden_size": "absent"}, r"config\.json: hidden_size: missing"),
+        ({"vocab_size": "many"}, r"config\.json: vocab_size: must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_scaling.*yarn.*llama3"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor: missing"),
+        ({"use_sliding_window": True, "layer_types": None}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act.*silu"),
+    ],
+)
+def test_a_config_that_we_cannot_serve_names_file_and_field(tmp_path, changes, message):
+    transformers.Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    read_model_spec(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_model_spec(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path):
+    save_random(tmp_path, "Llama", {})
+    file = tmp_path / "model.safetensors"
+    good = load_file(file)
+    save_file(good | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    load(tmp_path)
+    bad = good | {"model.extra.weight": torch.ones(2)}
+    del bad["model.norm.weight"]
+    save_file(bad, file)
+    message = r"missing tensors: model\.norm\.weight; unexpected tensors: model\.extra\.weight"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    save_file(good | {"model.norm.weight": torch.ones(63)}, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(63,\).*\(64,\)"):
+        load(tmp_path)
+    file.write_bytes(b"torn")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="unknown load format"):
+        load(tmp_path, load_format="gguf")
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path):
+    save_random(tmp_path, "Llama", {})
+    lone_rank = SingleCollective()
+    lone_rank.size = 3
+    with pytest.raises(Unsupported, match="4 attention heads cannot be divided among 3 ranks"):
+        load(tmp_path, lone_rank)
+
+
+def test_a_pass_reads_no_value_from_the_device(tmp_path: Path):
+    """On the meta device any .item(), .tolist() or copy to the host raises."""
+    save_random(tmp_path, *CASES["qwen3-bias"])
+    meta = torch.device("meta")
+    spec = read_model_spec(tmp_path)
+    model = Qwen3ForCausalLM(spec, SingleCollective(), device=meta, dtype=torch.bfloat16)
+    region = KVRegion("target", 3, 2, 16, 1, PAGE_SIZE, "bfloat16")
+    pool = KVPool(KVLayout((region,), "test"), 8, meta)
+    attention = ReferenceAttention(pool, 4, 2, 16, 0.25)
+    long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
+    batch = Batch(
+        input_ids=torch.empty(7, **long),
+        positions=torch.empty(7, **long),
+        slot_mapping=torch.empty(7, **long),
+        query_start=torch.empty(4, **short),
+        seq_lens=torch.empty(3, **short),
+        page_table=torch.empty(3, 5, **short),
+        num_reqs=3,
+        num_tokens=7,
+        max_query_len=4,
+        max_seq_len_ub=17,
+    )
+    with forward_context(batch, attention, attention.plan(batch)):
+        hidden = model.forward(model.embed(batch.input_ids), batch.positions)
+    assert hidden.dtype == torch.bfloat16
+    logits = model.logits(hidden)
+    assert (logits.shape, logits.dtype) == ((7, 199), torch.float32)

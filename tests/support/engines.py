@@ -1,0 +1,207 @@
+"""Workers of one process and a client that speaks the router's side of the wire to them."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from worker.api import (
+    Abort,
+    Ack,
+    Candidate,
+    Chunks,
+    Error,
+    FinishReason,
+    Generate,
+    Lost,
+    Member,
+    Refused,
+    Sampling,
+    TokenChunk,
+)
+from worker.build import Worker, build_worker
+from worker.config import PingConfig, WorkerConfig
+from worker.wire import Wire
+
+HANG_S = 120.0
+
+
+@dataclass
+class Answer:
+    """What came back for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: Error | None = None
+    num_cached_tokens: int = 0
+    num_finals: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class Client:
+    """A router reduced to its wire: sends Generate, checks the order of chunks, acknowledges."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._wire = Wire("client/1", PingConfig(), self._events.put)
+        self._wire.start()
+        self.decodes = [member.peer for member in members if member.role == "decode"]
+        self.prefills = [member.peer for member in members if member.role == "prefill"]
+        for member in members:
+            if member.role == "decode":
+                self._wire.connect(member.peer, member.address)
+        self._ids = itertools.count()
+        self.answers: dict[str, Answer] = {}
+        self._requests: dict[str, tuple[str, Generate, float]] = {}
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        decode: str | None = None,
+        prefills: Sequence[str] | None = None,
+    ) -> str:
+        """Send one request; its id."""
+        number = next(self._ids)
+        req_id = f"r{number}"
+        wanted = self.prefills if prefills is None else prefills
+        wanted = [*wanted[number % max(1, len(wanted)) :], *wanted[: number % max(1, len(wanted))]]
+        message = Generate(
+            req_id, 1, tuple(tokens), len(tokens), sampling, 100.0,
+            tuple(Candidate(peer) for peer in wanted),
+        )  # fmt: skip
+        peer = decode or self.decodes[number % len(self.decodes)]
+        self.answers[req_id] = Answer(num_prompt_tokens=len(tokens))
+        self._requests[req_id] = peer, message, 0.0
+        self._wire.send(peer, message)
+        return req_id
+
+    def abort(self, req_id: str) -> None:
+        """The client is gone."""
+        peer, message, _ = self._requests[req_id]
+        self._wire.send(peer, Abort(message.req_id, message.dispatch))
+
+    def pump(self, timeout_s: float = 0.05) -> None:
+        """Handle what has arrived; refused requests are sent again."""
+        try:
+            events = list(self._events.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+        for peer, event in events:
+            if isinstance(event, Chunks):
+                for chunk in event.chunks:
+                    self._take(peer, chunk)
+            elif isinstance(event, Refused):
+                if event.retry_after_s:
+                    time.sleep(0.01)
+                    self._wire.send(peer, self._requests[event.req_id][1])
+                else:
+                    self.answers[event.req_id].error = event.error
+            elif isinstance(event, Lost):
+                for req_id, (owner, _, _) in self._requests.items():
+                    if owner == peer and not self.answers[req_id].done:
+                        self.answers[req_id].error = Error("worker_lost", event.reason)
+
+    def wait(self, req_ids: Sequence[str]) -> list[Answer]:
+        """Pump until all have ended."""
+        limit = time.monotonic() + HANG_S
+        while not all(self.answers[each].done for each in req_ids):
+            assert time.monotonic() < limit, "hangs"
+            self.pump()
+        return [self.answers[each] for each in req_ids]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], **where
+    ) -> list[Answer]:
+        """All prompts at once."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        ids = [self.submit(p, s, **where) for p, s in zip(prompts, each, strict=True)]
+        return self.wait(ids)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _take(self, peer: str, chunk: TokenChunk) -> None:
+        answer = self.answers[chunk.req_id]
+        if chunk.finish_reason is not None:
+            self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
+            answer.num_finals += 1
+        expected = answer.num_prompt_tokens + len(answer.tokens)
+        if chunk.tokens and chunk.position < expected:
+            return  # a final chunk that was sent again
+        if chunk.tokens:
+            assert chunk.position == expected, "gap"
+        answer.tokens.extend(chunk.tokens)
+        answer.num_cached_tokens = chunk.num_cached_tokens
+        answer.finish_reason = chunk.finish_reason or answer.finish_reason
+        answer.error = chunk.error or answer.error
+
+
+@dataclass
+class Running:
+    """Workers that serve in this process, and a client to them."""
+
+    workers: dict[str, Worker]
+    members: list[Member]
+    client: Client
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        return {name: worker.counters() for name, worker in self.workers.items()}
+
+    def wait_idle(self, timeout_s: float = 15.0) -> None:
+        """Every worker's counters reach zero."""
+        limit = time.monotonic() + timeout_s
+        while not all(worker.idle() for worker in self.workers.values()):
+            assert time.monotonic() < limit, self.counters()
+            self.client.pump()
+
+
+def worker_config(role: str, sections: dict[str, dict[str, object]]) -> WorkerConfig:
+    """A WorkerConfig from plain sections, for tests."""
+    return WorkerConfig.model_validate({"role": role, **sections})
+
+
+@contextmanager
+def running(
+    sections: dict[str, dict[str, object]],
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    decode_sections: dict[str, dict[str, object]] | None = None,
+) -> Iterator[Running]:
+    """Serve with workers of this process; all peers connected when the block begins."""
+    workers: dict[str, Worker] = {}
+    members: list[Member] = []
+    for role, count in (("prefill", num_prefill), ("decode", num_decode)):
+        extra = decode_sections if role == "decode" and decode_sections else {}
+        merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
+        for index in range(count):
+            name = f"{role}-{index}"
+            worker = build_worker(
+                worker_config(role, merged), name=name, incarnation=f"i{index}", host="127.0.0.1"
+            )
+            workers[name] = worker
+            members.append(worker.start())
+    for worker in workers.values():
+        worker.update_members(members)
+    client = Client(members)
+    try:
+        limit = time.monotonic() + HANG_S
+        for name, worker in workers.items():
+            while name.startswith("decode") and worker.num_peers() < num_prefill:
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+        yield Running(workers, members, client)
+    finally:
+        client.close()
+        for worker in workers.values():
+            worker.stop()

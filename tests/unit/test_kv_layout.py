@@ -1,0 +1,126 @@
+"""The KV cache's byte layout: sizes, hash, and that the views lie where the layout says."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+
+import pytest
+import torch
+
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+
+REGION = KVRegion(
+    name="target",
+    num_layers=6,
+    num_kv_heads=2,
+    head_dim=8,
+    num_groups=3,
+    page_size=4,
+    dtype="float32",
+)
+DRAFT = dataclasses.replace(REGION, name="draft", num_layers=1, num_groups=1)
+CPU = torch.device("cpu")
+
+
+def test_sizes_nest():
+    assert REGION.layers_per_group == 2
+    assert REGION.head_bytes == 2 * 2 * 4 * 8 * 4
+    assert REGION.group_bytes == 2 * REGION.head_bytes
+    assert REGION.page_bytes == 3 * REGION.group_bytes
+    assert KVLayout((REGION, DRAFT), "m").page_bytes == REGION.page_bytes + DRAFT.page_bytes
+    assert dataclasses.replace(REGION, dtype="bfloat16").page_bytes * 2 == REGION.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_groups": 4}, "num_groups 4 does not divide num_layers 6"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"dtype": "int3"}, "dtype 'int3' is not one of: float32"),
+    ],
+)
+def test_a_wrong_region_is_refused_by_field(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(REGION, **change)
+
+
+def test_regions_of_one_name_or_of_two_page_sizes_are_refused():
+    with pytest.raises(ValueError, match="distinct names"):
+        KVLayout((REGION, REGION), "m")
+    with pytest.raises(ValueError, match="one page_size"):
+        KVLayout((REGION, dataclasses.replace(DRAFT, page_size=8)), "m")
+
+
+def test_the_hash_is_stable_and_sees_every_field():
+    layout = KVLayout((REGION,), "model-a")
+    assert layout.hash == KVLayout((dataclasses.replace(REGION),), "model-a").hash
+    changes = {
+        "name": "other",
+        "num_layers": 9,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "num_groups": 1,
+        "page_size": 8,
+        "dtype": "bfloat16",
+    }
+    assert set(changes) == {field.name for field in dataclasses.fields(REGION)}
+    others = [
+        KVLayout((dataclasses.replace(REGION, **{name: value}),), "model-a").hash
+        for name, value in changes.items()
+    ]
+    others += [KVLayout((REGION,), "model-b").hash, KVLayout((REGION, DRAFT), "model-a").hash]
+    assert len({layout.hash, *others}) == len(others) + 1
+
+
+def test_every_element_lies_at_its_documented_byte_offset():
+    pool = KVPool(KVLayout((REGION,), "m"), num_pages=3, device=CPU)
+    for layer_id in range(6):
+        for kv, view in enumerate(pool.layer(layer_id)):
+            assert view.shape == (3, 2, 4, 8)
+            code = torch.arange(3 * 2 * 4 * 8).view(3, 2, 4, 8) + 1000 * (2 * layer_id + kv)
+            view.copy_(code)
+    (memory,) = pool.memory()
+    assert memory.fd is not None
+    with mmap.mmap(memory.fd, memory.num_bytes) as mapping:
+        flat = torch.tensor(memoryview(mapping).cast("f").tolist())
+    for layer_id in range(6):
+        group, within = divmod(layer_id, 2)
+        for page, head, token, kv in ((0, 0, 0, 0), (1, 1, 2, 0), (2, 0, 3, 1), (2, 1, 3, 1)):
+            offset = (
+                page * REGION.page_bytes
+                + group * REGION.group_bytes
+                + head * REGION.head_bytes
+                + ((within * 2 + kv) * 4 + token) * 8 * 4
+            )
+            row = ((page * 2 + head) * 4 + token) * 8 + 1000 * (2 * layer_id + kv)
+            assert flat[offset // 4 : offset // 4 + 8].tolist() == list(range(row, row + 8))
+    pool.close()
+
+
+def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
+    before = set(os.listdir("/dev/shm"))
+    pool = KVPool(KVLayout((REGION, DRAFT), "m"), num_pages=2, device=CPU)
+    target, draft = pool.memory()
+    assert (target.name, draft.name) == ("target", "draft")
+    assert target.num_bytes == 2 * REGION.page_bytes
+    assert target.fd is not None
+    assert not pool.layer(5)[1].any()
+    assert pool.layer(0, "draft")[0].shape == (2, 2, 4, 8)
+    assert target.address == pool.layer(0)[0].data_ptr()
+    with mmap.mmap(target.fd, target.num_bytes) as other:
+        other[:4] = b"\x00\x00\x80\x3f"
+    assert pool.layer(0)[0][0, 0, 0, 0] == 1.0
+    assert set(os.listdir("/dev/shm")) == before
+    fd = target.fd
+    pool.close()
+    pool.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_pool_needs_a_page_beside_the_sink():
+    with pytest.raises(ValueError, match="at least 2"):
+        KVPool(KVLayout((REGION,), "m"), num_pages=1, device=CPU)

@@ -1,0 +1,1 @@
+"""One inference worker: the engine, its KV cache and its transports."""

@@ -1,0 +1,118 @@
+"""Which requests a decode worker takes, and where each one's prompt is prefilled."""
+
+from __future__ import annotations
+
+import time
+
+from worker.api import MAX_STOP_IDS, Generate, PeerId
+from worker.engine import Engine
+from worker.errors import Busy, UserError
+from worker.inbound import Inbound
+from worker.peers import PrefillPeers
+from worker.req import Req
+from worker.schedule.decode import DecodeScheduler
+from worker.schedule.locality import LocalCost, prefills_locally
+
+# The router ends a request at its deadline; this is for a router that does not.
+DEADLINE_GRACE_S = 5.0
+BUSY_RETRY_S = 0.2
+
+
+class Admission:
+    """The door of one decode worker."""
+
+    def __init__(
+        self, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound, peers: PrefillPeers
+    ) -> None:
+        self.draining = False
+        self._engine = engine
+        self._scheduler = scheduler
+        self._inbound = inbound
+        self._peers = peers
+
+    def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
+        """Take a request and reserve its pages.
+
+        Raises:
+            UserError: this model or this pool can never serve it.
+            Busy: there is no room now, or the worker drains.
+        """
+        self._check(message)
+        config = self._engine.config.engine
+        if self.draining:
+            raise Busy("the worker is draining", BUSY_RETRY_S)
+        if num_reqs >= config.max_num_reqs + config.max_waiting:
+            raise Busy("too many requests", BUSY_RETRY_S)
+        req = Req(
+            message.req_id,
+            message.dispatch,
+            router,
+            list(message.tokens),
+            message.num_prompt_tokens,
+            message.sampling,
+            now + message.timeout_s + DEADLINE_GRACE_S,
+            message.candidates,
+        )
+        if not self._scheduler.admit(req):
+            raise Busy("no KV pages left", BUSY_RETRY_S)
+        self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
+        return req
+
+    def place(self, req: Req) -> None:
+        """Bring the prompt's KV here: from nowhere, from a prefill worker, or by own compute."""
+        num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
+        if num_uncached == 0:
+            self._count("none")
+            self._scheduler.commit(req)
+            return
+        candidates = self._peers.eligible(req.candidates)
+        config = self._engine.config.disaggregation
+        cost = LocalCost(
+            num_uncached_tokens=num_uncached,
+            num_running=len(self._scheduler.running),
+            s_per_token=self._engine.meter.prefill_s_per_token,
+            kv_bytes_per_token=self._engine.layout.page_bytes // self._engine.book.page_size,
+            pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
+        )
+        if prefills_locally(cost, candidates, config):
+            self.place_locally(req, "local" if candidates else "alone")
+        elif self._inbound.start(req, candidates, time.monotonic()):
+            self._count("remote")
+        else:
+            self.place_locally(req, "alone")
+
+    def place_locally(self, req: Req, why: str) -> None:
+        """Prefill the rest here; `why`: local (cheaper), alone (nobody to ask), fallback."""
+        self._count(why)
+        self._scheduler.prefill_locally(req)
+
+    def resume_preempted(self) -> None:
+        """Give preempted requests their room back, oldest first."""
+        for req in list(self._scheduler.preempted):
+            if not self._scheduler.admit(req):
+                return
+            self.place(req)
+
+    def _count(self, where: str) -> None:
+        self._engine.metrics.placed(where).inc()
+
+    def _check(self, message: Generate) -> None:
+        engine, sampling = self._engine, message.sampling
+        vocab_size = engine.spec.vocab_size
+        max_len = message.num_prompt_tokens + sampling.max_tokens
+        limit = int(engine.config.model.max_model_len)
+        if not 1 <= message.num_prompt_tokens <= len(message.tokens) < max_len:
+            raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
+        if max_len > limit:
+            raise UserError(f"{max_len} tokens of prompt and output; the limit is {limit}")
+        if engine.book.num_pages_for(max_len) > engine.book.num_pages:
+            raise UserError(f"{max_len} tokens never fit into {engine.book.num_pages} KV pages")
+        if not all(0 <= token < vocab_size for token in message.tokens):
+            raise UserError(f"token ids must be below {vocab_size}", "prompt")
+        num_stops = len(sampling.stop_ids) + len(engine.spec.eos_token_ids)
+        if num_stops > MAX_STOP_IDS or not all(0 <= i < vocab_size for i in sampling.stop_ids):
+            raise UserError(
+                f"at most {MAX_STOP_IDS - len(engine.spec.eos_token_ids)} stop ids below "
+                f"{vocab_size}",
+                "stop_token_ids",
+            )

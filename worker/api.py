@@ -1,0 +1,270 @@
+"""The wire contract: every message between router, decode worker and prefill worker.
+
+All messages are frozen, tagged msgspec structs; a frame on the wire is one of them in msgpack.
+Durations travel, never clock readings: hosts do not share a clock.
+
+Who sends what:
+
+    router  -> decode    Generate, Stop, Abort, Ack
+    decode  -> router    Chunks, Refused
+    decode  -> prefill   Prefill, Renew, Release
+    prefill -> decode    KVReady, PrefillRefused, RenewAck
+    everyone             Ping, Pong (worker.wire sends and answers them)
+
+Identity. A process is a `Member`: a name that outlives restarts and an `incarnation` that does not.
+Peers are addressed by `PeerId` = "name/incarnation", so a message can never reach a successor.
+A request is (req_id, dispatch): `dispatch` counts how often the router has sent it somewhere.
+A transfer is an `Xfer`: (xfer_id, attempt, incarnations of both); what is older is dropped.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+PeerId = str
+MAX_STOP_IDS = 16  # stop token ids of one request, EOS ids of the model included
+Role = Literal["prefill", "decode", "router", "controller"]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. `ERROR` comes with an `Error` in the same chunk."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of everything that crosses the wire."""
+
+
+class Error(Message, frozen=True):
+    """A typed error; `code` is `worker.errors.KvlaneError.code` of what happened."""
+
+    code: str
+    message: str
+
+
+class Member(Message, frozen=True):
+    """One live process of the cluster, as the controller tells it to the others."""
+
+    name: str
+    role: Role
+    incarnation: str
+    address: str  # tcp://host:port of its ROUTER socket
+    metrics_address: str = ""  # host:port where it serves /metrics
+    model: str = ""
+    layout_hash: str = ""  # KVLayout.hash; peers with different hashes never transfer
+    transport: str = ""  # name and kind, e.g. "mooncake/tcp"
+    endpoint: bytes = b""  # msgpack of worker.transfer.base.Endpoint, opaque to everyone else
+    node: str = ""
+    pid: int = 0
+
+    @property
+    def peer(self) -> PeerId:
+        """The name under which this very incarnation is addressed."""
+        return f"{self.name}/{self.incarnation}"
+
+
+class WorkerStats(Message, frozen=True):
+    """What a worker says about itself in every Pong; counts are of this moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_reqs: int = 0
+    num_free_pages: int = 0  # free or evictable, less what is reserved
+    num_pages: int = 0
+    num_queued_tokens: int = 0  # prompt tokens admitted and not yet computed
+    prefill_s_per_token: float = 0.0  # moving average of its own prefill steps; 0 = none yet
+    draining: bool = False
+
+
+class Sampling(Message, frozen=True):
+    """How tokens of one request are drawn; all limits are checked by the router.
+
+    The second block has its places here and in the step state; the router refuses requests that
+    use them until the sampler applies them.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # in [0, 1)
+    seed: int = 0  # [0, 2**63); always set by the router, so that a replay draws the same
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = -1  # -1 = none asked
+    grammar: str = ""
+
+
+class Candidate(Message, frozen=True):
+    """A prefill worker that the router proposes, with what it knew of it at dispatch."""
+
+    peer: PeerId
+    num_queued_tokens: int = 0
+    prefill_s_per_token: float = 0.0
+    num_cached_tokens: int = 0  # the router's own estimate of that worker's prefix hit
+
+
+class Generate(Message, frozen=True):
+    """Router to decode: take this request. tokens = prompt + whatever was emitted before."""
+
+    req_id: str
+    dispatch: int
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: Sampling
+    timeout_s: float
+    candidates: tuple[Candidate, ...] = ()
+
+
+class Stop(Message, frozen=True):
+    """Router to decode: a stop string matched; nothing from `at_position` on counts."""
+
+    req_id: str
+    dispatch: int
+    at_position: int
+
+
+class Abort(Message, frozen=True):
+    """Router to decode: the client is gone; no final chunk is wanted."""
+
+    req_id: str
+    dispatch: int
+
+
+class Ack(Message, frozen=True):
+    """Router to decode: the final chunk of (req_id, dispatch) arrived; stop sending it."""
+
+    req_id: str
+    dispatch: int
+
+
+class Refused(Message, frozen=True):
+    """Decode to router: not admitted (no room, draining, no such prompt length); try elsewhere."""
+
+    req_id: str
+    dispatch: int
+    error: Error
+    retry_after_s: float = 1.0
+
+
+class TokenChunk(Message, frozen=True):
+    """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
+
+    The final chunk has a finish_reason and is sent again until it is acknowledged.
+    """
+
+    req_id: str
+    dispatch: int
+    position: int
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: Error | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in a prefix tree, decode's or prefill's
+
+
+class Chunks(Message, frozen=True):
+    """Decode to router: all of one engine step for that router, in one frame."""
+
+    chunks: tuple[TokenChunk, ...]
+
+
+class Xfer(Message, frozen=True):
+    """Identity of one attempt to bring a prompt's KV from one incarnation to another."""
+
+    xfer_id: str
+    attempt: int
+    decode: str  # incarnation
+    prefill: str  # incarnation
+
+
+class Prefill(Message, frozen=True):
+    """Decode to prefill: make KV of tokens[:-1]; announce what lies beyond `num_matched`."""
+
+    xfer: Xfer
+    tokens: tuple[int, ...]
+    num_matched: int  # tokens whose KV decode holds; a multiple of page_size
+
+
+class PrefillRefused(Message, frozen=True):
+    """Prefill to decode: no room or draining; decode walks on to its next candidate."""
+
+    xfer: Xfer
+    error: Error
+    retry_after_s: float = 1.0
+
+
+class KVReady(Message, frozen=True):
+    """Prefill to decode: these pages are final and may be pulled while the lease lives.
+
+    pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
+    """
+
+    xfer: Xfer
+    first_page: int
+    pages: tuple[int, ...]
+    first_group: int
+    num_groups: int
+    last: bool
+    num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
+
+
+class Renew(Message, frozen=True):
+    """Decode to prefill: these transfers still matter. Window arithmetic: worker.lease."""
+
+    seq: int
+    xfers: tuple[Xfer, ...]
+
+
+class RenewAck(Message, frozen=True):
+    """Prefill to decode: the ones of `Renew(seq)` that live here and were prolonged."""
+
+    seq: int
+    xfers: tuple[Xfer, ...]
+
+
+class Release(Message, frozen=True):
+    """Decode to prefill: done with it or no longer wanted; only an optimisation."""
+
+    xfer: Xfer
+
+
+class Ping(Message, frozen=True):
+    """Sent every interval on every link by the side that connected."""
+
+    sender: PeerId
+
+
+class Pong(Message, frozen=True):
+    """Answer to Ping, as long as the answering process's own loop makes progress."""
+
+    sender: PeerId
+    stats: WorkerStats | None = None
+
+
+class Lost(Message, frozen=True):
+    """Never on the wire: `worker.wire` delivers it when a peer has stopped answering."""
+
+    reason: str
+
+
+AnyMessage = (
+    Generate | Stop | Abort | Ack | Refused | Chunks
+    | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
+    | Ping | Pong
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -1,0 +1,82 @@
+"""What attention over the paged cache promises, and who offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from worker.batch import Batch
+from worker.cache.pool import KVPool
+from worker.errors import Unsupported
+
+ATTENTION: Mapping[str, str] = {
+    "reference": "worker.attention.reference:ReferenceAttention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCaps:
+    """What a backend accepts; None: anything."""
+
+    devices: frozenset[str] | None = None  # torch device types
+    dtypes: frozenset[str] | None = None  # of the KV region
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    max_query_len: int | None = None  # rows of one request in one batch
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of ragged query rows over paged keys and values.
+
+    Built as `cls(pool, num_heads, num_kv_heads, head_dim, scale)`, heads being this rank's.
+    Raises Unsupported from there, and nowhere later, if `caps` refuse the pool or the model.
+    """
+
+    caps: ClassVar[AttentionCaps]
+    # True: plan() only enqueues device work on shapes that host bounds give, so that a graph may
+    # hold it together with forward(). False: plan() reads lengths on the host, before each replay.
+    static_plan: ClassVar[bool]
+
+    def plan(self, batch: Batch) -> object:
+        """What all layers of one pass share; goes into forward_context(). Never waits."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Store k and v at the batch's slots, then attend to all keys up to each row's position.
+
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
+        the pool's dtype. Returns [num_tokens, num_heads, head_dim]; padded rows are zero. The
+        plan is the current forward context's. Only slots in slot_mapping are written, and no
+        slot past a request's own KV length reaches its result, whatever lies there.
+        """
+        ...
+
+
+def check_caps(
+    caps: AttentionCaps, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Raise Unsupported, naming the first reason, unless a backend of `caps` can serve the model.
+
+    The pool's "target" region must hold the model's kv heads and head_dim.
+    """
+    region = pool.region()
+    if num_heads % num_kv_heads:
+        raise Unsupported(f"{num_heads} heads do not share {num_kv_heads} kv heads evenly")
+    if (region.num_kv_heads, region.head_dim) != (num_kv_heads, head_dim):
+        raise Unsupported(
+            f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
+            f"the model {num_kv_heads} of {head_dim}"
+        )
+    checks = (
+        ("device", pool.device.type, caps.devices),
+        ("KV dtype", region.dtype, caps.dtypes),
+        ("head_dim", head_dim, caps.head_dims),
+        ("page_size", region.page_size, caps.page_sizes),
+    )
+    for name, value, allowed in checks:
+        if allowed is not None and value not in allowed:
+            choices = ", ".join(str(choice) for choice in sorted(allowed))  # type: ignore[type-var]
+            raise Unsupported(f"attention backend: {name} {value} is not one of: {choices}")

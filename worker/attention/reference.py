@@ -1,0 +1,163 @@
+"""Attention in plain torch, for any device, page size, dtype of float and head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.attention.base import AttentionCaps, check_caps
+from worker.batch import Batch
+from worker.cache.pool import KVPool
+from worker.context import current
+from worker.kernels.store_kv import store_kv
+
+# Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
+KEY_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """Gather indices and the mask of one batch, padded to [num_reqs, width] × [num_keys].
+
+    width = max_query_len; num_keys = max_seq_len_ub rounded up; group = query heads per kv head.
+    """
+
+    slot_mapping: Tensor  # [num_tokens] i64
+    query_rows: Tensor  # [num_reqs * width] i64; batch row of each padded query row
+    key_rows: Tensor  # [num_reqs * num_kv_heads * num_keys] i64; rows of head_dim in the pool
+    mask: Tensor  # [num_reqs, 1, group * width, num_keys]; 0 or -inf, added to the scores
+    out_rows: Tensor  # [num_tokens] i64; padded query row of each batch row
+    is_padding: Tensor  # [num_tokens, 1, 1] bool; rows whose result is zero
+    keys: Tensor  # [num_reqs, num_kv_heads, num_keys, head_dim]; scratch that each layer refills
+    values: Tensor  # like keys
+    width: int
+
+
+class ReferenceAttention:
+    """Gathers each request's keys and values, then runs one padded, masked attention.
+
+    Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. Gathering rows of
+    head_dim by one index_select took 0.25 ms for 64 × 304 tokens of 2 heads × 32 where indexing
+    the strided view took 0.77 (f32, two CPU cores); into fresh memory it took 3, most of it the
+    page faults of what malloc had just given back, hence the scratch. Passes that share one
+    backend must be ordered, as on one stream.
+    """
+
+    caps: ClassVar[AttentionCaps] = AttentionCaps(
+        dtypes=frozenset({"float32", "bfloat16", "float16"})
+    )
+    static_plan: ClassVar[bool] = True
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
+        check_caps(self.caps, pool, num_heads, num_kv_heads, head_dim)
+        region = pool.region()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.page_size = region.page_size
+        self.dtype: torch.dtype = getattr(torch, region.dtype)
+        self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
+        self._rows = [(_as_rows(k), _as_rows(v)) for k, v in self._layers]
+        page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
+        assert token_stride == head_dim, "a head's tokens of a page are contiguous"
+        self._rows_per_page = page_stride // head_dim
+        rows_per_head = head_stride // head_dim
+        heads = torch.arange(num_kv_heads, device=pool.device)
+        self._head_rows = (heads * rows_per_head).view(1, -1, 1)
+        self._scratch = torch.empty(2, 0, head_dim, dtype=self.dtype, device=pool.device)
+
+    def plan(self, batch: Batch) -> ReferencePlan:
+        """See AttentionBackend.plan; device work only."""
+        width = batch.max_query_len
+        num_keys = -(-batch.max_seq_len_ub // KEY_ALIGNMENT) * KEY_ALIGNMENT
+        device = batch.seq_lens.device
+        seq_lens = batch.seq_lens.long()
+        query_start = batch.query_start.long()
+        query_lens = query_start[1:] - query_start[:-1]
+        columns = torch.arange(width, device=device)
+        query_rows = (query_start[:-1, None] + columns).clamp(max=batch.num_tokens - 1)
+
+        keys = torch.arange(num_keys, device=device)
+        positions = (seq_lens - query_lens)[:, None] + columns  # [num_reqs, width]
+        attends = (columns < query_lens[:, None]) & (positions >= 0)
+        # A padded query row sees key 0, for a softmax over nothing is NaN.
+        last_key = torch.where(attends, positions, 0)
+        hidden = keys > last_key[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
+        mask.masked_fill_(hidden, float("-inf"))
+
+        rows = torch.arange(batch.num_tokens, device=device)
+        owner = torch.searchsorted(query_start[1:], rows, right=True)
+        owner = owner.clamp(max=batch.num_reqs - 1)
+        column = (rows - query_start[owner]).clamp(0, width - 1)
+        out_rows = owner * width + column
+        is_padding = (rows >= query_start[-1]) | ~attends.flatten()[out_rows]
+        gathered = self._gathered(batch.num_reqs, num_keys)
+        return ReferencePlan(
+            slot_mapping=batch.slot_mapping,
+            query_rows=query_rows.flatten(),
+            key_rows=self._key_rows(batch.page_table, seq_lens, keys),
+            mask=mask.repeat(1, self.num_heads // self.num_kv_heads, 1).unsqueeze(1),
+            out_rows=out_rows,
+            is_padding=is_padding.view(-1, 1, 1),
+            keys=gathered[0],
+            values=gathered[1],
+            width=width,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """See AttentionBackend.forward."""
+        plan = current().attn_plan
+        assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
+        store_kv(k, v, *self._layers[layer_id], plan.slot_mapping)
+        key_rows, value_rows = self._rows[layer_id]
+        torch.index_select(key_rows, 0, plan.key_rows, out=plan.keys.view(-1, self.head_dim))
+        torch.index_select(value_rows, 0, plan.key_rows, out=plan.values.view(-1, self.head_dim))
+
+        # Fold the query heads of one kv head into the query rows: no copy of K and V per head.
+        group = self.num_heads // self.num_kv_heads
+        queries = q.index_select(0, plan.query_rows)
+        queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
+        queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = F.scaled_dot_product_attention(
+            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.scale
+        )
+        out = out.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
+        out = out.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
+        return out.index_select(0, plan.out_rows).masked_fill(plan.is_padding, 0.0)
+
+    def _gathered(self, num_reqs: int, num_keys: int) -> Tensor:
+        """Scratch for keys and values: [2, num_reqs, num_kv_heads, num_keys, head_dim]."""
+        num_rows = num_reqs * self.num_kv_heads * num_keys
+        if self._scratch.shape[1] < num_rows:
+            with torch.inference_mode(False):  # or it could not be written outside of it
+                self._scratch = self._scratch.new_empty(2, num_rows, self.head_dim)
+        shape = (2, num_reqs, self.num_kv_heads, num_keys, self.head_dim)
+        return self._scratch[:, :num_rows].view(shape)
+
+    def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
+        """Pool row of every (request, kv head, key). Keys past a request's end repeat its first.
+
+        So a stale slot is never read: the mask alone would let a NaN in it through (0 · NaN).
+        """
+        keys = torch.where(keys < seq_lens[:, None], keys, 0)  # [num_reqs, num_keys]
+        pages = page_table.long().gather(1, keys // self.page_size)
+        rows = pages * self._rows_per_page + keys % self.page_size
+        return (rows[:, None, :] + self._head_rows).flatten()
+
+
+def _as_rows(cache: Tensor) -> Tensor:
+    """The memory from a layer's first key (or value) on, as rows of head_dim.
+
+    Row page·(page stride) + head·(head stride) + token, in units of head_dim, is that token's.
+    """
+    num_pages, num_heads, page_size, head_dim = cache.shape
+    last = (num_pages - 1) * cache.stride(0) + (num_heads - 1) * cache.stride(1)
+    return cache.as_strided((last // head_dim + page_size, head_dim), (head_dim, 1))

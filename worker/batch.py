@@ -1,0 +1,29 @@
+"""All tensors of one forward pass, as one record that is built whole and then only read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Ragged rows of `num_reqs` requests, all tensors on the worker's device.
+
+    Request i owns rows query_start[i] : query_start[i + 1]; they are its last tokens, so the
+    first of them stands at position seq_lens[i] − (number of its rows). Rows from query_start[-1]
+    on are padding: slots on page 0, token 0, position 0. A padded request has no rows,
+    seq_len 0 and page 0 in its table.
+    """
+
+    input_ids: Tensor  # [num_tokens] i64
+    positions: Tensor  # [num_tokens] i64; position of each row's token in its request
+    slot_mapping: Tensor  # [num_tokens] i64; page * page_size + offset that the row's KV goes to
+    query_start: Tensor  # [num_reqs + 1] i32
+    seq_lens: Tensor  # [num_reqs] i32; KV length after this step; true on the device
+    page_table: Tensor  # [num_reqs, max_pages] i32; entries past the KV's end: any valid page
+    num_reqs: int  # rows of the tables, padded ones included
+    num_tokens: int  # rows of input_ids, padded ones included
+    max_query_len: int  # host bound of the rows of one request
+    max_seq_len_ub: int  # host bound of seq_lens: acceptance is not known here yet

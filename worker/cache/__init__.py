@@ -1,0 +1,1 @@
+"""KV memory: page accounting, prefix tree, byte layout and the tensors themselves."""

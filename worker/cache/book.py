@@ -1,0 +1,148 @@
+"""Who holds which page: allocator, prefix tree and reservations, kept consistent in one place.
+
+Invariants, checked by `check()`:
+    every page but 0 is in exactly one of: free, some Hold's private pages, the tree;
+    num_reserved <= free + evictable, so a reserved page can always be bound for compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from worker.cache.pages import PageAllocator
+from worker.cache.prefix import Node, PrefixTree
+from worker.errors import OutOfPages
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one request holds. Filled by PageBook only.
+
+    pages[i] holds tokens [i * page_size, (i + 1) * page_size) of the request's sequence; entries
+    never change while the request runs, because device tables are never rewritten.
+    """
+
+    node: Node  # deepest tree node that is locked for this request
+    num_matched: int  # tokens found in the tree when the hold was opened
+    pages: list[int] = field(default_factory=list)
+    private: set[int] = field(default_factory=set)
+    num_reserved: int = 0  # pages promised, not bound yet
+
+
+class PageBook:
+    """The pages of one worker."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+        self.page_size = page_size
+        self.num_reserved = 0
+        self.num_holds = 0
+        self._prefix_cache = prefix_cache
+        self._allocator = PageAllocator(num_pages)
+        self._tree = PrefixTree(page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that can be handed out at all."""
+        return self._allocator.num_pages - 1
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can still be promised."""
+        return self._allocator.num_free + self._tree.num_evictable - self.num_reserved
+
+    @property
+    def num_private(self) -> int:
+        """Pages bound to requests and not in the tree."""
+        return self.num_pages - self._allocator.num_free - self._tree.num_pages
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens fill."""
+        return -(-num_tokens // self.page_size)
+
+    def launched(self, step: int) -> None:
+        """See PageAllocator.launched."""
+        self._allocator.launched(step)
+
+    def settled(self, step: int) -> None:
+        """See PageAllocator.settled."""
+        self._allocator.settled(step)
+
+    def open(self, tokens: Sequence[int], num_slots: int, *, max_matched: int) -> Hold | None:
+        """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.
+
+        Args:
+            tokens: the sequence so far.
+            num_slots: tokens that the request must be able to store.
+            max_matched: tokens that may come from the tree (at most len(tokens) - 1).
+
+        Returns:
+            The hold, or None when there is no room; then nothing has changed.
+        """
+        node = self._tree.match(tokens, max_matched) if self._prefix_cache else self._tree.root
+        self._tree.lock(node)
+        pages = [each.page for each in node.path()]
+        wanted = max(0, self.num_pages_for(num_slots) - len(pages))
+        if wanted > self.num_available:
+            self._tree.unlock(node)
+            return None
+        self.num_reserved += wanted
+        self.num_holds += 1
+        return Hold(node, len(pages) * self.page_size, pages, set(), wanted)
+
+    def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
+        """Give `hold` page ids until it can store `num_slots` tokens; the new ids.
+
+        Reserved pages are used first, then unpromised ones.
+
+        Raises:
+            OutOfPages: no room; with `for_pull` also when the pages have not cooled yet, which
+                passes by itself when the step in flight settles. `hold` is unchanged then.
+        """
+        count = self.num_pages_for(num_slots) - len(hold.pages)
+        if count <= 0:
+            return []
+        reserved = min(count, hold.num_reserved)
+        if count - reserved > self.num_available:
+            raise OutOfPages(f"{count - reserved} pages beyond the reservation")
+        short = count - self._allocator.num_free
+        if short > 0:
+            self._allocator.free(self._tree.evict(short))
+        pages = self._allocator.take(count, for_pull=for_pull)
+        hold.num_reserved -= reserved
+        self.num_reserved -= reserved
+        hold.pages.extend(pages)
+        hold.private.update(pages)
+        return pages
+
+    def commit(self, hold: Hold, tokens: Sequence[int]) -> None:
+        """Enter the whole pages of `tokens` into the tree; their KV is final.
+
+        Pages whose prefix the tree already holds stay private to `hold`.
+        """
+        if not self._prefix_cache:
+            return
+        pages = hold.pages[: len(tokens) // self.page_size]
+        node, refused = self._tree.insert(tokens, pages)
+        self._tree.lock(node)
+        self._tree.unlock(hold.node)
+        hold.node = node
+        hold.private -= set(pages) - set(refused)
+
+    def close(self, hold: Hold) -> None:
+        """Give everything back. No pull into its pages may be running."""
+        self._tree.unlock(hold.node)
+        self._allocator.free(hold.private)
+        self.num_reserved -= hold.num_reserved
+        self.num_holds -= 1
+        hold.node, hold.num_reserved = self._tree.root, 0
+        hold.pages, hold.private = [], set()
+
+    def check(self, holds: Iterable[Hold]) -> None:
+        """Assert the invariants against all holds that are open."""
+        holds = list(holds)
+        private = [page for hold in holds for page in hold.private]
+        assert len(private) == len(set(private)) == self.num_private
+        assert self.num_reserved == sum(hold.num_reserved for hold in holds)
+        assert 0 <= self.num_reserved <= self._allocator.num_free + self._tree.num_evictable
+        assert self.num_holds == len(holds)

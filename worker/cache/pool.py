@@ -1,0 +1,97 @@
+"""The KV cache's memory: one allocation per region, seen by kernels as one view per layer."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from worker.cache.layout import KVLayout, KVRegion, MemoryRegion
+from worker.errors import UserError
+
+
+class KVPool:
+    """`num_pages` zeroed pages of every region of `layout` on `device`.
+
+    On the CPU a region is an anonymous memfd: the shm transport hands its fd to other processes,
+    and nothing stays in /dev/shm when a process dies. Elsewhere it is one device allocation.
+
+    Invariant: page 0 is a sink for padded rows and is never handed out.
+
+    Raises:
+        UserError: fewer than two pages, which would leave none beside the sink.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        if num_pages < 2:
+            raise UserError(
+                f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}",
+                param="num_pages",
+            )
+        self.layout = layout
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        self._layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._memory: list[MemoryRegion] = []
+        for region in layout.regions:
+            num_bytes = num_pages * region.page_bytes
+            if self.device.type == "cpu":
+                raw, fd = _shared_memory(region.name, num_bytes)
+            else:
+                raw, fd = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), None
+            self._memory.append(MemoryRegion(region.name, raw.data_ptr(), num_bytes, fd))
+            self._layers[region.name] = _layer_views(raw, region, num_pages)
+
+    def region(self, name: str = "target") -> KVRegion:
+        """The region called `name`; KeyError if the layout has none."""
+        return {region.name: region for region in self.layout.regions}[name]
+
+    def layer(self, layer_id: int, region: str = "target") -> tuple[Tensor, Tensor]:
+        """One layer's keys and values: two [num_pages, num_kv_heads, page_size, head_dim] views.
+
+        The views are strided; head_dim is contiguous, and each head's tokens of a page are too.
+        """
+        return self._layers[region][layer_id]
+
+    def memory(self) -> tuple[MemoryRegion, ...]:
+        """The allocations, in the layout's order; valid until `close`."""
+        return tuple(self._memory)
+
+    def close(self) -> None:
+        """Give the memory back, once the last view of it is gone too; idempotent."""
+        self._layers.clear()
+        for region in self._memory:
+            if region.fd is not None:
+                os.close(region.fd)
+        self._memory.clear()
+
+
+def _shared_memory(name: str, num_bytes: int) -> tuple[Tensor, int]:
+    """Zero bytes in a new memfd: ([num_bytes] u8 that keeps the mapping alive, the fd)."""
+    fd = os.memfd_create(f"kvlane-{name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        os.close(fd)
+        raise
+    return torch.frombuffer(mapping, dtype=torch.uint8), fd
+
+
+def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Tensor, Tensor]]:
+    pages = raw.view(getattr(torch, region.dtype)).view(
+        num_pages,
+        region.num_groups,
+        region.num_kv_heads,
+        region.layers_per_group,
+        2,
+        region.page_size,
+        region.head_dim,
+    )
+    views: list[tuple[Tensor, Tensor]] = []
+    for layer_id in range(region.num_layers):
+        group, within = divmod(layer_id, region.layers_per_group)
+        views.append((pages[:, group, :, within, 0], pages[:, group, :, within, 1]))
+    return views

@@ -1,0 +1,124 @@
+"""The prefix tree: whole pages of KV by the tokens that lead to them.
+
+One node is one page. A node's key is the page's own tokens; the path from the root is the prefix.
+Locked nodes, and so all their ancestors, stay; the rest goes least recently used first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page of one prefix. Filled by PrefixTree only.
+
+    Invariant: num_locks >= the sum of the locks taken on its descendants.
+    """
+
+    page: int
+    key: tuple[int, ...] = ()
+    parent: Node | None = None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    num_locks: int = 0
+    used_at: int = 0
+
+    def path(self) -> list[Node]:
+        """Nodes from below the root down to this one."""
+        nodes: list[Node] = []
+        node: Node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+class PrefixTree:
+    """Maps token prefixes to pages, `page_size` tokens a page."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = Node(page=0, num_locks=1)
+        self.num_pages = 0
+        self.num_evictable = 0  # pages of nodes without a lock
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []  # (used_at, id, node), some entries stale
+
+    def match(self, tokens: Sequence[int], max_tokens: int) -> Node:
+        """The deepest node whose prefix is one of tokens[:max_tokens], whole pages only."""
+        node = self.root
+        self._clock += 1
+        for start in range(0, max_tokens - self.page_size + 1, self.page_size):
+            child = node.children.get(tuple(tokens[start : start + self.page_size]))
+            if child is None:
+                break
+            node = child
+            node.used_at = self._clock
+        return node
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[Node, list[int]]:
+        """Add len(pages) whole pages of `tokens`.
+
+        Returns:
+            The deepest node of that prefix, and those of `pages` that the tree did not take
+            because it already holds the same prefix in another page; they stay the caller's.
+        """
+        assert len(tokens) >= len(pages) * self.page_size
+        node = self.root
+        self._clock += 1
+        refused: list[int] = []
+        for index, page in enumerate(pages):
+            key = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+            child = node.children.get(key)
+            if child is None:
+                child = Node(page, key, node)
+                node.children[key] = child
+                self.num_pages += 1
+                self.num_evictable += 1
+            elif child.page != page:
+                refused.append(page)
+            node = child
+            node.used_at = self._clock
+        self._offer(node)
+        return node, refused
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and all above it until `unlock`."""
+        for each in node.path():
+            if each.num_locks == 0:
+                self.num_evictable -= 1
+            each.num_locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`."""
+        for each in node.path():
+            each.num_locks -= 1
+            assert each.num_locks >= 0
+            if each.num_locks == 0:
+                self.num_evictable += 1
+        self._offer(node)
+
+    def evict(self, count: int) -> list[int]:
+        """Drop up to `count` unlocked pages, least recently used leaves first; their ids."""
+        pages: list[int] = []
+        while len(pages) < count and self._leaves:
+            used_at, _, node = heapq.heappop(self._leaves)
+            if node.parent is None or node.children or node.num_locks:
+                continue
+            if node.used_at != used_at:
+                self._offer(node)
+                continue
+            parent, node.parent = node.parent, None
+            del parent.children[node.key]
+            pages.append(node.page)
+            self._offer(parent)
+        self.num_pages -= len(pages)
+        self.num_evictable -= len(pages)
+        return pages
+
+    def _offer(self, node: Node) -> None:
+        """Make `node` known to eviction if it is an unlocked leaf."""
+        if node.parent is not None and not node.children and not node.num_locks:
+            heapq.heappush(self._leaves, (node.used_at, id(node), node))

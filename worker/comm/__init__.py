@@ -1,0 +1,1 @@
+"""Collectives of one tensor-parallel worker, one implementation per file."""

@@ -1,0 +1,58 @@
+"""What the ranks of one tensor-parallel worker say to each other, and who can say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+COLLECTIVES: Mapping[str, str] = {
+    "single": "worker.comm.single:SingleCollective",
+    "gloo": "worker.comm.gloo:GlooCollective",
+}
+
+
+class Collective(Protocol):
+    """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
+
+    Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
+    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet.
+
+    A call that cannot end because a peer is gone raises PeerLost; the group is then of no use
+    and the worker ends.
+    """
+
+    capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, equal to the last bit on all; may be `x` itself.
+
+        x: contiguous, same shape and dtype on all ranks; its content is lost.
+        """
+        ...
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """add_rms_norm(all_reduce(x), residual, weight, eps) -> (normed, new residual).
+
+        x: [num_tokens, hidden], this rank's part of a sum; its content is lost.
+        residual: [num_tokens, hidden], equal on all ranks; weight: [hidden].
+        """
+        ...
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Every rank's `x`, in rank order, joined along `dim`; `x` is kept."""
+        ...
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An empty tensor that `all_reduce` takes without a copy of its own."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group and free its sockets and memory; idempotent."""
+        ...

@@ -1,0 +1,74 @@
+"""Tensor parallelism on the CPU, over PyTorch's gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from worker.errors import PeerLost, UserError
+from worker.kernels.rms_norm import add_rms_norm
+
+TIMEOUT_S = 60.0  # of the rendezvous and of each call: a peer this late is gone
+
+
+class GlooCollective:
+    """A gloo group of its own; torch.distributed's default group is neither used nor needed.
+
+    Raises:
+        UserError: the device is not the CPU.
+        PeerLost: not all ranks came to `init_method` in time.
+    """
+
+    capturable: ClassVar[bool] = False
+
+    def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
+        if torch.device(device).type != "cpu":
+            raise UserError(f"collective 'gloo' is for the CPU, not for {device}")
+        self.rank = rank
+        self.size = size
+        timeout = timedelta(seconds=TIMEOUT_S)
+        try:
+            self._store, _, _ = next(iter(rendezvous(init_method, rank, size, timeout=timeout)))
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, timeout)
+        except RuntimeError as e:
+            raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective.all_reduce; in place."""
+        self._wait(self._group.allreduce([x]))
+        return x
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Collective.all_reduce_rms_norm."""
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """See Collective.all_gather."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [x]))
+        return torch.cat(parts, dim=dim)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See Collective.buffer."""
+        return torch.empty(shape, dtype=dtype)
+
+    def close(self) -> None:
+        """See Collective.close."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+            self._store = None
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as e:
+            raise PeerLost(f"gloo rank {self.rank} of {self.size}: {e}") from e

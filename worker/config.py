@@ -1,0 +1,179 @@
+"""The worker's part of the configuration tree: frozen pydantic records, unknown keys refused.
+
+`auto` leaves are decided once, by `WorkerConfig.resolved(machine, ...)`, into a new tree.
+Every leaf's comment says what it does; units are in the names.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+log = logging.getLogger("kvlane.config")
+
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A part of the tree."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which weights are served, and under which name."""
+
+    path: str = "tiny"  # "tiny" (bundled) or a Hugging Face directory
+    served_name: str = ""  # name in the API; empty: the last part of path
+    load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: seeded random weights
+    dtype: Auto | Literal["float32", "bfloat16", "float16"] = "auto"
+    max_model_len: Auto | int = "auto"  # prompt + output tokens; auto: the model's
+    seed: int = 0  # of dummy weights
+
+    @property
+    def directory(self) -> Path:
+        """Where config.json, weights and tokenizer lie."""
+        if self.path == "tiny":
+            return Path(__file__).parent / "assets" / "tiny"
+        return Path(self.path).expanduser()
+
+    @property
+    def name(self) -> str:
+        """The name in the API."""
+        return self.served_name or self.directory.name
+
+
+class KVConfig(Section):
+    """What both roles must agree on: it is part of the KV layout's hash."""
+
+    page_size: Auto | int = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
+    num_groups: int = Field(1, ge=1)  # layer groups that can be announced one by one
+
+
+class EngineConfig(Section):
+    """One engine: its memory, its batch limits, its backends."""
+
+    device: Auto | Literal["cpu", "cuda"] = "auto"
+    threads: Auto | int = "auto"  # intra-op threads on CPU; auto: the CPUs that Ray gave
+    num_pages: Auto | int = "auto"  # KV pages; auto: from the two limits below
+    memory_fraction: float = Field(0.85, gt=0, le=1)  # of total device memory, CUDA
+    cpu_pool_bytes: int = Field(512 << 20, gt=0)  # upper limit of the KV pool on CPU
+    max_num_reqs: int = Field(64, ge=1)  # rows of one decode batch; requests prefilled at a time
+    max_waiting: int = Field(256, ge=0)  # admitted requests beyond those that run
+    max_prefill_tokens: int = Field(512, ge=1)  # tokens of one prefill step (chunk)
+    growth_tokens: int = Field(64, ge=0)  # output tokens reserved at admission, a request
+    prefix_cache: bool = True
+    attention: Auto | str = "auto"
+    graph: Auto | str = "auto"
+
+    @model_validator(mode="after")
+    def _positive(self) -> EngineConfig:
+        for name in ("threads", "num_pages"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name} must be at least 1 or auto")
+        return self
+
+
+class TransportConfig(Section):
+    """How KV pages move."""
+
+    name: Auto | str = "auto"  # auto: shm on CPU while all workers share a host, else mooncake
+    kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"  # auto: shm for shm, else tcp
+    connect_timeout_s: float = Field(2.0, gt=0)  # probe and warm-up of a new peer
+    pull_timeout_s: float = Field(8.0, gt=0)  # a pull older than this is given up
+    max_attempts: int = Field(3, ge=1)  # prefill workers tried before decode prefills by itself
+
+
+class LeaseConfig(Section):
+    """Lease windows (ARCHITECTURE section 4). Decode's must end before prefill's."""
+
+    decode_window_s: float = Field(9.0, gt=0)  # after decode sent the last acknowledged renewal
+    prefill_window_s: float = Field(10.0, gt=0)  # after prefill received it
+    renew_s: float = Field(2.0, gt=0)
+    final_resend_s: float = Field(1.0, gt=0)  # final chunks go again until acknowledged
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LeaseConfig:
+        if not self.renew_s * 2 < self.decode_window_s < self.prefill_window_s:
+            raise ValueError("needs 2 * renew_s < decode_window_s < prefill_window_s")
+        return self
+
+
+class PingConfig(Section):
+    """Liveness on the data plane."""
+
+    interval_s: float = Field(1.0, gt=0)
+    max_misses: int = Field(3, ge=1)
+    stall_s: float = Field(60.0, gt=0)  # an engine loop silent for this long stops answering
+
+
+class DisaggregationConfig(Section):
+    """When decode asks a prefill worker, and when it prefills by itself."""
+
+    mode: Literal["auto", "always", "never"] = "auto"  # auto: by estimated cost
+    pull_overhead_s: float = Field(0.003, ge=0)  # fixed cost of one round of prefill and pull
+    pull_bytes_per_s: float = Field(1.0e9, gt=0)  # first guess; measured from then on
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the process found itself on; `worker.machine.probe()` fills it."""
+
+    device: Literal["cpu", "cuda"]
+    num_cpus: int
+    device_memory_bytes: int
+    host: str
+
+
+class WorkerConfig(Section):
+    """All that one worker process is told."""
+
+    role: Literal["prefill", "decode"]
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    engine: EngineConfig = EngineConfig()
+    transport: TransportConfig = TransportConfig()
+    lease: LeaseConfig = LeaseConfig()
+    ping: PingConfig = PingConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+
+    def resolved(self, machine: Machine, *, model_max_len: int, model_dtype: str) -> WorkerConfig:
+        """A new tree without `auto` (num_pages excepted: it needs the layout). Idempotent.
+
+        Args:
+            machine: what this process runs on.
+            model_max_len: positions the checkpoint was made for.
+            model_dtype: dtype its weights are stored in.
+
+        Raises:
+            ValueError: max_model_len is beyond what the model was made for.
+        """
+        cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
+        choices: dict[tuple[str, str], tuple[Any, str]] = {
+            ("model", "dtype"): ("float32", "CPU") if cpu else (model_dtype, "as stored"),
+            ("model", "max_model_len"): (model_max_len, "the model's own limit"),
+            ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
+            ("engine", "device"): (machine.device, "what is here"),
+            ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
+            ("engine", "attention"): ("reference", "the only backend of this version"),
+            ("engine", "graph"): ("eager", "the only runner of this version"),
+            ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
+        }
+        tree = self.model_dump()
+        for (section, leaf), (value, reason) in choices.items():
+            if tree[section][leaf] == "auto":
+                tree[section][leaf] = value
+                log.info("%s.%s = %s (%s)", section, leaf, value, reason)
+        if tree["transport"]["kind"] == "auto":
+            tree["transport"]["kind"] = "shm" if tree["transport"]["name"] == "shm" else "tcp"
+        if tree["model"]["max_model_len"] > model_max_len:
+            raise ValueError(
+                f"model.max_model_len is {tree['model']['max_model_len']}, "
+                f"but the model has {model_max_len} positions"
+            )
+        return WorkerConfig.model_validate(tree)

@@ -1,0 +1,113 @@
+"""Every error that kvlane raises on purpose.
+
+    KvlaneError
+      UserError(ValueError)     the user's mistake; names the field; becomes a 4xx
+        Unsupported             a valid wish that this build or backend cannot meet
+        MissingLibrary          a package or system library has to be installed first
+      WorldError                something outside this process failed; met where it happens
+        Busy                    no room now; carries retry_after_s
+        OutOfPages              the KV pool cannot give the pages asked for
+        PeerLost                another process stopped answering or died
+        TransferError
+          TransferTimeout       bytes did not arrive in time
+          Unreachable           a peer cannot be dialled
+          Incompatible          a peer answers but its layout or transport differs
+          Revoked               the lease under which bytes were read has ended
+        Placement               Ray cannot place what was asked for
+
+Our own mistakes are `assert`s: the worker dies, the controller makes a new one.
+"""
+
+from __future__ import annotations
+
+
+class KvlaneError(Exception):
+    """Root of the tree; `code` is the stable word for metrics and for error bodies."""
+
+    code = "internal_error"
+
+
+class UserError(KvlaneError, ValueError):
+    """The user's mistake. `param` is the path of the field that is wrong, if there is one."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Unsupported(UserError):
+    """A valid wish that this build, model or backend cannot meet; the message says which."""
+
+    code = "unsupported"
+
+
+class MissingLibrary(UserError):
+    """A Python package or a system library is missing; the message says how to install it."""
+
+    code = "missing_library"
+
+
+class WorldError(KvlaneError):
+    """Something outside this process failed. The one request ends or moves; the loop lives."""
+
+    code = "world_error"
+
+
+class Busy(WorldError):
+    """No room at present; worth another try in `retry_after_s` seconds."""
+
+    code = "busy"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OutOfPages(WorldError):
+    """The KV pool cannot give the pages asked for."""
+
+    code = "out_of_pages"
+
+
+class PeerLost(WorldError):
+    """Another process stopped answering or died."""
+
+    code = "worker_lost"
+
+
+class TransferError(WorldError):
+    """KV could not be moved."""
+
+    code = "transfer_failed"
+
+
+class TransferTimeout(TransferError):
+    """Bytes did not arrive in time."""
+
+    code = "transfer_timeout"
+
+
+class Unreachable(TransferError):
+    """A peer cannot be dialled."""
+
+    code = "unreachable"
+
+
+class Incompatible(TransferError):
+    """A peer answers, but its KV layout or its transport differs from ours."""
+
+    code = "incompatible"
+
+
+class Revoked(TransferError):
+    """The lease under which bytes were read has ended, so the bytes prove nothing."""
+
+    code = "revoked"
+
+
+class Placement(WorldError):
+    """Ray cannot place what was asked for; the message says what is missing."""
+
+    code = "placement"

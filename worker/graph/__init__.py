@@ -1,0 +1,1 @@
+"""How a forward is launched: eagerly now, replayed from CUDA graphs later."""

@@ -1,0 +1,148 @@
+"""Matrix products whose weight is divided among ranks by its rows or by its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker.comm.base import Collective
+from worker.layers.shard import HeadSplit, Shard, split_even
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """This rank's rows of one of the checkpoint's matrices."""
+
+    name: str  # in the checkpoint, below the layer's prefix
+    num_rows: int  # of the whole matrix
+    rows: slice  # of the whole matrix, held here
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b, where each rank computes some columns of y and nothing is exchanged.
+
+    W stacks this rank's rows of several checkpoint matrices (q, k, v or gate, up), so that one
+    product serves them all.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[RowPart],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.parts = tuple(parts)
+        self.part_sizes = [part.rows.stop - part.rows.start for part in parts]
+        num_rows = sum(self.part_sizes)
+        self.weight = empty_parameter(num_rows, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
+        return F.linear(x, self.weight, self.bias)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        found: dict[str, Shard] = {}
+        start = 0
+        for part, size in zip(self.parts, self.part_sizes, strict=True):
+            here = slice(start, start + size)
+            found[f"{prefix}.{part.name}.weight"] = Shard(
+                self.weight[here],
+                (part.num_rows, self.in_features),
+                (part.rows, slice(0, self.in_features)),
+            )
+            if self.bias is not None:
+                found[f"{prefix}.{part.name}.bias"] = Shard(
+                    self.bias[here], (part.num_rows,), (part.rows,)
+                )
+            start += size
+        return found
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + b, where each rank holds some columns of x and of W.
+
+    With `reduce`, forward() adds the ranks' parts up; without, it returns this rank's part and
+    the norm that follows does so (RMSNorm.reduce_add), in one op where the collective has one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        collective: Collective,
+        *,
+        bias: bool,
+        reduce: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.in_features = in_features
+        self.columns = split_even(f"{name} columns", in_features, collective.rank, collective.size)
+        width = self.columns.stop - self.columns.start
+        self.weight = empty_parameter(out_features, width, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        # The bias enters the sum once.
+        self._local_bias = self.bias if collective.rank == 0 else None
+        self._collective = collective if reduce else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""
+        part = F.linear(x, self.weight, self._local_bias)
+        return part if self._collective is None else self._collective.all_reduce(part)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        rows = self.weight.shape[0]
+        found = {
+            f"{prefix}.{self.name}.weight": Shard(
+                self.weight.detach(), (rows, self.in_features), (slice(0, rows), self.columns)
+            )
+        }
+        if self.bias is not None:
+            found[f"{prefix}.{self.name}.bias"] = Shard(
+                self.bias.detach(), (rows,), (slice(0, rows),)
+            )
+        return found
+
+
+def qkv_parts(
+    heads: HeadSplit, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[RowPart, RowPart, RowPart]:
+    """This rank's rows of the query, key and value projections; counts are the whole model's."""
+    q = slice(heads.first_head * head_dim, (heads.first_head + heads.num_heads) * head_dim)
+    kv = slice(
+        heads.first_kv_head * head_dim, (heads.first_kv_head + heads.num_kv_heads) * head_dim
+    )
+    return (
+        RowPart("q_proj", num_heads * head_dim, q),
+        RowPart("k_proj", num_kv_heads * head_dim, kv),
+        RowPart("v_proj", num_kv_heads * head_dim, kv),
+    )
+
+
+def gate_up_parts(intermediate_size: int, rank: int, size: int) -> tuple[RowPart, RowPart]:
+    """This rank's rows of the feed-forward's gate and up projections."""
+    rows = split_even("intermediate_size", intermediate_size, rank, size)
+    return (
+        RowPart("gate_proj", intermediate_size, rows),
+        RowPart("up_proj", intermediate_size, rows),
+    )
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised weight without gradient; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,43 @@
+"""What steps cost: histograms, and the moving average that placement decisions use."""
+
+from __future__ import annotations
+
+import time
+
+from worker.metrics import WorkerMetrics
+from worker.plan import Plan
+
+WEIGHT = 0.2  # of the newest step in the moving average
+
+
+class StepMeter:
+    """Times the steps of one engine, launch to settle, less the wait behind the step before."""
+
+    def __init__(self, metrics: WorkerMetrics, path: str) -> None:
+        self.prefill_s_per_token = 0.0  # 0 = none measured yet
+        self._metrics = metrics
+        self._path = path
+        self._launched_at: dict[int, float] = {}
+        self._free_at = 0.0
+
+    def launched(self, plan: Plan) -> None:
+        """`plan` was enqueued."""
+        self._launched_at[plan.step] = time.monotonic()
+        self._metrics.steps(_kind(plan), self._path).inc()
+
+    def settled(self, plan: Plan) -> None:
+        """`plan` was waited for."""
+        now = time.monotonic()
+        took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
+        self._free_at = now
+        self._metrics.step_seconds(_kind(plan)).observe(took_s)
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        if not num_tokens:
+            return
+        self._metrics.prompt_tokens.inc(num_tokens)
+        rate, old = took_s / num_tokens, self.prefill_s_per_token
+        self.prefill_s_per_token = rate if old == 0 else (1 - WEIGHT) * old + WEIGHT * rate
+
+
+def _kind(plan: Plan) -> str:
+    return "prefill" if plan.chunks else "decode"

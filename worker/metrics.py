@@ -1,0 +1,95 @@
+"""Metric families of a worker, in a registry of their own; every name starts with `kvlane_`.
+
+Each worker serves them on a port of its own (Member.metrics_address); the router's
+/metrics/targets lists the ports of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class WorkerMetrics:
+    """All families of one worker; labels model, role and worker are bound once."""
+
+    def __init__(self, *, model: str, role: str, worker: str) -> None:
+        self.registry = CollectorRegistry()
+        self._bound = {"model": model, "role": role, "worker": worker}
+        self._server: tuple[WSGIServer, Thread] | None = None
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in a prefix tree")
+        self.generated_tokens = counter("generation_tokens", "Output tokens drawn here")
+        self.steps = counter("engine_steps", "Steps launched", "kind", "path")
+        self.step_seconds = histogram("engine_step_seconds", "One step", STEP_BUCKETS, "kind")
+        self.preemptions = counter("preemptions", "Rows that gave their pages up")
+        self.requests = counter("requests", "Requests that ended", "outcome")
+        self.placed = counter("prefill_placed", "Where prompts were prefilled", "where")
+        self.pulled_bytes = counter("kv_pulled_bytes", "KV bytes pulled", "transport")
+        self.pulls = counter("kv_pulls", "Pulls that ended", "transport", "outcome")
+        self.pull_seconds = histogram("kv_pull_seconds", "One pull", STAGE_BUCKETS, "transport")
+        self.fetch_seconds = histogram(
+            "kv_fetch_seconds", "Prefill request until all KV landed", STAGE_BUCKETS, "transport"
+        )
+        self.fetch_retries = counter("kv_fetch_retries", "Attempts that failed", "cause")
+        self.lease_expired = counter("lease_expired", "Leases that ran out")
+        self.dropped = counter("stale_messages_dropped", "Messages of old attempts", "kind")
+        self.running = gauge("requests_running", "Requests with a row")
+        self.waiting = gauge("requests_waiting", "Requests admitted and without a row")
+        self.pages = gauge("kv_pages", "KV pages by state", "state")
+        self.usage = gauge("kv_cache_usage_ratio", "Pages in use or promised, 0 to 1")
+        self.leases = gauge("leases", "Leases alive")
+        self.transport = gauge("transport_info", "1 for the transport in use", "transport")
+
+    def serve(self, host: str) -> str:
+        """Serve /metrics on a free port of `host`; returns host:port."""
+        server, thread = start_http_server(0, host, self.registry)
+        self._server = server, thread
+        return f"{host}:{server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def on_scrape(self, gauge: Any, value: Callable[[], float]) -> None:
+        """Read `value` whenever the family is scraped."""
+        gauge.set_function(value)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Counter(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Any:
+        family = Histogram(
+            f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
+        )
+        return self._bind(family, labels)
+
+    def _names(self, labels: tuple[str, ...]) -> list[str]:
+        return [*self._bound, *labels]
+
+    def _bind(self, family: Any, labels: tuple[str, ...]) -> Any:
+        """The child itself, or for families with labels a function label values -> child."""
+        if not labels:
+            return family.labels(**self._bound)
+        return lambda *values: family.labels(
+            **self._bound, **dict(zip(labels, values, strict=True))
+        )

@@ -1,0 +1,1 @@
+"""Model architectures, one per file, with their configuration and their weights' loading."""

@@ -1,0 +1,12 @@
+"""The architectures that can be served: one row and one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# `architectures[0]` of config.json -> class; built as cls(spec, collective, device=, dtype=).
+ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "worker.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
+}

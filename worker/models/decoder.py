@@ -1,0 +1,270 @@
+"""The decoder-only transformer that all served architectures are variants of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from worker.comm.base import Collective
+from worker.kernels.swiglu import swiglu
+from worker.layers.attention import Attention
+from worker.layers.embedding import VocabParallelEmbedding
+from worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gate_up_parts,
+    qkv_parts,
+)
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding
+from worker.layers.shard import HeadSplit, Shard, split_heads
+from worker.models.config import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What sets one architecture apart from another."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False  # RMSNorm of each head's q and k, before rope
+
+
+class SelfAttention(nn.Module):
+    """Projections, optional norms, rope and attention of one layer."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        features: Features,
+        heads: HeadSplit,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        collective: Collective,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rotary = rotary
+        self.attention = Attention(layer_id)
+        self.qkv = ColumnParallelLinear(
+            spec.hidden_size,
+            qkv_parts(heads, spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            bias=features.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.output = RowParallelLinear(
+            "o_proj",
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            collective,
+            bias=features.output_bias,
+            reduce=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.q_norm = self.k_norm = None
+        if features.qk_norm:
+            eps = spec.rms_norm_eps
+            self.q_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
+        num_tokens = hidden.shape[0]
+        projected = self.qkv(hidden).split(self.qkv.part_sizes, dim=-1)
+        q, k, v = (part.view(num_tokens, -1, self.head_dim) for part in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, k, positions)
+        return self.output(self.attention(q, k, v).view(num_tokens, -1))
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard."""
+        found = self.qkv.shards(prefix) | self.output.shards(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= self.q_norm.shards(f"{prefix}.q_norm")
+            found |= self.k_norm.shards(f"{prefix}.k_norm")
+        return found
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(
+        self, spec: ModelSpec, collective: Collective, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(
+            spec.hidden_size,
+            gate_up_parts(spec.intermediate_size, collective.rank, collective.size),
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.down = RowParallelLinear(
+            "down_proj",
+            spec.intermediate_size,
+            spec.hidden_size,
+            collective,
+            bias=False,
+            reduce=False,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
+        return self.down(swiglu(self.gate_up(hidden)))
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard."""
+        return self.gate_up.shards(prefix) | self.down.shards(prefix)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward; each hands its ranks' parts to the norm that follows."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        features: Features,
+        heads: HeadSplit,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        collective: Collective,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(size, eps, collective, dtype=dtype, device=device)
+        self.attention = SelfAttention(
+            spec, features, heads, layer_id, rotary, collective, dtype=dtype, device=device
+        )
+        self.post_norm = RMSNorm(size, eps, collective, dtype=dtype, device=device)
+        self.feed_forward = FeedForward(spec, collective, dtype=dtype, device=device)
+
+    def forward(
+        self, part: Tensor, residual: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(this rank's part of what the layer adds last, residual before that addition).
+
+        part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
+        the embedded tokens. The layer's true input is residual + the ranks' sum of part.
+        """
+        if residual is None:
+            normed, residual = self.input_norm(part), part
+        else:
+            normed, residual = self.input_norm.reduce_add(part, residual)
+        part = self.attention(normed, positions)
+        normed, residual = self.post_norm.reduce_add(part, residual)
+        return self.feed_forward(normed), residual
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard."""
+        return (
+            self.input_norm.shards(f"{prefix}.input_layernorm")
+            | self.attention.shards(f"{prefix}.self_attn")
+            | self.post_norm.shards(f"{prefix}.post_attention_layernorm")
+            | self.feed_forward.shards(f"{prefix}.mlp")
+        )
+
+
+class Decoder(nn.Module):
+    """One rank of a model: embed, then forward, then logits of the rows that need them.
+
+    An architecture is a subclass that overrides `features` and nothing else.
+
+    Raises:
+        Unsupported: the model cannot be divided among the collective's ranks.
+    """
+
+    # Tensors that some checkpoints carry and no forward pass needs.
+    ignored_suffixes = (".rotary_emb.inv_freq",)
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        collective: Collective,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.heads = split_heads(
+            spec.num_heads, spec.num_kv_heads, collective.rank, collective.size
+        )
+        self.embedding = VocabParallelEmbedding(
+            spec.vocab_size, spec.hidden_size, collective, dtype=dtype, device=device
+        )
+        rotary = RotaryEmbedding(
+            spec.head_dim,
+            spec.max_position_embeddings,
+            spec.rope_theta,
+            spec.rope_scaling,
+            device=device,
+        )
+        features = self.features(spec)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                spec, features, self.heads, i, rotary, collective, dtype=dtype, device=device
+            )
+            for i in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(
+            spec.hidden_size, spec.rms_norm_eps, collective, dtype=dtype, device=device
+        )
+        self.head = self.embedding
+        if not spec.tie_word_embeddings:
+            self.head = VocabParallelEmbedding(
+                spec.vocab_size, spec.hidden_size, collective, dtype=dtype, device=device
+            )
+
+    @staticmethod
+    def features(spec: ModelSpec) -> Features:
+        """What the architecture adds to the plain decoder."""
+        return Features()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
+        return self.embedding(input_ids)
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """All layers and the final norm, within a forward_context().
+
+        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64.
+        Returns [num_tokens, hidden_size].
+        """
+        part, residual = hidden, None
+        for layer in self.layers:
+            part, residual = layer(part, residual, positions)
+        assert residual is not None, "a model has at least one layer"
+        normed, _ = self.norm.reduce_add(part, residual)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size] f32, on all ranks."""
+        return self.head.logits(hidden)
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+        found = self.embedding.shards("model.embed_tokens") | self.norm.shards("model.norm")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            found |= layer.shards(f"model.layers.{i}")
+        if self.head is not self.embedding:
+            found |= self.head.shards("lm_head")
+        return found
+
+    def ignores(self, name: str) -> bool:
+        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
+        tied_head = self.head is self.embedding and name == "lm_head.weight"
+        return tied_head or name.endswith(self.ignored_suffixes)

@@ -1,0 +1,136 @@
+"""Build one rank of a model and fill it, from safetensors files or with seeded noise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker.comm.base import Collective
+from worker.errors import UserError
+from worker.layers.shard import Shard
+from worker.models.architectures import ARCHITECTURES
+from worker.models.config import ModelSpec
+from worker.models.decoder import Decoder
+from worker.registry import resolve
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def load_model(
+    path: Path,
+    spec: ModelSpec,
+    collective: Collective,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: Literal["safetensors", "dummy"] = "safetensors",
+    seed: int = 0,
+) -> Decoder:
+    """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
+
+    Reads one tensor at a time and of it only this rank's part. "dummy" reads no file: weights
+    come from `seed` and their names, the same whole model whatever the number of ranks (per
+    device type).
+
+    Raises:
+        ValueError: unknown architecture or format; a file is missing or broken; tensors are
+            missing, unexpected or of another shape (all of them are named, up to eight).
+    """
+    model_class = resolve("model architecture", spec.architecture, ARCHITECTURES)
+    if load_format not in ("safetensors", "dummy"):
+        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
+    model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
+    if load_format == "dummy":
+        _fill(model.shards(), seed)
+    else:
+        _read(model, Path(path))
+    return model.eval()
+
+
+def _read(model: Decoder, path: Path) -> None:
+    shards = model.shards()
+    missing = set(shards)
+    unexpected: list[str] = []
+    for file in _files(path):
+        for name, tensor in _tensors(file, shards):
+            if tensor is not None:
+                shards[name].dest.copy_(tensor)
+                missing.discard(name)
+            elif not model.ignores(name):
+                unexpected.append(name)
+    problems = [
+        f"{label} tensors: {_listed(names)}"
+        for label, names in (("missing", sorted(missing)), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        architecture = model.spec.architecture
+        raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
+
+
+def _files(path: Path) -> list[Path]:
+    """The weight files that the index names; without an index, all there are."""
+    index = path / INDEX_NAME
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as e:
+            raise UserError(f"{index}: weight_map: missing or malformed: {e!r}") from e
+        files = [path / name for name in names]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise UserError(f"{index} names files that are not there: {_listed(absent)}")
+    if not files:
+        raise UserError(f"{path}: no *.safetensors file")
+    return files
+
+
+def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, this rank's part, or None if no shard asks for it) of each tensor in `file`."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                shard = shards.get(name)
+                if shard is None:
+                    yield name, None
+                    continue
+                stored = reader.get_slice(name)
+                shape = tuple(stored.get_shape())
+                if shape != shard.full_shape:
+                    raise UserError(
+                        f"{file}: {name} has shape {shape}, config.json asks for {shard.full_shape}"
+                    )
+                yield name, stored[shard.index]
+    except SafetensorError as e:
+        raise UserError(f"{file}: not a readable safetensors file: {e}") from e
+
+
+def _fill(shards: dict[str, Shard], seed: int) -> None:
+    """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
+    for name, shard in shards.items():
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(shard.dest.device)
+        generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = torch.randn(shard.full_shape, generator=generator, device=shard.dest.device)
+        if name.endswith("norm.weight"):
+            whole = 1 + 0.1 * whole
+        elif whole.dim() == 1:
+            whole *= 0.02
+        else:
+            whole *= shard.full_shape[-1] ** -0.5
+        shard.dest.copy_(whole[shard.index])
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

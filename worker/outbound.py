@@ -1,0 +1,149 @@
+"""Prefill's side of the pull protocol: announcements, and the leases that pin announced pages.
+
+A lease begins with `Prefill`, is prolonged by `Renew` and ends with `Release` or by itself. Its
+pages are never preempted or given away before that: a decode worker that has gone silent may still
+be reading them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker.api import (
+    AnyMessage,
+    Error,
+    KVReady,
+    PeerId,
+    Prefill,
+    PrefillRefused,
+    Release,
+    Renew,
+    RenewAck,
+    Xfer,
+)
+from worker.config import LeaseConfig
+from worker.errors import Busy, UserError
+from worker.lease import PinLease
+from worker.metrics import WorkerMetrics
+from worker.req import PrefillReq
+from worker.schedule.prefill import PrefillScheduler
+
+log = logging.getLogger("kvlane.outbound")
+BUSY_RETRY_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Pinned:
+    """One transfer as its source sees it."""
+
+    xfer: Xfer
+    peer: PeerId
+    req: PrefillReq
+    lease: PinLease
+
+
+class Outbound:
+    """All transfers that this prefill worker is the source of."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        scheduler: PrefillScheduler,
+        num_groups: int,
+        send: Callable[[PeerId, AnyMessage], None],
+        lease: LeaseConfig,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._incarnation = incarnation
+        self._scheduler = scheduler
+        self._page_size = scheduler.book.page_size
+        self._num_groups = num_groups
+        self._send = send
+        self._window_s = lease.prefill_window_s
+        self._metrics = metrics
+        self._pinned: dict[Xfer, _Pinned] = {}
+        self._by_req: dict[PrefillReq, _Pinned] = {}
+        self.draining = False
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that live."""
+        return len(self._pinned)
+
+    def on_prefill(self, peer: PeerId, message: Prefill, now: float) -> None:
+        """Admit a prompt and announce what is cached of it; or refuse."""
+        xfer = message.xfer
+        if xfer in self._pinned or xfer.prefill != self._incarnation:
+            self._metrics.dropped("Prefill").inc()
+            return
+        for older in [
+            x for x in self._pinned if x.xfer_id == xfer.xfer_id and x.decode == xfer.decode
+        ]:
+            self._drop(self._pinned[older])  # decode asks again only when its pulls are over
+        if not 0 <= message.num_matched < len(message.tokens) - 1:
+            self._refuse(peer, xfer, UserError("nothing to prefill"))
+            return
+        req = None
+        if not self.draining:
+            req = self._scheduler.admit(xfer.xfer_id, message.tokens)
+        if req is None:
+            reason = "draining" if self.draining else "no room"
+            self._refuse(peer, xfer, Busy(reason, BUSY_RETRY_S))
+            return
+        req.num_announced_pages = message.num_matched // self._page_size
+        self._metrics.cached_tokens.inc(req.num_computed_tokens)
+        pinned = _Pinned(xfer, peer, req, PinLease(self._window_s, now + self._window_s))
+        self._pinned[xfer] = self._by_req[req] = pinned
+        self._announce(pinned, req.num_computed_tokens)
+
+    def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
+        """Prolong the leases that live and name them in the answer."""
+        held = [xfer for xfer in message.xfers if xfer in self._pinned]
+        for xfer in held:
+            self._pinned[xfer].lease.renewed(now)
+        self._send(peer, RenewAck(message.seq, tuple(held)))
+
+    def on_release(self, message: Release) -> None:
+        """Decode has it, or no longer wants it."""
+        pinned = self._pinned.get(message.xfer)
+        if pinned is not None:
+            self._drop(pinned)
+
+    def grown(self, reqs: Sequence[PrefillReq]) -> None:
+        """A step has settled: announce the pages that have become final by it."""
+        for req in reqs:
+            self._announce(self._by_req[req], 0)
+
+    def sweep(self, now: float) -> None:
+        """Let go of what nobody renewed."""
+        for pinned in [each for each in self._pinned.values() if each.lease.expired(now)]:
+            log.warning("lease of %s ended without a release", pinned.xfer.xfer_id)
+            self._metrics.lease_expired.inc()
+            self._drop(pinned)
+
+    def _announce(self, pinned: _Pinned, num_cached: int) -> None:
+        """Whole pages, and the last partial one once everything is computed.
+
+        The first announcement goes out even without pages: it acknowledges the request.
+        """
+        req = pinned.req
+        last = req.num_computed_tokens == req.num_target_tokens
+        end = req.num_computed_tokens // self._page_size
+        if last:
+            end = -(-req.num_computed_tokens // self._page_size)
+        first = req.num_announced_pages
+        pages = tuple(req.hold.pages[first:end])
+        req.num_announced_pages = max(first, end)
+        ready = KVReady(pinned.xfer, first, pages, 0, self._num_groups, last, num_cached)
+        self._send(pinned.peer, ready)
+
+    def _refuse(self, peer: PeerId, xfer: Xfer, error: Busy | UserError) -> None:
+        retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
+        self._send(peer, PrefillRefused(xfer, Error(error.code, str(error)), retry_after_s))
+
+    def _drop(self, pinned: _Pinned) -> None:
+        del self._pinned[pinned.xfer]
+        del self._by_req[pinned.req]
+        self._scheduler.drop(pinned.req)

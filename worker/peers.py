@@ -1,0 +1,157 @@
+"""Prefill workers as a decode worker knows them: which are there, and from which it can pull.
+
+Connecting (probe and warm-up of the transport) runs in a thread of its own for each peer, long
+before a request needs the peer. A peer with another KV layout or transport is never eligible, which
+shows here and in the log, not as a failed request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from worker.api import Candidate, Member, PeerId
+from worker.errors import Incompatible, TransferError
+from worker.transfer.base import Endpoint, KVTransport, Peer
+
+log = logging.getLogger("kvlane.peers")
+
+RETRY_S = 2.0
+_decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
+
+
+@dataclass(slots=True, frozen=True)
+class PeerConnected:
+    """Event from a connecting thread: the transport reached the peer."""
+
+    peer: PeerId
+    link: Peer
+
+
+@dataclass(slots=True, frozen=True)
+class PeerFailed:
+    """Event from a connecting thread: it did not."""
+
+    peer: PeerId
+    error: TransferError
+
+
+@dataclass(slots=True)
+class _Known:
+    """One prefill member. `link` is set while it can be pulled from."""
+
+    member: Member
+    link: Peer | None = None
+    connecting: bool = False
+    retry_at: float | None = 0.0  # None: never again
+
+
+class PrefillPeers:
+    """The live prefill workers. All methods but the threads it starts run in the engine loop."""
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        layout_hash: str,
+        timeout_s: float,
+        post: Callable[[object], None],
+        connect: Callable[[PeerId, str], None],
+        disconnect: Callable[[PeerId], None],
+    ) -> None:
+        self._transport = transport
+        self._layout_hash = layout_hash
+        self._timeout_s = timeout_s
+        self._post = post
+        self._connect = connect
+        self._disconnect = disconnect
+        self._known: dict[PeerId, _Known] = {}
+        self._closing: list[Peer] = []  # links of lost peers that may still have pulls running
+
+    @property
+    def num_connected(self) -> int:
+        """Peers that can be pulled from."""
+        return sum(known.link is not None for known in self._known.values())
+
+    def link(self, peer: PeerId) -> Peer | None:
+        """The transport's connection to `peer`, if it stands."""
+        known = self._known.get(peer)
+        return known.link if known else None
+
+    def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those of `candidates` that can be pulled from, order kept."""
+        return [each for each in candidates if self.link(each.peer) is not None]
+
+    def update(self, members: Sequence[Member]) -> list[PeerId]:
+        """Take over the control plane's list; the peers that are gone by it."""
+        listed = {each.peer: each for each in members if each.role == "prefill"}
+        gone = [peer for peer in self._known if peer not in listed]
+        for peer, member in listed.items():
+            if peer not in self._known:
+                self._known[peer] = _Known(member)
+                self._connect(peer, member.address)
+        return gone
+
+    def lose(self, peer: PeerId) -> None:
+        """Forget a peer that died or vanished; its link is closed once no pull uses it."""
+        known = self._known.pop(peer, None)
+        if known is None:
+            return
+        self._disconnect(peer)
+        if known.link is not None:
+            self._closing.append(known.link)
+
+    def tend(self, now: float, in_use: Callable[[Peer], bool]) -> None:
+        """Start connecting where it is due, close what is no longer used; called every turn."""
+        for link in [each for each in self._closing if not in_use(each)]:
+            self._closing.remove(link)
+            link.close()
+        for peer, known in self._known.items():
+            due = known.retry_at is not None and now >= known.retry_at
+            if known.link is None and not known.connecting and due:
+                known.connecting = True
+                threading.Thread(
+                    target=self._dial, args=(peer, known.member), name=f"dial {peer}", daemon=True
+                ).start()
+
+    def connected(self, event: PeerConnected) -> None:
+        """A dialling thread succeeded."""
+        known = self._known.get(event.peer)
+        if known is None:
+            event.link.close()  # it died meanwhile
+            return
+        known.link, known.connecting = event.link, False
+        log.info("can pull from %s", event.peer)
+
+    def failed(self, event: PeerFailed) -> None:
+        """A dialling thread failed; try again later unless it can never work."""
+        known = self._known.get(event.peer)
+        log.warning("cannot pull from %s: %s", event.peer, event.error)
+        if known is not None:
+            known.connecting = False
+            never = isinstance(event.error, Incompatible)
+            known.retry_at = None if never else time.monotonic() + RETRY_S
+
+    def close(self) -> None:
+        """Let go of all."""
+        for peer in list(self._known):
+            self.lose(peer)
+        for link in self._closing:
+            link.close()
+
+    def _dial(self, peer: PeerId, member: Member) -> None:
+        try:
+            if member.layout_hash != self._layout_hash:
+                raise Incompatible(
+                    f"its KV layout is {member.layout_hash}, ours {self._layout_hash}: "
+                    "model, dtype, page_size and num_groups must be the same"
+                )
+            link = self._transport.connect(_decode_endpoint(member.endpoint), self._timeout_s)
+        except TransferError as error:
+            self._post(PeerFailed(peer, error))
+        else:
+            self._post(PeerConnected(peer, link))

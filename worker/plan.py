@@ -1,0 +1,83 @@
+"""Plan: what one step does, as the scheduler decided it on the host. Small, msgspec, no tensors.
+
+A plan is all that a tensor-parallel follower is told: rows that come and go, page-table additions,
+the chunk or the rows to compute. It never holds lengths: those live on the device.
+
+A *row* is a request's place in the device-resident step state; row 0 is the sink of padded rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from worker.api import Sampling
+
+Tail = Literal["none", "greedy", "random", "filtered"]
+TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serves those before it
+
+
+class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request takes a row before this step's forward.
+
+    With `active`, the row decodes at once: KV of tokens[: seq_len] is there and `last_token` is
+    tokens[seq_len]. Otherwise prefill chunks follow, and the one with `sample` activates it.
+    """
+
+    row: int
+    sampling: Sampling | None  # None on prefill workers, which never sample
+    max_len: int  # tokens of prompt + output at which the row finishes
+    min_len: int  # no stop token is drawn at a position below this
+    active: bool = False
+    seq_len: int = 0
+    last_token: int = 0
+
+
+class RowPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """page_table[row, first : first + len(pages)] = pages."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Compute KV of `tokens` at positions start, start + 1, ... of `row`.
+
+    With `sample`, `tokens` ends the prompt, and the token after it is drawn from the last hidden.
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    sample: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True):
+    """One step: either chunks of prompts or one token for each of `decode`, never both.
+
+    Applied in this order: releases, starts, pages, then the forward.
+    """
+
+    step: int
+    releases: tuple[int, ...] = ()
+    starts: tuple[RowStart, ...] = ()
+    pages: tuple[RowPages, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode: tuple[int, ...] = ()
+    tail: Tail = "none"
+    max_seq_len_ub: int = 0  # host bound of every row's KV length after this step
+
+    @property
+    def sampled_rows(self) -> tuple[int, ...]:
+        """Rows for which this step draws a token, in the order of the result."""
+        return self.decode or tuple(chunk.row for chunk in self.chunks if chunk.sample)
+
+
+class Drawn(msgspec.Struct, frozen=True, gc=False):
+    """One entry of a step's result, in the order of Plan.sampled_rows."""
+
+    token: int
+    valid: bool  # the row was active when the step began
+    finished: bool  # the row went inactive with this token

@@ -1,0 +1,26 @@
+"""Names to classes: one table of strings per seam, imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from worker.errors import UserError
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
+    """The class that `table` names for `name`; its module is imported now, not before.
+
+    Args:
+        kind: what is chosen, for the message ("attention backend").
+        name: the user's choice.
+        table: name -> "package.module:Class".
+
+    Raises:
+        UserError: `name` is not in `table`; the message lists what is.
+    """
+    if name not in table:
+        raise UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(table))}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(module), attribute)

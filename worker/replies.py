@@ -1,0 +1,58 @@
+"""What a decode worker says to routers: one frame a router and turn, finals until acknowledged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.api import AnyMessage, Chunks, PeerId, TokenChunk
+
+Key = tuple[PeerId, str, int]  # router, req_id, dispatch
+
+
+@dataclass(slots=True)
+class _Final:
+    """A final chunk that has not been acknowledged."""
+
+    chunk: TokenChunk
+    sent_at: float
+
+
+class Replies:
+    """Outgoing chunks of one decode worker."""
+
+    def __init__(self, send: Callable[[PeerId, AnyMessage], None], resend_s: float) -> None:
+        self._send = send
+        self._resend_s = resend_s
+        self._queued: dict[PeerId, list[TokenChunk]] = {}
+        self._finals: dict[Key, _Final] = {}
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Final chunks that a router has not confirmed."""
+        return len(self._finals)
+
+    def add(self, router: PeerId, chunk: TokenChunk, now: float) -> None:
+        """Queue a chunk for this turn's frame."""
+        self._queued.setdefault(router, []).append(chunk)
+        if chunk.finish_reason is not None:
+            self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk, now)
+
+    def acknowledged(self, router: PeerId, req_id: str, dispatch: int) -> None:
+        """The router has the final chunk."""
+        self._finals.pop((router, req_id, dispatch), None)
+
+    def lost(self, router: PeerId) -> None:
+        """Nobody is left to read what was meant for `router`."""
+        self._queued.pop(router, None)
+        self._finals = {key: each for key, each in self._finals.items() if key[0] != router}
+
+    def flush(self, now: float) -> None:
+        """Send the frames of this turn, and finals that have waited too long again."""
+        for (router, _, _), final in self._finals.items():
+            if now - final.sent_at >= self._resend_s:
+                final.sent_at = now
+                self._queued.setdefault(router, []).append(final.chunk)
+        for router, chunks in self._queued.items():
+            self._send(router, Chunks(tuple(chunks)))
+        self._queued.clear()

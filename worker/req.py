@@ -1,0 +1,85 @@
+"""Req: one request on one worker, as plain host state.
+
+Who fills it: the worker's loop creates it, its scheduler moves it along, `PageBook` its hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from worker.api import Candidate, FinishReason, PeerId, Sampling
+from worker.cache.book import Hold
+
+
+class Phase(Enum):
+    """Where a decode request is. Every arrow may also go to FINISHED.
+
+    FETCHING -> READY (KV landed)     LOCAL -> RUNNING (sampled from its own prefill)
+    FETCHING -> LOCAL (no prefill worker left)
+    READY -> RUNNING -> PREEMPTED -> FETCHING | LOCAL | READY
+    """
+
+    FETCHING = auto()  # a prefill worker computes, or a pull runs
+    LOCAL = auto()  # waits for, or is in, its own prefill chunks
+    READY = auto()  # all KV but the last token's is here; waits for a row
+    RUNNING = auto()  # has an active row
+    PREEMPTED = auto()  # gave its pages up; waits for room
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request on a decode worker. Its id there is (req_id, dispatch)."""
+
+    req_id: str
+    dispatch: int
+    router: PeerId
+    tokens: list[int]  # prompt, then every token that has settled
+    num_prompt_tokens: int
+    sampling: Sampling
+    deadline_at: float  # monotonic, this host
+    candidates: tuple[Candidate, ...] = ()
+    arrival: int = 0  # admission order; the youngest is preempted first
+    phase: Phase = Phase.PREEMPTED
+    hold: Hold | None = None
+    row: int = 0  # 0 = none
+    num_computed_tokens: int = 0  # tokens whose KV is in `hold`, as far as settled
+    num_planned_tokens: int = 0  # the same, counting the step in flight (prefill chunks)
+    num_table_pages: int = 0  # pages the device table knows
+    num_in_flight: int = 0  # launched steps that have not settled
+    num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
+    num_sent: int = 0  # tokens already reported to the router
+    finish_reason: FinishReason | None = None
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt + output at which the request ends with LENGTH."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its identity on this worker."""
+        return self.req_id, self.dispatch
+
+
+@dataclass(slots=True, eq=False)
+class PrefillReq:
+    """A prompt on a prefill worker; KV of tokens[:-1] is wanted."""
+
+    key: str
+    tokens: tuple[int, ...]
+    hold: Hold
+    row: int = 0
+    num_computed_tokens: int = 0  # settled
+    num_planned_tokens: int = 0  # launched
+    num_table_pages: int = 0
+    num_in_flight: int = 0
+    num_announced_pages: int = 0
+    dropped: bool = False  # no longer wanted; leaves as soon as nothing is in flight
+    timing: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens whose KV is to be computed."""
+        return len(self.tokens) - 1

@@ -1,0 +1,1 @@
+"""Pure schedulers: what to run next, without tensors or sockets."""

@@ -1,0 +1,53 @@
+"""Row numbers of the device-resident step state, and what a plan must say about them."""
+
+from __future__ import annotations
+
+import heapq
+
+from worker.plan import RowPages, RowStart
+
+
+class RowTable:
+    """Free rows, and the row changes that the next plan has to carry.
+
+    Row 0 is never given out. A row given back may be taken again in the same plan: releases are
+    applied before starts, and both are ordered on the device's stream behind steps in flight.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(range(1, num_rows + 1))
+        self._releases: list[int] = []
+        self._starts: list[RowStart] = []
+        self._pages: list[RowPages] = []
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be taken now."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The lowest free row."""
+        return heapq.heappop(self._free)
+
+    def start(self, start: RowStart) -> None:
+        """Say in the next plan how the row begins."""
+        self._starts.append(start)
+
+    def add_pages(self, row: int, known: int, pages: list[int]) -> int:
+        """Say in the next plan which pages follow the `known` ones; the new count."""
+        if len(pages) > known:
+            self._pages.append(RowPages(row, known, tuple(pages[known:])))
+        return len(pages)
+
+    def release(self, row: int) -> None:
+        """Give a row back; whatever was to be said about it is void."""
+        self._starts = [start for start in self._starts if start.row != row]
+        self._pages = [pages for pages in self._pages if pages.row != row]
+        self._releases.append(row)
+        heapq.heappush(self._free, row)
+
+    def drain(self) -> tuple[tuple[int, ...], tuple[RowStart, ...], tuple[RowPages, ...]]:
+        """What the plan under construction says about rows; each is said once."""
+        said = tuple(self._releases), tuple(self._starts), tuple(self._pages)
+        self._releases, self._starts, self._pages = [], [], []
+        return said

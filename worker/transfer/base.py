@@ -1,0 +1,240 @@
+"""What a transport of KV is, and what a caller may rely on, whichever one runs.
+
+Only the puller's own process writes the puller's memory: every transfer is a read that the owner of
+the destination started. So whether a page may be used again is a local question with a local
+answer, "is the pull over?", even if the peer is dead, hung or cut off.
+
+Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`, `cancel` and `close`
+of a peer belong to the engine loop. No transport has a polling thread: `poll` drives it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from worker.cache.layout import MemoryRegion
+from worker.errors import Incompatible
+
+TRANSPORTS = {
+    "mooncake": "worker.transfer.mooncake:MooncakeTransport",
+    "shm": "worker.transfer.shm:ShmTransport",
+}
+
+# One poll() gives way after this long, so that a large copy cannot delay an engine step for more.
+POLL_BUDGET_S = 1e-3
+
+
+class Run(NamedTuple):
+    """One contiguous range to pull: offsets in bytes from the start of region number `region`.
+
+    `region` counts in the order of registration, which is the same on both sides.
+    """
+
+    region: int
+    local_offset: int
+    remote_offset: int
+    num_bytes: int
+
+
+class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A registered region as its peers see it; `fd` is its memfd, a number of the owner's."""
+
+    name: str
+    address: int
+    num_bytes: int
+    fd: int | None
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach one transport of one process; travels as msgpack on the control channel.
+
+    (host_key, pid, start_ticks) names one process for all time: a restarted worker differs in it
+    even if it got back its old pid and port.
+    """
+
+    transport: str  # key of TRANSPORTS
+    kind: str  # what the bytes travel on: shm | tcp | rdma | nvlink
+    name: str  # what a peer dials
+    host_key: str  # host_key() of the owner
+    pid: int
+    start_ticks: int  # process_start_ticks() of the owner
+    regions: tuple[RemoteRegion, ...]
+
+    @property
+    def process(self) -> tuple[str, int, int]:
+        """The identity of the owning process; two endpoints of one process share it."""
+        return self.host_key, self.pid, self.start_ticks
+
+
+class PullState(Enum):
+    """RUNNING until the pull is quiescent; OK and FAILED are final."""
+
+    RUNNING = "running"
+    OK = "ok"
+    FAILED = "failed"
+
+
+class Pull(Protocol):
+    """One transfer into our memory.
+
+    Exception contract: neither method raises; a failure is a state, its reason is in `error`.
+    """
+
+    num_bytes: int  # of all runs together
+    error: str | None  # why the state is FAILED; None in the other two
+
+    def poll(self) -> PullState:
+        """Move the pull on, for about POLL_BUDGET_S at most, and tell its state.
+
+        The state leaves RUNNING only when the pull is quiescent: after OK or FAILED not one byte is
+        written to local memory any more. OK says that all bytes arrived; it proves nothing about
+        the peer's life or its right to the pages, which is for the caller's lease to check. A pull
+        moves only while it is polled, a cancelled one too.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Issue nothing further. FAILED follows once what is under way has ended, by `poll`.
+
+        Does nothing to a pull that is over.
+        """
+        ...
+
+
+class Peer(Protocol):
+    """A connected source of KV: one incarnation of one process."""
+
+    def pull(self, runs: Sequence[Run]) -> Pull:
+        """Begin to copy `runs` from the peer; no runs are OK at the first poll.
+
+        Raises:
+            ValueError: a run leaves a region on either side (our own bug; nothing was issued).
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the peer; a second call does nothing.
+
+        Returns at once when no pull is RUNNING. Otherwise cancels the pulls and blocks until they
+        are over, so a loop that cares cancels and polls them first.
+        """
+        ...
+
+
+class KVTransport(Protocol):
+    """One transport of one process. Built as `cls(host, kind)`: the address peers dial, and a kind.
+
+    Raises from the constructor: Unsupported (kind), MissingLibrary.
+    """
+
+    name: str  # key of TRANSPORTS
+    kind: str
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Take the memory that may be pulled from and into: once, before anything else.
+
+        The caller keeps the memory alive until `close` has returned.
+
+        Raises:
+            Unsupported: this transport cannot serve such memory.
+        """
+        ...
+
+    def endpoint(self) -> Endpoint:
+        """What peers need in order to `connect`."""
+        ...
+
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
+        """Reach the peer and warm the way to it, so that the first pull is like any other.
+
+        Blocks up to `timeout_s`: call it in a helper thread, never on the hot path.
+
+        Raises:
+            Unreachable: no answer within `timeout_s`, or nobody is there.
+            Incompatible: another transport, kind, host or set of regions, or no access.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close all peers and give everything back; a second call does nothing."""
+        ...
+
+
+def host_key() -> str:
+    """The same for two processes iff they share a kernel boot and a pid namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def process_start_ticks(pid: int) -> int:
+    """When `pid` started, in clock ticks since boot: tells a process from a later one of its pid.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    # Field 22; counted after the command name, which is in parentheses and may hold any character.
+    return int(stat[stat.rindex(")") + 2 :].split()[19])
+
+
+def describe(
+    transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]
+) -> Endpoint:
+    """The endpoint of the calling process with `regions` registered."""
+    return Endpoint(
+        transport=transport,
+        kind=kind,
+        name=name,
+        host_key=host_key(),
+        pid=os.getpid(),
+        start_ticks=process_start_ticks(os.getpid()),
+        regions=tuple(RemoteRegion(r.name, r.address, r.num_bytes, r.fd) for r in regions),
+    )
+
+
+def check_peer(local: Endpoint, remote: Endpoint) -> None:
+    """Raise Incompatible, with the difference, unless `local` can pull from `remote` in principle.
+
+    Regions pair up by position, so their names must be equal; their sizes need not be.
+    """
+    if (remote.transport, remote.kind) != (local.transport, local.kind):
+        raise Incompatible(
+            f"peer moves KV by {remote.transport}/{remote.kind}, we by "
+            f"{local.transport}/{local.kind}; all workers must use one transport"
+        )
+    theirs, ours = [r.name for r in remote.regions], [r.name for r in local.regions]
+    if theirs != ours:
+        raise Incompatible(f"peer registered regions {theirs}, we {ours}")
+
+
+def check_same_host(local: Endpoint, remote: Endpoint) -> None:
+    """Raise Incompatible unless both processes share host and pid namespace."""
+    if remote.host_key != local.host_key:
+        raise Incompatible(
+            f"{local.transport}/{local.kind} works inside one host and pid namespace; the peer's "
+            f"(boot id, pid namespace) is ({remote.host_key}), ours ({local.host_key})"
+        )
+
+
+def check_runs(runs: Sequence[Run], local: Endpoint, remote: Endpoint) -> None:
+    """Raise ValueError unless every run lies inside its region on both sides."""
+    for run in runs:
+        region, local_offset, remote_offset, num_bytes = run
+        if not 0 <= region < len(local.regions):
+            raise ValueError(f"{run}: there are {len(local.regions)} regions")
+        here, there = local.regions[region], remote.regions[region]
+        if (
+            num_bytes <= 0
+            or not 0 <= local_offset <= here.num_bytes - num_bytes
+            or not 0 <= remote_offset <= there.num_bytes - num_bytes
+        ):
+            raise ValueError(
+                f"{run} leaves region {here.name!r}: {here.num_bytes} bytes here, "
+                f"{there.num_bytes} at the peer"
+            )

@@ -1,0 +1,244 @@
+"""KV between processes of one host: map the peer's memfd, copy with the CPU.
+
+The peer's pool memory is a memfd; /proc/<pid>/fd/<fd> opens it from another process of the same
+user and pid namespace. Nothing has a name in /dev/shm, so nothing can be left there, and the kernel
+frees the memory when the last process that maps it ends: a pull from a peer that was killed goes on
+and says OK. The mapping is read-only, so we cannot harm the peer either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.cache.layout import MemoryRegion
+from worker.errors import Incompatible, Unreachable, Unsupported
+from worker.transfer.base import (
+    POLL_BUDGET_S,
+    Endpoint,
+    PullState,
+    RemoteRegion,
+    Run,
+    check_peer,
+    check_runs,
+    check_same_host,
+    describe,
+    process_start_ticks,
+)
+
+# The budget of a poll is looked at between copies of at most COPY_BYTES (about 0.1 ms each).
+COPY_BYTES = 1 << 20
+MAX_POLL_BYTES = 8 << 20
+
+
+class ShmPull:
+    """A pull that copies inside poll(); between two polls nothing is under way."""
+
+    __slots__ = ("_copied", "_next", "_peer", "_runs", "_state", "error", "num_bytes")
+
+    def __init__(self, peer: ShmPeer, runs: Sequence[Run]) -> None:
+        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.error: str | None = None
+        self._peer = peer
+        self._runs = tuple(runs)
+        self._next = 0  # the first run that is not copied whole
+        self._copied = 0  # bytes of that run which are
+        self._state = PullState.RUNNING
+
+    @property
+    def over(self) -> bool:
+        """Whether the state is final."""
+        return self._state is not PullState.RUNNING
+
+    def poll(self) -> PullState:
+        """Copy up to MAX_POLL_BYTES, or for POLL_BUDGET_S, and tell the state."""
+        if self._state is not PullState.RUNNING:
+            return self._state
+        deadline = time.perf_counter() + POLL_BUDGET_S
+        room = MAX_POLL_BYTES
+        while self._next < len(self._runs) and room > 0 and time.perf_counter() < deadline:
+            room -= self._copy(min(room, COPY_BYTES))
+        if self._next == len(self._runs):
+            self._state = PullState.OK
+        return self._state
+
+    def cancel(self) -> None:
+        """Nothing is under way between polls, so the pull is over now."""
+        if self._state is PullState.RUNNING:
+            self._state = PullState.FAILED
+            self.error = "cancelled"
+
+    def _copy(self, max_bytes: int) -> int:
+        """Copy the next bytes of the current run; how many."""
+        run = self._runs[self._next]
+        num_bytes = min(max_bytes, run.num_bytes - self._copied)
+        here, there = run.local_offset + self._copied, run.remote_offset + self._copied
+        local, remote = self._peer.memory(run.region)
+        local[here : here + num_bytes] = remote[there : there + num_bytes]
+        self._copied += num_bytes
+        if self._copied == run.num_bytes:
+            self._next += 1
+            self._copied = 0
+        return num_bytes
+
+
+class ShmPeer:
+    """The mapped memory of one process."""
+
+    def __init__(
+        self, transport: ShmTransport, endpoint: Endpoint, maps: Sequence[mmap.mmap]
+    ) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        self._maps = list(maps)
+        self._remote = [np.frombuffer(mapped, np.uint8) for mapped in maps]
+        self._pulls: list[ShmPull] = []
+
+    def memory(self, region: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """(ours, the peer's) bytes of a region."""
+        return self._transport.local[region], self._remote[region]
+
+    def pull(self, runs: Sequence[Run]) -> ShmPull:
+        """Begin a pull; see Peer.pull."""
+        assert self._maps, "pull on a closed peer"
+        check_runs(runs, self._transport.endpoint(), self._endpoint)
+        pull = ShmPull(self, runs)
+        self._pulls = [*(p for p in self._pulls if not p.over), pull]
+        return pull
+
+    def close(self) -> None:
+        """Cancel what runs and unmap; never blocks."""
+        for pull in self._pulls:
+            pull.cancel()
+        self._pulls.clear()
+        self._remote.clear()  # an mmap with a view on it cannot be closed
+        for mapped in self._maps:
+            mapped.close()
+        self._maps.clear()
+        self._transport.forget(self)
+
+
+class ShmTransport:
+    """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory.
+
+    Args:
+        host: unused; a peer is found by its pid.
+        kind: "shm", the only one.
+
+    Raises:
+        Unsupported: another kind.
+    """
+
+    name = "shm"
+
+    def __init__(self, host: str, kind: str = "shm") -> None:
+        if kind != "shm":
+            raise Unsupported(f"transport shm has no kind {kind!r}, only 'shm'")
+        self.kind = kind
+        self.local: list[NDArray[np.uint8]] = []
+        self._endpoint: Endpoint | None = None
+        self._peers: set[ShmPeer] = set()
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See KVTransport.register; each region starts at offset 0 of its memfd.
+
+        Raises:
+            Unsupported: a region without a memfd, as CUDA memory is.
+        """
+        assert self._endpoint is None, "register is called once"
+        for region in regions:
+            if region.fd is None:
+                raise Unsupported(
+                    f"region {region.name!r} has no memfd: shm serves CPU memory only"
+                )
+        self._endpoint = describe(self.name, self.kind, str(os.getpid()), regions)
+        self.local = [_bytes_at(region.address, region.num_bytes) for region in regions]
+
+    def endpoint(self) -> Endpoint:
+        """See KVTransport.endpoint."""
+        assert self._endpoint is not None, "register comes first"
+        return self._endpoint
+
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> ShmPeer:
+        """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is.
+
+        Raises:
+            Unreachable: the process is gone.
+            Incompatible: other host, namespace, user, transport or regions, or no memfd there.
+        """
+        local = self.endpoint()
+        check_peer(local, endpoint)
+        check_same_host(local, endpoint)
+        maps: list[mmap.mmap] = []
+        try:
+            for region in endpoint.regions:
+                maps.append(_map(endpoint.pid, region))
+            _check_process(endpoint)
+        except BaseException:
+            for mapped in maps:
+                mapped.close()
+            raise
+        peer = ShmPeer(self, endpoint, maps)
+        self._peers.add(peer)
+        return peer
+
+    def forget(self, peer: ShmPeer) -> None:
+        """Called by a peer that closed."""
+        self._peers.discard(peer)
+
+    def close(self) -> None:
+        """Unmap all peers; never blocks."""
+        for peer in list(self._peers):
+            peer.close()
+        self.local.clear()
+
+
+def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
+    """A writable view of memory that somebody else keeps alive."""
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+
+
+def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
+    """Map a peer's region, read-only."""
+    path = f"/proc/{pid}/fd/{region.fd}"
+    try:
+        # Asked before opening: to open what is not a memfd, a pipe say, might block.
+        target = os.readlink(path)
+        if not target.startswith("/memfd:"):
+            raise Incompatible(f"region {region.name!r} of pid {pid} is {target}, not a memfd")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as e:
+        raise Unreachable(f"pid {pid} is gone, or does not serve {region.name!r} any more") from e
+    except PermissionError as e:
+        raise Incompatible(
+            f"no right to open the memory of pid {pid}: shm needs both workers to run as one user"
+        ) from e
+    try:
+        if os.fstat(fd).st_size < region.num_bytes:
+            raise Incompatible(
+                f"region {region.name!r} of pid {pid} has {os.fstat(fd).st_size} bytes, "
+                f"not the {region.num_bytes} it announced"
+            )
+        return mmap.mmap(fd, region.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _check_process(endpoint: Endpoint) -> None:
+    """Make sure that the pid still is the announced process, and not a later one.
+
+    Looked at after the memory was opened: a process that has the right start time now has had the
+    pid all along.
+    """
+    try:
+        start_ticks = process_start_ticks(endpoint.pid)
+    except OSError as e:
+        raise Unreachable(f"pid {endpoint.pid} is gone") from e
+    if start_ticks != endpoint.start_ticks:
+        raise Unreachable(f"pid {endpoint.pid} is another process now; the peer is gone")

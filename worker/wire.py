@@ -1,0 +1,232 @@
+"""The data plane: ZeroMQ sockets of one process, owned by one thread, with pings on every link.
+
+A process listens on one ROUTER socket and connects one DEALER socket to each peer it wants to ask.
+Peers are addressed by `PeerId` whichever side connected. All sockets belong to the I/O thread; the
+engine loop (or the router's asyncio loop) only calls `send`, which never blocks, and is handed what
+arrives through `deliver`, so that pings are answered while a long step runs.
+
+Liveness. The connecting side pings every interval; both sides count silence. Silence for
+`max_misses` intervals, a full send queue, or a send to a vanished peer delivers `Lost` once.
+A process whose own loop has not called `beat()` for `stall_s` stops answering: to the others a
+hung loop and a dead process are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from worker.api import AnyMessage, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
+from worker.config import PingConfig
+
+log = logging.getLogger("kvlane.wire")
+
+Event = tuple[PeerId, AnyMessage | Lost]
+SEND_QUEUE_FRAMES = 10_000
+CLOSE_LINGER_MS = 500
+CONNECT_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One counterpart. `dealer` is set when we connected, None when it did."""
+
+    dealer: zmq.Socket[bytes] | None
+    heard_at: float
+    heard: bool
+
+
+class Wire:
+    """Sockets, framing and liveness of one process.
+
+    Args:
+        me: our own PeerId, told to every peer.
+        ping: interval and misses.
+        deliver: called from the I/O thread with what arrived; must not block.
+        stats: called from the I/O thread for every Pong; must be cheap.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        ping: PingConfig,
+        deliver: Callable[[Sequence[Event]], None],
+        stats: Callable[[], WorkerStats | None] = lambda: None,
+    ) -> None:
+        self.me = me
+        self._ping = ping
+        self._deliver = deliver
+        self._stats = stats
+        self._context = zmq.Context()
+        self._listener: zmq.Socket[bytes] | None = None
+        self._peers: dict[PeerId, _Peer] = {}  # I/O thread only
+        self._poller = zmq.Poller()
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._beat_at = time.monotonic()
+        self._closing = False
+        self._found: list[Event] = []
+        self._thread = threading.Thread(target=self._run, name="kvlane-wire", daemon=True)
+
+    def start(self, host: str | None = None) -> str:
+        """Start the I/O thread; with `host`, listen there on a free port. Returns the address."""
+        address = ""
+        if host is not None:
+            self._listener = self._context.socket(zmq.ROUTER)
+            self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._listener.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._listener.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+            self._listener.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+            port = self._listener.bind_to_random_port(f"tcp://{host}")
+            address = f"tcp://{host}:{port}"
+            self._poller.register(self._listener, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._thread.start()
+        return address
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        """Open a link; a first Pong follows when it stands, or Lost when it does not."""
+        self._post(lambda: self._connect(peer, address))
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Close the link to `peer` without a Lost event; unknown peers are fine."""
+        self._post(lambda: self._forget(peer))
+
+    def send(self, peer: PeerId, message: AnyMessage) -> None:
+        """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
+        frame = encode(message)
+        self._post(lambda: self._send(peer, frame))
+
+    def beat(self) -> None:
+        """The owner's loop is alive; to be called at least every `stall_s`."""
+        self._beat_at = time.monotonic()
+
+    def close(self) -> None:
+        """Send what is queued (up to half a second), close every socket, end the thread."""
+        if self._closing:
+            return
+        self._closing = True
+        self._post(lambda: None)
+        self._thread.join()
+        self._context.destroy(linger=CLOSE_LINGER_MS)
+        os.close(self._wake_fd)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._outbox.append(action)
+        os.eventfd_write(self._wake_fd, 1)
+
+    # Everything below runs in the I/O thread.
+
+    def _run(self) -> None:
+        next_ping = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_ping:
+                self._ping_all(now)
+                next_ping = now + self._ping.interval_s
+            if self._found:
+                found, self._found = self._found, []
+                self._deliver(found)
+            wait_ms = max(0.0, next_ping - time.monotonic()) * 1000
+            for socket, _ in self._poller.poll(int(wait_ms) + 1):
+                if socket == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+                else:
+                    self._receive(socket)
+            while self._outbox:
+                self._outbox.popleft()()
+            if self._closing and not self._outbox:
+                return
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                *_, frame = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                sender, payload = _unpack(frame)
+                message = decode(payload)
+            except (msgspec.MsgspecError, ValueError) as error:
+                log.warning("dropped a frame that is not ours: %s", error)
+                continue
+            self._heard(sender, message, socket)
+
+    def _heard(self, sender: PeerId, message: AnyMessage, socket: zmq.Socket[bytes]) -> None:
+        peer = self._peers.get(sender)
+        if peer is None:
+            if socket is not self._listener:
+                return  # a link that was closed, or an address that another incarnation took over
+            peer = self._peers[sender] = _Peer(None, 0.0, True)
+        peer.heard_at, peer.heard = time.monotonic(), True
+        if isinstance(message, Ping):
+            if time.monotonic() - self._beat_at < self._ping.stall_s:
+                self._send(sender, encode(Pong(self.me, self._stats())))
+        else:
+            self._found.append((sender, message))
+
+    def _connect(self, peer: PeerId, address: str) -> None:
+        if peer in self._peers:
+            return
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, self.me.encode())
+        dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        dealer.connect(address)
+        self._poller.register(dealer, zmq.POLLIN)
+        self._peers[peer] = _Peer(dealer, time.monotonic(), False)
+        self._send(peer, encode(Ping(self.me)))
+
+    def _send(self, peer_id: PeerId, frame: bytes) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return  # already lost, and said so
+        try:
+            if peer.dealer is not None:
+                peer.dealer.send(_pack(self.me, frame), zmq.NOBLOCK)
+            else:
+                assert self._listener is not None
+                parts = [peer_id.encode(), _pack(self.me, frame)]
+                self._listener.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(peer_id, "its queue is full")
+        except zmq.ZMQError as error:
+            self._lose(peer_id, f"send failed: {error}")
+
+    def _ping_all(self, now: float) -> None:
+        silence = self._ping.interval_s * self._ping.max_misses
+        for peer_id, peer in list(self._peers.items()):
+            limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
+            if now - peer.heard_at > limit:
+                self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
+            elif peer.dealer is not None:
+                self._send(peer_id, encode(Ping(self.me)))
+
+    def _lose(self, peer_id: PeerId, reason: str) -> None:
+        log.warning("%s lost: %s", peer_id, reason)
+        self._forget(peer_id)
+        self._found.append((peer_id, Lost(reason)))
+
+    def _forget(self, peer_id: PeerId) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None and peer.dealer is not None:
+            self._poller.unregister(peer.dealer)
+            peer.dealer.close(CLOSE_LINGER_MS)
+
+
+def _pack(sender: PeerId, frame: bytes) -> bytes:
+    """sender, NUL, message: one zmq part, so that a DEALER also learns who answered."""
+    return sender.encode() + b"\0" + frame
+
+
+def _unpack(frame: bytes) -> tuple[PeerId, bytes]:
+    sender, _, payload = frame.partition(b"\0")
+    return sender.decode(), payload
