@@ -51,7 +51,7 @@ class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
     page_size: Auto | int = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
-    num_groups: int = Field(1, ge=1)  # layer groups that can be announced one by one
+    num_groups: int = Field(default=1, ge=1)  # layer groups that can be announced one by one
 
 
 class EngineConfig(Section):
@@ -60,12 +60,12 @@ class EngineConfig(Section):
     device: Auto | Literal["cpu", "cuda"] = "auto"
     threads: Auto | int = "auto"  # intra-op threads on CPU; auto: the CPUs that Ray gave
     num_pages: Auto | int = "auto"  # KV pages; auto: from the two limits below
-    memory_fraction: float = Field(0.85, gt=0, le=1)  # of total device memory, CUDA
-    cpu_pool_bytes: int = Field(512 << 20, gt=0)  # upper limit of the KV pool on CPU
-    max_num_reqs: int = Field(64, ge=1)  # rows of one decode batch; requests prefilled at a time
-    max_waiting: int = Field(256, ge=0)  # admitted requests beyond those that run
-    max_prefill_tokens: int = Field(512, ge=1)  # tokens of one prefill step (chunk)
-    growth_tokens: int = Field(64, ge=0)  # output tokens reserved at admission, a request
+    memory_fraction: float = Field(default=0.85, gt=0, le=1)  # of total device memory, CUDA
+    cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
+    max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
+    max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
+    max_prefill_tokens: int = Field(default=512, ge=1)  # tokens of one prefill step (chunk)
+    growth_tokens: int = Field(default=64, ge=0)  # output tokens reserved at admission, a request
     prefix_cache: bool = True
     attention: Auto | str = "auto"
     graph: Auto | str = "auto"
@@ -84,18 +84,18 @@ class TransportConfig(Section):
 
     name: Auto | str = "auto"  # auto: shm on CPU while all workers share a host, else mooncake
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"  # auto: shm for shm, else tcp
-    connect_timeout_s: float = Field(2.0, gt=0)  # probe and warm-up of a new peer
-    pull_timeout_s: float = Field(8.0, gt=0)  # a pull older than this is given up
-    max_attempts: int = Field(3, ge=1)  # prefill workers tried before decode prefills by itself
+    connect_timeout_s: float = Field(default=2.0, gt=0)  # probe and warm-up of a new peer
+    pull_timeout_s: float = Field(default=8.0, gt=0)  # a pull older than this is given up
+    max_attempts: int = Field(default=3, ge=1)  # prefill workers tried for one prompt
 
 
 class LeaseConfig(Section):
     """Lease windows (ARCHITECTURE section 4). Decode's must end before prefill's."""
 
-    decode_window_s: float = Field(9.0, gt=0)  # after decode sent the last acknowledged renewal
-    prefill_window_s: float = Field(10.0, gt=0)  # after prefill received it
-    renew_s: float = Field(2.0, gt=0)
-    final_resend_s: float = Field(1.0, gt=0)  # final chunks go again until acknowledged
+    decode_window_s: float = Field(default=9.0, gt=0)  # from decode's last renewal
+    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of it
+    renew_s: float = Field(default=2.0, gt=0)
+    final_resend_s: float = Field(default=1.0, gt=0)  # final chunks go again until acknowledged
 
     @model_validator(mode="after")
     def _ordered(self) -> LeaseConfig:
@@ -107,17 +107,17 @@ class LeaseConfig(Section):
 class PingConfig(Section):
     """Liveness on the data plane."""
 
-    interval_s: float = Field(1.0, gt=0)
-    max_misses: int = Field(3, ge=1)
-    stall_s: float = Field(60.0, gt=0)  # an engine loop silent for this long stops answering
+    interval_s: float = Field(default=1.0, gt=0)
+    max_misses: int = Field(default=3, ge=1)
+    stall_s: float = Field(default=60.0, gt=0)  # a loop silent this long stops answering
 
 
 class DisaggregationConfig(Section):
     """When decode asks a prefill worker, and when it prefills by itself."""
 
     mode: Literal["auto", "always", "never"] = "auto"  # auto: by estimated cost
-    pull_overhead_s: float = Field(0.003, ge=0)  # fixed cost of one round of prefill and pull
-    pull_bytes_per_s: float = Field(1.0e9, gt=0)  # first guess; measured from then on
+    pull_overhead_s: float = Field(default=0.003, ge=0)  # fixed cost of asking
+    pull_bytes_per_s: float = Field(default=1.0e9, gt=0)  # first guess; measured from then on
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The decode worker: owns a request from admission to its last token.
+"""The decode loop: owns a request from admission to its last token.
 
 One turn: messages, pulls, launch step n, settle step n - 1, replies, sweep.
 """
@@ -6,7 +6,6 @@ One turn: messages, pulls, launch step n, settle step n - 1, replies, sweep.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from worker.admission import Admission
 from worker.api import (
@@ -17,7 +16,6 @@ from worker.api import (
     Generate,
     KVReady,
     Lost,
-    Member,
     PeerId,
     Pong,
     PrefillRefused,
@@ -27,11 +25,11 @@ from worker.api import (
     TokenChunk,
     WorkerStats,
 )
-from worker.config import WorkerConfig
-from worker.engine import build_engine
+from worker.engine import Engine
 from worker.errors import Busy, KvlaneError
+from worker.fetch import PullParts
 from worker.inbound import Arrived, Inbound
-from worker.loop import DrainAsked, EngineLoop, Incoming, MembersChanged
+from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.peers import PeerConnected, PeerFailed, PrefillPeers
 from worker.replies import Replies
 from worker.req import Phase, Req
@@ -42,69 +40,42 @@ PULL_POLL_S = 0.0005
 SWEEP_S = 0.25
 
 
-class DecodeWorker:
-    """One decode worker of one process; the public methods are for the control plane's threads."""
+class DecodeLoop:
+    """All that the engine thread of a decode worker does."""
 
-    def __init__(self, config: WorkerConfig, *, name: str, incarnation: str, host: str) -> None:
-        self._name, self._incarnation, self._host = name, incarnation, host
-        self._engine = engine = build_engine(config, name=name, host=host)
-        self._config = config = engine.config
-        me = f"{name}/{incarnation}"
-        self._loop = loop = EngineLoop(me, config.ping, self._turn, lambda: self._stats)
+    def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
+        self._engine = engine
+        self._thread = thread
+        config, metrics = engine.config, engine.metrics
         eos_ids = frozenset(engine.spec.eos_token_ids)
-        self._scheduler = DecodeScheduler(engine.book, config.engine, eos_ids)
+        self._scheduler = scheduler = DecodeScheduler(
+            engine.book, config.engine, eos_ids, metrics.preemptions.inc
+        )
         self._peers = PrefillPeers(
             engine.transport,
             engine.layout.hash,
             config.transport.connect_timeout_s,
-            loop.post,
-            loop.connect,
-            loop.disconnect,
+            thread.post,
+            thread.connect,
+            thread.disconnect,
         )
-        self._inbound = Inbound(
-            incarnation,
-            engine.book,
-            engine.layout,
-            self._peers,
-            loop.send,
-            config.lease,
-            config.transport,
-            engine.metrics,
+        parts = PullParts(
+            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
         )
-        self._admission = Admission(engine, self._scheduler, self._inbound, self._peers)
-        self._replies = Replies(loop.send, config.lease.final_resend_s)
+        self._inbound = Inbound(incarnation, parts, self._peers)
+        self._admission = Admission(engine, scheduler, self._inbound, self._peers)
+        self._replies = Replies(thread.send, config.lease.final_resend_s)
         self._reqs: dict[tuple[str, int], Req] = {}
         self._pending: Step | None = None
         self._sweep_at = 0.0
-        self._stats = WorkerStats()
-        self._observe()
-
-    def start(self) -> Member:
-        """Begin to serve."""
-        metrics_address = self._engine.metrics.serve(self._host)
-        address = self._loop.start(self._host)
-        return self._engine.member(self._name, self._incarnation, address, metrics_address)
-
-    def update_members(self, members: Sequence[Member]) -> None:
-        """The control plane's list of live members, whole."""
-        self._loop.post(MembersChanged(tuple(members)))
-
-    def drain(self) -> None:
-        """Refuse new requests; finish those that are here."""
-        self._loop.post(DrainAsked())
-
-    def idle(self) -> bool:
-        """No request is left."""
-        return not any(self.counters().values())
+        metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
+        metrics.on_scrape(metrics.waiting, lambda: len(self._reqs) - len(scheduler.running))
+        metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
 
     def counters(self) -> dict[str, int]:
-        """What is held now; all zero at rest."""
-        book = self._engine.book
+        """What is held for others; all zero at rest."""
         return {
             "requests": len(self._reqs),
-            "holds": book.num_holds,
-            "reserved_pages": book.num_reserved,
-            "private_pages": book.num_private,
             "fetches": self._inbound.num_fetches,
             "pulls": self._inbound.num_pulls,
             "unacknowledged": self._replies.num_unacknowledged,
@@ -114,26 +85,19 @@ class DecodeWorker:
         """Prefill workers that can be pulled from."""
         return self._peers.num_connected
 
-    def stop(self) -> None:
-        """End the loop and give everything back."""
-        self._loop.stop()
+    def close(self) -> None:
+        """Let go of the prefill workers."""
         self._peers.close()
-        self._engine.close()
 
-    def join(self) -> None:
-        """Wait until the loop has ended."""
-        self._loop.join()
-
-    # The engine's thread.
-
-    def _turn(self, events: list[Incoming]) -> float:
+    def turn(self, events: list[Incoming]) -> float:
+        """See EngineThread."""
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
         for arrived in self._inbound.poll(now):
             self._arrive(arrived)
         self._admission.resume_preempted()
-        step = self._launch()
+        step = self._engine.launch(self._scheduler.plan())
         if self._pending is not None:
             self._settle(self._pending)
         self._pending = step
@@ -156,9 +120,9 @@ class DecodeWorker:
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
-                self._inbound.on_ready(event, now)
+                self._inbound.on_ready(event)
             case PrefillRefused():
-                self._inbound.on_refused(event, now)
+                self._inbound.on_refused(event)
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
@@ -186,7 +150,7 @@ class DecodeWorker:
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             said = Error(error.code, str(error))
-            self._loop.send(router, Refused(*key, said, retry_after_s))
+            self._thread.send(router, Refused(*key, said, retry_after_s))
             return
         self._reqs[key] = req
         self._admission.place(req)
@@ -225,16 +189,8 @@ class DecodeWorker:
         else:
             self._end(req, FinishReason.ABORT)
 
-    def _launch(self) -> Step | None:
-        plan = self._scheduler.plan()
-        if plan is None:
-            return None
-        self._engine.meter.launched(plan)
-        return self._engine.runner.launch(plan)
-
     def _settle(self, step: Step) -> None:
-        drawn = step.wait()
-        self._engine.meter.settled(step.plan)
+        drawn = self._engine.settle(step)
         now = time.monotonic()
         for req, token, reason in self._scheduler.settle(step.plan.step, drawn):
             self._engine.metrics.generated_tokens.inc()
@@ -260,24 +216,16 @@ class DecodeWorker:
     def _publish(self) -> None:
         """The snapshot that Pongs carry."""
         book, scheduler = self._engine.book, self._scheduler
-        self._engine.metrics.preemptions.inc(scheduler.take_num_preempted())
-        self._stats = WorkerStats(
+        self._thread.stats = WorkerStats(
             num_running=len(scheduler.running),
             num_waiting=len(self._reqs) - len(scheduler.running),
-            max_num_reqs=self._config.engine.max_num_reqs,
+            max_num_reqs=self._engine.config.engine.max_num_reqs,
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             num_queued_tokens=scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._admission.draining,
         )
-
-    def _observe(self) -> None:
-        """Gauges are read when they are scraped."""
-        metrics, scheduler = self._engine.metrics, self._scheduler
-        metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: len(self._reqs) - len(scheduler.running))
-        metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
 
 
 def _chunk(

@@ -23,8 +23,9 @@ from worker.meter import StepMeter
 from worker.metrics import WorkerMetrics
 from worker.models.config import ModelSpec, read_model_spec
 from worker.models.loader import load_model
+from worker.plan import Drawn, Plan
 from worker.registry import resolve
-from worker.runner import ModelRunner
+from worker.runner import ModelRunner, Step
 from worker.state import StepState
 from worker.transfer.base import TRANSPORTS, KVTransport
 
@@ -45,6 +46,19 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
+
+    def launch(self, plan: Plan | None) -> Step | None:
+        """Enqueue a step, if there is one to do."""
+        if plan is None:
+            return None
+        self.meter.launched(plan)
+        return self.runner.launch(plan)
+
+    def settle(self, step: Step) -> list[Drawn]:
+        """Wait for a step: the only host sync of a turn."""
+        drawn = step.wait()
+        self.meter.settled(step.plan)
+        return drawn
 
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
         """This worker as the others are told of it."""

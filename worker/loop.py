@@ -1,4 +1,4 @@
-"""EngineLoop: the one thread of a worker, its inbox and its sockets.
+"""EngineThread: the one thread of a worker, its inbox and its sockets.
 
 Everything that changes a worker's state happens inside `turn`. Other threads (sockets, control
 plane, connecting helpers) only put events into the inbox.
@@ -39,37 +39,34 @@ LocalEvent = MembersChanged | DrainAsked | object
 Incoming = tuple[PeerId, AnyMessage | Lost | LocalEvent]
 
 
-class EngineLoop:
+class EngineThread:
     """Runs `turn(events) -> idle_s` until stopped.
+
+    `turn` handles events, does at most one step, and says how long to wait for an event before the
+    next turn (0 = not at all). It leaves in `stats` what Pongs are to carry.
 
     Args:
         me: this worker's PeerId.
         ping: liveness settings of the sockets.
-        turn: handles events, does at most one step, and says how long the loop may wait for an
-            event before the next turn (0 = not at all).
-        stats: what Pongs carry; called from the I/O thread, so it reads counts only.
     """
 
-    def __init__(
-        self,
-        me: PeerId,
-        ping: PingConfig,
-        turn: Callable[[list[Incoming]], float],
-        stats: Callable[[], WorkerStats],
-    ) -> None:
+    def __init__(self, me: PeerId, ping: PingConfig) -> None:
         self.me = me
-        self._turn = turn
+        self.stats = WorkerStats()
         self._inbox: SimpleQueue[Sequence[Incoming]] = SimpleQueue()
-        self._wire = Wire(me, ping, self._inbox.put, stats)
+        self._wire = Wire(me, ping, self._inbox.put, lambda: self.stats)
         self.send = self._wire.send
         self.connect = self._wire.connect
         self.disconnect = self._wire.disconnect
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvlane-engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self, host: str) -> str:
+    def start(self, host: str, turn: Callable[[list[Incoming]], float]) -> str:
         """Open the sockets, start the thread; the address that peers connect to."""
         address = self._wire.start(host)
+        self._thread = threading.Thread(
+            target=self._run, args=(turn,), name="kvlane-engine", daemon=True
+        )
         self._thread.start()
         return address
 
@@ -86,15 +83,16 @@ class EngineLoop:
 
     def join(self) -> None:
         """Wait until the thread has ended."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, turn: Callable[[list[Incoming]], float]) -> None:
         idle_s = 0.0
         try:
             while not self._stopping:
                 events = self._receive(idle_s)
                 self._wire.beat()
-                idle_s = self._turn(events)
+                idle_s = turn(events)
         except BaseException:
             # A bug of ours: the process must not linger half alive. The controller makes a new one.
             log.critical("engine of %s failed", self.me, exc_info=True)

@@ -90,6 +90,8 @@ class WorkerMetrics:
         """The child itself, or for families with labels a function label values -> child."""
         if not labels:
             return family.labels(**self._bound)
-        return lambda *values: family.labels(
-            **self._bound, **dict(zip(labels, values, strict=True))
-        )
+
+        def child(*values: str) -> Any:
+            return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
+
+        return child

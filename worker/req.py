@@ -5,7 +5,7 @@ Who fills it: the worker's loop creates it, its scheduler moves it along, `PageB
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from worker.api import Candidate, FinishReason, PeerId, Sampling
@@ -74,10 +74,8 @@ class PrefillReq:
     num_computed_tokens: int = 0  # settled
     num_planned_tokens: int = 0  # launched
     num_table_pages: int = 0
-    num_in_flight: int = 0
     num_announced_pages: int = 0
     dropped: bool = False  # no longer wanted; leaves as soon as nothing is in flight
-    timing: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_target_tokens(self) -> int:

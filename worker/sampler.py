@@ -79,7 +79,7 @@ def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """
     best = scaled.amax(-1, keepdim=True)
     scaled = scaled.masked_fill(scaled < best + rows.min_p.log()[:, None], float("-inf"))
-    ordered, index = scaled.sort(-1, descending=True, stable=True)
+    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[1])[:, None]
     drop = rank >= top_k

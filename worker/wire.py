@@ -35,17 +35,8 @@ CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
 
 
-@dataclass(slots=True)
-class _Peer:
-    """One counterpart. `dealer` is set when we connected, None when it did."""
-
-    dealer: zmq.Socket[bytes] | None
-    heard_at: float
-    heard: bool
-
-
 class Wire:
-    """Sockets, framing and liveness of one process.
+    """Sockets, framing and liveness of one process; every method may be called from any thread.
 
     Args:
         me: our own PeerId, told to every peer.
@@ -65,88 +56,150 @@ class Wire:
         self._ping = ping
         self._deliver = deliver
         self._stats = stats
-        self._context = zmq.Context()
-        self._listener: zmq.Socket[bytes] | None = None
-        self._peers: dict[PeerId, _Peer] = {}  # I/O thread only
-        self._poller = zmq.Poller()
+        self._links = _Links(me, ping, self._pong)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._beat_at = time.monotonic()
         self._closing = False
-        self._found: list[Event] = []
         self._thread = threading.Thread(target=self._run, name="kvlane-wire", daemon=True)
 
     def start(self, host: str | None = None) -> str:
         """Start the I/O thread; with `host`, listen there on a free port. Returns the address."""
-        address = ""
-        if host is not None:
-            self._listener = self._context.socket(zmq.ROUTER)
-            self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._listener.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._listener.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-            self._listener.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-            port = self._listener.bind_to_random_port(f"tcp://{host}")
-            address = f"tcp://{host}:{port}"
-            self._poller.register(self._listener, zmq.POLLIN)
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        address = self._links.listen(host) if host is not None else ""
+        self._links.poller.register(self._wake_fd, zmq.POLLIN)
         self._thread.start()
         return address
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Open a link; a first Pong follows when it stands, or Lost when it does not."""
-        self._post(lambda: self._connect(peer, address))
+        self._post(lambda: self._links.connect(peer, address))
 
     def disconnect(self, peer: PeerId) -> None:
         """Close the link to `peer` without a Lost event; unknown peers are fine."""
-        self._post(lambda: self._forget(peer))
+        self._post(lambda: self._links.forget(peer))
 
     def send(self, peer: PeerId, message: AnyMessage) -> None:
         """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
         frame = encode(message)
-        self._post(lambda: self._send(peer, frame))
+        self._post(lambda: self._links.send(peer, frame))
 
     def beat(self) -> None:
         """The owner's loop is alive; to be called at least every `stall_s`."""
         self._beat_at = time.monotonic()
 
     def close(self) -> None:
-        """Send what is queued (up to half a second), close every socket, end the thread."""
+        """Send what is queued (up to half a second), close every socket, end the thread.
+
+        Whatever is asked of the wire afterwards does nothing.
+        """
         if self._closing:
             return
         self._closing = True
-        self._post(lambda: None)
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
-        self._context.destroy(linger=CLOSE_LINGER_MS)
+        self._links.close()
         os.close(self._wake_fd)
 
     def _post(self, action: Callable[[], None]) -> None:
+        if self._closing:
+            return
         self._outbox.append(action)
         os.eventfd_write(self._wake_fd, 1)
 
-    # Everything below runs in the I/O thread.
+    def _pong(self) -> Pong | None:
+        """The answer to a ping, or None while our own loop is stalled."""
+        if time.monotonic() - self._beat_at >= self._ping.stall_s:
+            return None
+        return Pong(self.me, self._stats())
 
     def _run(self) -> None:
+        """The I/O thread."""
         next_ping = 0.0
         while True:
             now = time.monotonic()
             if now >= next_ping:
-                self._ping_all(now)
+                self._links.ping_all(now)
                 next_ping = now + self._ping.interval_s
-            if self._found:
-                found, self._found = self._found, []
+            found = self._links.take_found()
+            if found:
                 self._deliver(found)
             wait_ms = max(0.0, next_ping - time.monotonic()) * 1000
-            for socket, _ in self._poller.poll(int(wait_ms) + 1):
+            for socket, _ in self._links.poller.poll(int(wait_ms) + 1):
                 if socket == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                 else:
-                    self._receive(socket)
+                    self._links.receive(socket)
             while self._outbox:
                 self._outbox.popleft()()
             if self._closing and not self._outbox:
                 return
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+
+@dataclass(slots=True)
+class _Peer:
+    """One counterpart. `dealer` is set when we connected, None when it did."""
+
+    dealer: zmq.Socket[bytes] | None
+    heard_at: float
+    heard: bool
+
+
+class _Links:
+    """The sockets of one process and who is on their other ends. I/O thread only, after listen."""
+
+    def __init__(self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None]) -> None:
+        self._me = me
+        self._ping = ping
+        self._pong = pong
+        self._context = zmq.Context()
+        self._listener: zmq.Socket[bytes] | None = None
+        self._peers: dict[PeerId, _Peer] = {}
+        self._found: list[Event] = []
+        self.poller = zmq.Poller()
+
+    def listen(self, host: str) -> str:
+        """Bind the ROUTER socket to a free port of `host`; its address."""
+        self._listener = self._context.socket(zmq.ROUTER)
+        self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._listener.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._listener.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        self._listener.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        port = self._listener.bind_to_random_port(f"tcp://{host}")
+        self.poller.register(self._listener, zmq.POLLIN)
+        return f"tcp://{host}:{port}"
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        """Open a DEALER to `peer` and ping it at once."""
+        if peer in self._peers:
+            return
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, self._me.encode())
+        dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        dealer.connect(address)
+        self.poller.register(dealer, zmq.POLLIN)
+        self._peers[peer] = _Peer(dealer, time.monotonic(), False)
+        self.send(peer, encode(Ping(self._me)))
+
+    def send(self, peer_id: PeerId, frame: bytes) -> None:
+        """Send or lose the peer; a peer that is unknown has been lost before, and it was said."""
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        try:
+            if peer.dealer is not None:
+                peer.dealer.send(_pack(self._me, frame), zmq.NOBLOCK)
+            else:
+                assert self._listener is not None
+                parts = [peer_id.encode(), _pack(self._me, frame)]
+                self._listener.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(peer_id, "its queue is full")
+        except zmq.ZMQError as error:
+            self._lose(peer_id, f"send failed: {error}")
+
+    def receive(self, socket: zmq.Socket[bytes]) -> None:
+        """Take everything that `socket` has."""
         while True:
             try:
                 *_, frame = socket.recv_multipart(zmq.NOBLOCK)
@@ -160,6 +213,32 @@ class Wire:
                 continue
             self._heard(sender, message, socket)
 
+    def take_found(self) -> list[Event]:
+        """What arrived or was lost since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def ping_all(self, now: float) -> None:
+        """Ping every peer we connected to; lose the silent ones on either side."""
+        silence = self._ping.interval_s * self._ping.max_misses
+        for peer_id, peer in list(self._peers.items()):
+            limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
+            if now - peer.heard_at > limit:
+                self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
+            elif peer.dealer is not None:
+                self.send(peer_id, encode(Ping(self._me)))
+
+    def forget(self, peer_id: PeerId) -> None:
+        """Close the link, if there is one."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None and peer.dealer is not None:
+            self.poller.unregister(peer.dealer)
+            peer.dealer.close(CLOSE_LINGER_MS)
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._context.destroy(linger=CLOSE_LINGER_MS)
+
     def _heard(self, sender: PeerId, message: AnyMessage, socket: zmq.Socket[bytes]) -> None:
         peer = self._peers.get(sender)
         if peer is None:
@@ -167,59 +246,15 @@ class Wire:
                 return  # a link that was closed, or an address that another incarnation took over
             peer = self._peers[sender] = _Peer(None, 0.0, True)
         peer.heard_at, peer.heard = time.monotonic(), True
-        if isinstance(message, Ping):
-            if time.monotonic() - self._beat_at < self._ping.stall_s:
-                self._send(sender, encode(Pong(self.me, self._stats())))
-        else:
+        if not isinstance(message, Ping):
             self._found.append((sender, message))
-
-    def _connect(self, peer: PeerId, address: str) -> None:
-        if peer in self._peers:
-            return
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.ROUTING_ID, self.me.encode())
-        dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        dealer.connect(address)
-        self._poller.register(dealer, zmq.POLLIN)
-        self._peers[peer] = _Peer(dealer, time.monotonic(), False)
-        self._send(peer, encode(Ping(self.me)))
-
-    def _send(self, peer_id: PeerId, frame: bytes) -> None:
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            return  # already lost, and said so
-        try:
-            if peer.dealer is not None:
-                peer.dealer.send(_pack(self.me, frame), zmq.NOBLOCK)
-            else:
-                assert self._listener is not None
-                parts = [peer_id.encode(), _pack(self.me, frame)]
-                self._listener.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            self._lose(peer_id, "its queue is full")
-        except zmq.ZMQError as error:
-            self._lose(peer_id, f"send failed: {error}")
-
-    def _ping_all(self, now: float) -> None:
-        silence = self._ping.interval_s * self._ping.max_misses
-        for peer_id, peer in list(self._peers.items()):
-            limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
-            if now - peer.heard_at > limit:
-                self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
-            elif peer.dealer is not None:
-                self._send(peer_id, encode(Ping(self.me)))
+        elif (pong := self._pong()) is not None:
+            self.send(sender, encode(pong))
 
     def _lose(self, peer_id: PeerId, reason: str) -> None:
         log.warning("%s lost: %s", peer_id, reason)
-        self._forget(peer_id)
+        self.forget(peer_id)
         self._found.append((peer_id, Lost(reason)))
-
-    def _forget(self, peer_id: PeerId) -> None:
-        peer = self._peers.pop(peer_id, None)
-        if peer is not None and peer.dealer is not None:
-            self._poller.unregister(peer.dealer)
-            peer.dealer.close(CLOSE_LINGER_MS)
 
 
 def _pack(sender: PeerId, frame: bytes) -> bytes:

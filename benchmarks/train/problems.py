@@ -185,7 +185,7 @@ def _read_step(label: str, formula: str) -> Step:
 def _wording(rng: random.Random, asks: tuple[str, ...]) -> str:
     """One of the wordings with its choices made, its slots still open."""
     ask = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), rng.choice(asks))
-    if rng.random() >= PRONOUN_SHARE:
+    if rng.random() >= PRONOUN_SHARE or "{K}" in ask:  # a pronoun among three people is unclear
         return ask
     head, name, tail = ask.partition("{N}")
     tail = _LATER_NAME.sub(r"\1 {she}", _SENTENCE_NAME.sub(r"\1{She}", tail))

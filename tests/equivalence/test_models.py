@@ -71,6 +71,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other on a busy core take twenty times as long as one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -> torch.nn.Module:
     """A model of transformers with every weight random, norms and biases too, saved to `path`."""
     config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))

@@ -43,8 +43,7 @@ class ReferenceAttention:
     Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. Gathering rows of
     head_dim by one index_select took 0.25 ms for 64 × 304 tokens of 2 heads × 32 where indexing
     the strided view took 0.77 (f32, two CPU cores); into fresh memory it took 3, most of it the
-    page faults of what malloc had just given back, hence the scratch. Passes that share one
-    backend must be ordered, as on one stream.
+    page faults of what malloc had just given back, so the layers of one pass share their scratch.
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
@@ -71,7 +70,6 @@ class ReferenceAttention:
         rows_per_head = head_stride // head_dim
         heads = torch.arange(num_kv_heads, device=pool.device)
         self._head_rows = (heads * rows_per_head).view(1, -1, 1)
-        self._scratch = torch.empty(2, 0, head_dim, dtype=self.dtype, device=pool.device)
 
     def plan(self, batch: Batch) -> ReferencePlan:
         """See AttentionBackend.plan; device work only."""
@@ -99,7 +97,7 @@ class ReferenceAttention:
         column = (rows - query_start[owner]).clamp(0, width - 1)
         out_rows = owner * width + column
         is_padding = (rows >= query_start[-1]) | ~attends.flatten()[out_rows]
-        gathered = self._gathered(batch.num_reqs, num_keys)
+        kv_shape = (batch.num_reqs, self.num_kv_heads, num_keys, self.head_dim)
         return ReferencePlan(
             slot_mapping=batch.slot_mapping,
             query_rows=query_rows.flatten(),
@@ -107,8 +105,8 @@ class ReferenceAttention:
             mask=mask.repeat(1, self.num_heads // self.num_kv_heads, 1).unsqueeze(1),
             out_rows=out_rows,
             is_padding=is_padding.view(-1, 1, 1),
-            keys=gathered[0],
-            values=gathered[1],
+            keys=torch.empty(kv_shape, dtype=self.dtype, device=device),
+            values=torch.empty(kv_shape, dtype=self.dtype, device=device),
             width=width,
         )
 
@@ -132,15 +130,6 @@ class ReferenceAttention:
         out = out.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
         out = out.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
         return out.index_select(0, plan.out_rows).masked_fill(plan.is_padding, 0.0)
-
-    def _gathered(self, num_reqs: int, num_keys: int) -> Tensor:
-        """Scratch for keys and values: [2, num_reqs, num_kv_heads, num_keys, head_dim]."""
-        num_rows = num_reqs * self.num_kv_heads * num_keys
-        if self._scratch.shape[1] < num_rows:
-            with torch.inference_mode(False):  # or it could not be written outside of it
-                self._scratch = self._scratch.new_empty(2, num_rows, self.head_dim)
-        shape = (2, num_reqs, self.num_kv_heads, num_keys, self.head_dim)
-        return self._scratch[:, :num_rows].view(shape)
 
     def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
         """Pool row of every (request, kv head, key). Keys past a request's end repeat its first.

@@ -12,6 +12,7 @@ so n - 1 + num_in_flight is the host's bound of the KV length on the device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
@@ -29,15 +30,21 @@ class DecodeScheduler:
     preempted, or FINISHED. Every one but the preempted and finished has a hold.
     """
 
-    def __init__(self, book: PageBook, engine: EngineConfig, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        book: PageBook,
+        engine: EngineConfig,
+        eos_ids: frozenset[int],
+        on_preempt: Callable[[], None] = lambda: None,
+    ) -> None:
         self.book = book
         self.local: deque[Req] = deque()
         self.ready: deque[Req] = deque()
         self.running: dict[int, Req] = {}  # by row
         self.preempted: list[Req] = []
-        self._num_preempted = 0
         self._engine = engine
         self._eos_ids = eos_ids
+        self._on_preempt = on_preempt
         self._rows = RowTable(engine.max_num_reqs)
         self._step = 0
         self._arrivals = 0
@@ -49,11 +56,6 @@ class DecodeScheduler:
     def num_queued_tokens(self) -> int:
         """Prompt tokens of local prefills that no step has been launched for."""
         return sum(len(req.tokens) - req.num_planned_tokens for req in self.local)
-
-    def take_num_preempted(self) -> int:
-        """Preemptions since the last call."""
-        count, self._num_preempted = self._num_preempted, 0
-        return count
 
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or resumed request; False when there is no room, unchanged then.
@@ -86,15 +88,20 @@ class DecodeScheduler:
 
     def commit(self, req: Req) -> None:
         """KV of tokens[:-1] is here and final: it enters the tree, the request waits for a row."""
+        assert req.hold is not None
         req.num_computed_tokens = len(req.tokens) - 1
-        self._commit_pages(req)
+        self.book.commit(req.hold, req.tokens[:-1])
         req.phase = Phase.READY
         self.ready.append(req)
 
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can run before something settles or arrives."""
         while self.ready and self._rows.num_free:
-            self._start_row(self.ready.popleft())
+            req = self.ready.popleft()
+            self._take_row(req, active=True)
+            self._rows.tell_pages(req)
+            req.phase = Phase.RUNNING
+            self.running[req.row] = req
         plan = None
         if self.local and not (self._was_chunk and self.running):
             plan = self._plan_chunks()
@@ -115,9 +122,9 @@ class DecodeScheduler:
             assert result.valid, f"{req.key} drew from an inactive row"
             req.tokens.append(result.token)
             req.num_computed_tokens = len(req.tokens) - 1
-            if from_chunk:
-                self._commit_pages(req)
-            reason = self._reason(req, result.token)
+            if from_chunk and req.hold is not None:
+                self.book.commit(req.hold, req.tokens[:-1])
+            reason = _reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
             news.append((req, result.token, reason))
             if req in self._leaving:
@@ -158,7 +165,7 @@ class DecodeScheduler:
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            self._tell_pages(req)
+            self._rows.tell_pages(req)
             last = end == len(req.tokens)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
             req.num_planned_tokens = end
@@ -205,7 +212,7 @@ class DecodeScheduler:
         self.book.launched(self._step)
         tail: Tail = "none"
         if sampled:
-            tail = max((_tail(req.sampling) for req in sampled), key=TAILS.index)
+            tail = TAILS[max(TAILS.index(_tail(req.sampling)) for req in sampled)]
         releases, starts, pages = self._rows.drain()
         return Plan(self._step, releases, starts, pages, chunks, decode, tail, max_seq_len_ub)
 
@@ -219,27 +226,18 @@ class DecodeScheduler:
             except OutOfPages:
                 candidates = [r for r in self.running.values() if r not in self._leaving]
                 victim = max(candidates, key=lambda r: r.arrival)
-                self._preempt(victim)
-                if victim is req or victim.num_in_flight:
+                self._on_preempt()
+                if victim.num_in_flight:
+                    self._leaving.add(victim)
                     return False  # its pages come when the step in flight settles
+                self._leave(victim)
+                if victim is req:
+                    return False
             else:
-                self._tell_pages(req)
+                self._rows.tell_pages(req)
                 return True
 
-    def _preempt(self, req: Req) -> None:
-        self._num_preempted += 1
-        if req.num_in_flight:
-            self._leaving.add(req)
-        else:
-            self._leave(req)
-
     # Rows and pages of one request.
-
-    def _start_row(self, req: Req) -> None:
-        self._take_row(req, active=True)
-        self._tell_pages(req)
-        req.phase = Phase.RUNNING
-        self.running[req.row] = req
 
     def _take_row(self, req: Req, *, active: bool) -> None:
         req.row = self._rows.take()
@@ -249,10 +247,6 @@ class DecodeScheduler:
         self._rows.start(
             RowStart(req.row, req.sampling, req.max_len, min_len, active, seq_len, last_token)
         )
-
-    def _tell_pages(self, req: Req) -> None:
-        assert req.hold is not None
-        req.num_table_pages = self._rows.add_pages(req.row, req.num_table_pages, req.hold.pages)
 
     def _leave(self, req: Req) -> None:
         """A victim goes, with nothing of it in flight; it resumes as prompt + output."""
@@ -267,23 +261,19 @@ class DecodeScheduler:
             self._rows.release(req.row)
             req.row = 0
         if req.hold is not None:
-            self._commit_pages(req)
+            self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
 
-    def _commit_pages(self, req: Req) -> None:
-        assert req.hold is not None
-        self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
 
-    def _reason(self, req: Req, token: int) -> FinishReason | None:
-        """Why the row ended with `token`, by the same rules as the device."""
-        num_output = len(req.tokens) - req.num_prompt_tokens
-        stops = req.sampling.stop_ids
-        if num_output > req.sampling.min_tokens and (
-            token in stops or (not req.sampling.ignore_eos and token in self._eos_ids)
-        ):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
+def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
+    """Why `req` ended with its last token, by the same rules as the device."""
+    token, sampling = req.tokens[-1], req.sampling
+    num_output = len(req.tokens) - req.num_prompt_tokens
+    is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
+    if is_stop and num_output > sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
 
 
 def _tail(sampling: Sampling) -> Tail:

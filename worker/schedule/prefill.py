@@ -60,7 +60,7 @@ class PrefillScheduler:
             end = min(req.num_target_tokens, start + budget)
             self._enter_row(req)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            req.num_table_pages = self._rows.add_pages(req.row, req.num_table_pages, req.hold.pages)
+            self._rows.tell_pages(req)
             launched.append((req, Chunk(req.row, start, req.tokens[start:end])))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 
 from worker.plan import RowPages, RowStart
+from worker.req import PrefillReq, Req
+
+OwnsRow = Req | PrefillReq
 
 
 class RowTable:
@@ -33,11 +36,13 @@ class RowTable:
         """Say in the next plan how the row begins."""
         self._starts.append(start)
 
-    def add_pages(self, row: int, known: int, pages: list[int]) -> int:
-        """Say in the next plan which pages follow the `known` ones; the new count."""
-        if len(pages) > known:
-            self._pages.append(RowPages(row, known, tuple(pages[known:])))
-        return len(pages)
+    def tell_pages(self, req: OwnsRow) -> None:
+        """Say in the next plan which pages of `req` the device does not know yet."""
+        assert req.hold is not None
+        new = req.hold.pages[req.num_table_pages :]
+        if new:
+            self._pages.append(RowPages(req.row, req.num_table_pages, tuple(new)))
+            req.num_table_pages += len(new)
 
     def release(self, row: int) -> None:
         """Give a row back; whatever was to be said about it is void."""

@@ -183,9 +183,7 @@ def process_start_ticks(pid: int) -> int:
     return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 
-def describe(
-    transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]
-) -> Endpoint:
+def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]) -> Endpoint:
     """The endpoint of the calling process with `regions` registered."""
     return Endpoint(
         transport=transport,

@@ -25,7 +25,6 @@ memory: run it inside a cluster-internal network only.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from worker.cache.layout import MemoryRegion
-from worker.errors import KvlaneError, Unreachable
+from worker.errors import Unreachable, Unsupported
 from worker.transfer.base import (
     POLL_BUDGET_S,
     Endpoint,
@@ -238,17 +237,17 @@ class _Contact:
         self._settled = threading.Event()
         self._abandoned = False
         self._engine: Engine | None = None
-        self._error: KvlaneError | None = None
+        self._error: Unreachable | None = None
 
     def run(self) -> None:
         """The thread: leaves an engine or an error, or gives the engine back if nobody waits."""
         engine: Engine | None = None
-        error: KvlaneError | None = None
+        error: Unreachable | None = None
         try:
             engine = self._transport.engines.take(self._endpoint)
             error = self._dial(engine)
-        except KvlaneError as e:
-            error = e
+        except Unsupported as e:  # worked at start-up, so something of this machine went away
+            error = Unreachable(f"no engine to reach {self._endpoint.name} with: {e}")
         finally:
             with self._lock:
                 wanted = engine is not None and error is None and not self._abandoned
@@ -258,7 +257,7 @@ class _Contact:
             self._transport.end_contact(self._endpoint)
             self._settled.set()
 
-    def _dial(self, engine: Engine) -> KvlaneError | None:
+    def _dial(self, engine: Engine) -> Unreachable | None:
         """What keeps `engine` from the peer; None if nothing does. Blocks up to 60 s."""
         name = self._endpoint.name
         if engine.raw.send_probe(name) != 0:
@@ -377,4 +376,3 @@ def _pieces(runs: Sequence[Run], local: Endpoint, remote: Endpoint) -> deque[_Pi
             size = min(MAX_PIECE_BYTES, run.num_bytes - start)
             pieces.append(_Piece(here + start, there + start, size))
     return pieces
-

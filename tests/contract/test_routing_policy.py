@@ -1,0 +1,94 @@
+"""What every routing policy must keep, run for every row of the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.members import Known, Members
+from router.policy import POLICIES, policy
+from router.policy.base import MAX_CANDIDATES, Asked, Policy
+from worker.api import Member, Role, WorkerStats
+from worker.errors import UserError
+
+ASKED = Asked("r", tuple(range(40)))
+
+
+def known(name: str, role: Role, *, layout: str = "h", transport: str = "shm") -> Known:
+    member = Member(name, role, "1", "tcp://x:1", layout_hash=layout, transport=transport)
+    return Known(member, WorkerStats(max_num_reqs=8, num_free_pages=9), live=True)
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def chosen(request: pytest.FixtureRequest) -> Policy:
+    return policy(request.param)
+
+
+def test_choice_is_one_of_those_given(chosen: Policy) -> None:
+    decode = [known(f"d{i}", "decode") for i in range(3)]
+    prefill = [known(f"p{i}", "prefill") for i in range(5)]
+    for _ in range(20):
+        choice = chosen.choose(ASKED, decode, prefill)
+        assert choice.decode in {k.peer for k in decode}
+        peers = [candidate.peer for candidate in choice.candidates]
+        assert len(set(peers)) == len(peers) == MAX_CANDIDATES
+        assert set(peers) <= {k.peer for k in prefill}
+        chosen.settled(ASKED, choice, 16)
+        chosen.settled(ASKED, choice, None)
+
+
+def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidates(
+    chosen: Policy,
+) -> None:
+    prefill = [
+        known("other-layout", "prefill", layout="x"),
+        known("other-transport", "prefill", transport="mooncake/tcp"),
+        known("good", "prefill"),
+    ]
+    choice = chosen.choose(ASKED, [known("d", "decode")], prefill)
+    assert [candidate.peer for candidate in choice.candidates] == ["good/1"]
+
+
+def test_no_prefill_worker_is_no_candidate(chosen: Policy) -> None:
+    assert chosen.choose(ASKED, [known("d", "decode")], []).candidates == ()
+
+
+def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
+    members = Members()
+    names = [f"d{i}" for i in range(4)]
+    members.update([known(name, "decode").member for name in names])
+    for name in names:
+        members.pong(f"{name}/1", WorkerStats(max_num_reqs=8, num_free_pages=9))
+    shares: Counter[str] = Counter()
+    for _ in range(40):
+        peer = chosen.choose(ASKED, members.open_decode(0.0), []).decode
+        members.sent(peer, None, 40, 0.0)
+        shares[peer] += 1
+    assert set(shares.values()) == {10}
+
+
+def test_candidate_says_what_is_known_of_it(chosen: Policy) -> None:
+    prefill = known("p", "prefill")
+    prefill.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.002)
+    prefill.num_proposed_tokens = 40
+    (candidate,) = chosen.choose(ASKED, [known("d", "decode")], [prefill]).candidates
+    assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (140, 0.002)
+
+
+def test_unknown_policy_lists_the_choices() -> None:
+    with pytest.raises(UserError, match="least_loaded, round_robin"):
+        policy("best")
+
+
+def test_least_loaded_takes_the_smallest_share_and_the_shortest_wait() -> None:
+    chosen = policy("least_loaded")
+    small, large = known("small", "decode"), known("large", "decode")
+    small.stats = WorkerStats(num_running=4, max_num_reqs=8)
+    large.stats = WorkerStats(num_running=6, max_num_reqs=64)
+    slow, fast = known("slow", "prefill"), known("fast", "prefill")
+    slow.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.01)
+    fast.stats = WorkerStats(num_queued_tokens=500, prefill_s_per_token=0.001)
+    choice = chosen.choose(ASKED, [small, large], [slow, fast])
+    assert choice.decode == "large/1"
+    assert [candidate.peer for candidate in choice.candidates] == ["fast/1", "slow/1"]

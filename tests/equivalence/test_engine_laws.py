@@ -1,0 +1,231 @@
+"""The same request gives the same ids, whatever serves it (ARCHITECTURE section 10).
+
+The oracle of greedy ids is `transformers`; the oracle of seeded ids is one request at a time in one
+process with one page of everything. All in float32, where the laws hold exactly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tests.support.engines import Running, running
+from tests.support.prompts import TINY, problem_ids
+from worker.api import FinishReason, Sampling
+
+GREEDY = Sampling(max_tokens=48, temperature=0.0)
+NUM = 24
+
+
+def engine(**changes: object) -> dict[str, object]:
+    return {"threads": 1, "cpu_pool_bytes": 48 << 20, "max_num_reqs": 80, **changes}
+
+
+def sections(mode: str = "always", page_size: int = 16, **changes: object) -> dict:
+    return {
+        "engine": engine(**changes),
+        "kv": {"page_size": page_size},
+        "disaggregation": {"mode": mode},
+    }
+
+
+def seeded(num: int) -> list[Sampling]:
+    """Every filter on, other values and another seed for each request."""
+    rng = random.Random(5)
+    return [
+        Sampling(
+            max_tokens=40,
+            temperature=rng.choice([0.5, 0.9, 1.3]),
+            top_p=rng.choice([1.0, 0.9, 0.7]),
+            top_k=rng.choice([0, 5, 40]),
+            min_p=rng.choice([0.0, 0.02]),
+            seed=rng.getrandbits(62),
+            ignore_eos=rng.random() < 0.3,
+            min_tokens=rng.choice([0, 10]),
+        )
+        for _ in range(num)
+    ]
+
+
+def ids(answers: list) -> list[list[int]]:
+    for answer in answers:
+        assert answer.error is None
+        assert answer.num_finals == 1
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def greedy_ids() -> list[list[int]]:
+    """Greedy continuation by transformers, EOS included, in float32."""
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    out = []
+    with torch.inference_mode():
+        for prompt in problem_ids(NUM):
+            given = torch.tensor([prompt])
+            made = model.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=False,
+                max_new_tokens=GREEDY.max_tokens, pad_token_id=0,
+            )  # fmt: skip
+            out.append(made[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Running]:
+    """One process, no prefill worker, no prefix cache, whole prompts."""
+    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def seeded_ids(alone: Running) -> list[list[int]]:
+    """Seeded continuation, one request at a time."""
+    out = []
+    for prompt, sampling in zip(problem_ids(NUM), seeded(NUM), strict=True):
+        out += ids(alone.client.generate([prompt], sampling))
+    return out
+
+
+def check(cluster: Running, greedy_ids: list, seeded_ids: list) -> None:
+    """All at once, twice: cold, then with whatever the prefix trees kept."""
+    prompts = problem_ids(NUM)
+    for _ in range(2):
+        assert ids(cluster.client.generate(prompts, GREEDY)) == greedy_ids
+        assert ids(cluster.client.generate(prompts, seeded(NUM))) == seeded_ids
+    cluster.wait_idle()
+
+
+def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_ids: list) -> None:
+    for prompt, expected in zip(problem_ids(NUM), greedy_ids, strict=True):
+        assert ids(alone.client.generate([prompt], GREEDY)) == [expected]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("mode", ["always", "never", "auto"])
+def test_page_size_and_place_of_prefill_change_nothing(
+    mode: str, page_size: int, greedy_ids: list, seeded_ids: list
+) -> None:
+    with running(sections(mode, page_size)) as cluster:
+        check(cluster, greedy_ids, seeded_ids)
+        if mode == "always":
+            computed = cluster.workers["prefill-0"].engine.metrics.prompt_tokens._value.get()
+            assert computed > 0
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_chunks_and_layer_groups_change_nothing(
+    mode: str, greedy_ids: list, seeded_ids: list
+) -> None:
+    config = sections(mode, max_prefill_tokens=23)
+    config["kv"]["num_groups"] = 2
+    with running(config) as cluster:
+        check(cluster, greedy_ids, seeded_ids)
+
+
+def test_several_workers_of_each_role_change_nothing(greedy_ids: list, seeded_ids: list) -> None:
+    with running(sections(), num_prefill=2, num_decode=2) as cluster:
+        check(cluster, greedy_ids, seeded_ids)
+
+
+def test_mooncake_changes_nothing(greedy_ids: list, seeded_ids: list) -> None:
+    config = sections()
+    config["transport"] = {"name": "mooncake", "kind": "tcp"}
+    with running(config) as cluster:
+        check(cluster, greedy_ids, seeded_ids)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_preemption_changes_nothing(mode: str, greedy_ids: list, seeded_ids: list) -> None:
+    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
+    num_pages = 4 * -(-longest // 16)
+    few = {"engine": {"num_pages": num_pages, "growth_tokens": 0}}
+    with running(sections(mode), decode_sections=few) as cluster:
+        check(cluster, greedy_ids, seeded_ids)
+        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+        assert preempted > 0, "the pool was not small enough to show anything"
+
+
+def test_alone_equals_among_64_others(alone: Running, greedy_ids: list, seeded_ids: list) -> None:
+    others = [tuple(reversed(prompt)) for prompt in problem_ids(64)]
+    noise = Sampling(max_tokens=60, temperature=1.5, seed=3, ignore_eos=True)
+    with running(sections()) as cluster:
+        client = cluster.client
+        crowd = [client.submit(prompt, noise) for prompt in others]
+        greedy = [client.submit(prompt, GREEDY) for prompt in problem_ids(4)]
+        drawn = [
+            client.submit(prompt, sampling)
+            for prompt, sampling in zip(problem_ids(4), seeded(NUM), strict=False)
+        ]
+        assert ids(client.wait(greedy)) == greedy_ids[:4]
+        assert ids(client.wait(drawn)) == seeded_ids[:4]
+        client.wait(crowd)
+
+
+def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
+    prompt = problem_ids(1)[0]
+    with running(sections()) as cluster:
+        pulled = cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm")._value
+        first = cluster.client.generate([prompt], GREEDY)[0]
+        cold = pulled.get()
+        again = cluster.client.generate([[*prompt, *first.tokens, *prompt]], GREEDY)[0]
+        page_bytes = cluster.workers["decode-0"].engine.layout.page_bytes
+        num_known = (len(prompt) + len(first.tokens) - 1) // 16
+        num_all = -(-(2 * len(prompt) + len(first.tokens) - 1) // 16)
+        assert cold == -(-(len(prompt) - 1) // 16) * page_bytes
+        assert pulled.get() - cold == (num_all - num_known) * page_bytes
+        assert again.num_cached_tokens == num_known * 16
+
+
+def test_finish_reasons_and_limits(alone: Running) -> None:
+    prompt = problem_ids(1)[0]
+    full = alone.client.generate([prompt], Sampling(max_tokens=300, temperature=0.0))[0]
+    assert full.finish_reason is FinishReason.STOP
+    cut = alone.client.generate([prompt], Sampling(max_tokens=5, temperature=0.0))[0]
+    assert (cut.tokens, cut.finish_reason) == (full.tokens[:5], FinishReason.LENGTH)
+    stop = Sampling(max_tokens=300, temperature=0.0, stop_ids=(full.tokens[7],))
+    stopped = alone.client.generate([prompt], stop)[0]
+    first = full.tokens.index(full.tokens[7])
+    assert stopped.tokens == full.tokens[: first + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    beyond = Sampling(max_tokens=len(full.tokens) + 9, temperature=0.0, ignore_eos=True)
+    longer = alone.client.generate([prompt], beyond)[0]
+    assert longer.tokens[: len(full.tokens)] == full.tokens
+    assert (len(longer.tokens), longer.finish_reason) == (beyond.max_tokens, FinishReason.LENGTH)
+    late = Sampling(max_tokens=300, temperature=0.0, min_tokens=len(full.tokens) + 3)
+    assert len(alone.client.generate([prompt], late)[0].tokens) > len(full.tokens) + 3
+    alone.wait_idle()
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_abort_at_any_moment_gives_everything_back(mode: str) -> None:
+    rng = random.Random(11)
+    with running(sections(mode, max_prefill_tokens=40)) as cluster:
+        client = cluster.client
+        sampling = Sampling(max_tokens=200, temperature=0.0, ignore_eos=True)
+        for _ in range(4):
+            sent = [client.submit(prompt, sampling) for prompt in problem_ids(16)]
+            rng.shuffle(sent)
+            for req_id in sent:
+                client.pump(rng.choice([0.001, 0.003, 0.02]))
+                client.abort(req_id)
+        cluster.wait_idle()
+        assert len(client.generate([problem_ids(1)[0]], GREEDY)[0].tokens) > 0
+
+
+def test_impossible_requests_are_refused_with_a_reason(alone: Running) -> None:
+    cases = [
+        ([], GREEDY),
+        ([1] * 3000, GREEDY),
+        ([10**6], GREEDY),
+        ([1, 2], Sampling(max_tokens=10**6)),
+        ([1, 2], Sampling(max_tokens=5, stop_ids=tuple(range(40)))),
+    ]
+    for tokens, sampling in cases:
+        answer = alone.client.generate([tokens], sampling)[0]
+        assert answer.error is not None
+        assert answer.error.code == "invalid_value"
+    alone.wait_idle()

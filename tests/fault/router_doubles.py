@@ -1,0 +1,244 @@
+"""Doubles for tests of the router: a small model directory, and workers that misbehave on demand.
+
+The worker speaks the real wire. What it does with a request is the test's: either a script, run in
+the double's own thread for every Generate, or the test itself takes requests with `take`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from router.app import RouterServer
+from router.config import RouterConfig
+from worker.api import (
+    Chunks,
+    Error,
+    FinishReason,
+    Generate,
+    Member,
+    Refused,
+    Role,
+    TokenChunk,
+    WorkerStats,
+)
+from worker.config import ModelConfig, PingConfig
+from worker.wire import Wire
+
+HANG_S = 30.0  # nothing here takes this long unless it hangs
+MAX_MODEL_LEN = 256
+PING = PingConfig(interval_s=0.1, max_misses=50)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, how are you today? I am fine, thank you.",
+    "stop here and never look back; the end of the story is near",
+]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def make_model(directory: Path) -> Path:
+    """A byte-level BPE of a few hundred entries with a ChatML template, in Hugging Face's form."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"vocab_size": 512, "max_position_embeddings": MAX_MODEL_LEN}
+    (directory / "config.json").write_text(json.dumps(config))
+    named = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": CHATML}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return directory
+
+
+Script = Callable[["DecodeDouble", str, Generate], None]
+
+
+class DecodeDouble:
+    """A decode worker without an engine.
+
+    Args:
+        name: its member name.
+        script: called in the double's thread with (double, router's peer id, request); without
+            one, requests wait for `take`.
+        stats: what its Pongs say.
+        role: its member role.
+    """
+
+    def __init__(
+        self,
+        name: str = "decode-0",
+        script: Script | None = None,
+        stats: WorkerStats | None = None,
+        role: Role = "decode",
+    ) -> None:
+        self.stats = stats or WorkerStats(max_num_reqs=8, num_free_pages=100, num_pages=100)
+        self.incarnation = uuid.uuid4().hex[:8]
+        self.taken: queue.Queue[tuple[str, Generate]] = queue.Queue()
+        self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, in order
+        self.script = script
+        self._inbox: queue.Queue[tuple[str, Generate] | None] = queue.Queue()
+        self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
+        self._dead = False
+        address = self._wire.start("127.0.0.1")
+        self.member = Member(
+            name=name,
+            role=role,
+            incarnation=self.incarnation,
+            address=address,
+            metrics_address="127.0.0.1:9",
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[str, Generate]:
+        """The next request: who sent it, and what."""
+        return self.taken.get(timeout=HANG_S)
+
+    def expect(self, kind: type[Any]) -> Any:
+        """The next Stop, Abort or Ack of this kind; earlier others are passed over."""
+        while True:
+            message = self.others.get(timeout=HANG_S)
+            if isinstance(message, kind):
+                return message
+
+    def chunk(
+        self,
+        peer: str,
+        generate: Generate,
+        tokens: Sequence[int] = (),
+        *,
+        at: int = 0,
+        finish: FinishReason | None = None,
+        error: Error | None = None,
+        dispatch: int | None = None,
+        cached: int = 0,
+    ) -> None:
+        """Send tokens; `at` counts from the end of the prompt."""
+        chunk = TokenChunk(
+            req_id=generate.req_id,
+            dispatch=generate.dispatch if dispatch is None else dispatch,
+            position=generate.num_prompt_tokens + at,
+            tokens=tuple(tokens),
+            finish_reason=finish,
+            error=error,
+            num_cached_tokens=cached,
+        )
+        self._wire.send(peer, Chunks((chunk,)))
+
+    def refuse(
+        self, peer: str, generate: Generate, code: str = "busy", retry_after_s: float = 0.05
+    ) -> None:
+        """Do not admit a request."""
+        error = Error(code, f"refused: {code}")
+        self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
+
+    def die(self) -> None:
+        """Stop answering, for good."""
+        if self._dead:
+            return
+        self._dead = True
+        self._wire.close()
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _deliver(self, events: Sequence[tuple[str, Any]]) -> None:
+        for peer, message in events:
+            if isinstance(message, Generate):
+                self._inbox.put((peer, message))
+            else:
+                self.others.put(message)
+
+    def _run(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            self._wire.beat()
+            if self.script is None:
+                self.taken.put(item)
+            else:
+                self.script(self, *item)
+
+
+def speak(
+    tokens: Sequence[int],
+    *,
+    sizes: Sequence[int] = (),
+    finish: FinishReason = FinishReason.STOP,
+    cached: int = 0,
+) -> Script:
+    """A script that answers every request with `tokens`, in chunks of `sizes` (then of one)."""
+
+    def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        at, left = 0, list(sizes)
+        while at < len(tokens):
+            size = left.pop(0) if left else 1
+            double.chunk(peer, generate, tokens[at : at + size], at=at, cached=cached)
+            at += size
+        double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
+
+    return script
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until `condition` holds; a hang is a failure."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def num_live(url: str) -> int:
+    """Workers that have answered the router at `url`."""
+    return sum(member["live"] for member in httpx.get(f"{url}/config").json()["members"])
+
+
+@contextmanager
+def serving(
+    directory: Path,
+    *doubles: DecodeDouble,
+    ping: PingConfig = PING,
+    port: int = 0,
+    **config: Any,
+) -> Iterator[tuple[RouterServer, str]]:
+    """A started router that knows `doubles`; yields it and its base URL; all end with it."""
+    router = RouterServer(
+        RouterConfig(**config),
+        ModelConfig(path=str(directory), served_name="small"),
+        ping,
+        name="router-0",
+        incarnation=uuid.uuid4().hex[:8],
+        host="127.0.0.1",
+        port=port,
+        shown={"router": config},
+    )
+    member = router.start()
+    try:
+        router.update_members([member, *(double.member for double in doubles)])
+        wait_until(lambda: num_live(member.address) == len(doubles))
+        yield router, member.address
+    finally:
+        router.stop()
+        for double in doubles:
+            double.die()
+
+

@@ -1,0 +1,29 @@
+"""Prompts for the bundled model, as token ids."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.train.problems import held_out_problems
+
+TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY / "tokenizer.json"))
+
+
+def chat_ids(question: str) -> list[int]:
+    """One user turn in the bundled model's chat format."""
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+@cache
+def problem_ids(num: int) -> tuple[tuple[int, ...], ...]:
+    """Held-out word problems."""
+    return tuple(tuple(chat_ids(each.question)) for each in held_out_problems(num))

@@ -1,0 +1,507 @@
+"""The life of a request when workers refuse, die, repeat or leave out, over the real wire.
+
+Every test asks a served router by HTTP. Replies run in threads, so that the test can play worker.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.fault.router_doubles import (
+    HANG_S,
+    DecodeDouble,
+    make_model,
+    num_live,
+    serving,
+    speak,
+    wait_until,
+)
+
+from router.text import Text
+from worker.api import Abort, Ack, Error, FinishReason, Member, Stop, WorkerStats
+from worker.config import PingConfig
+
+LENGTH = FinishReason.LENGTH
+Ask = Callable[..., "Future[httpx.Response]"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ids(directory: Path) -> tuple[int, ...]:
+    """Tokens of a text, one a letter."""
+    text = Text(directory)
+    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Sends a completion request from a thread."""
+    with ThreadPoolExecutor(16) as pool:
+
+        def send(url: str, **body: Any) -> Future[httpx.Response]:
+            body = {"prompt": "hello", "stream": True} | body
+            return pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=HANG_S)
+
+        yield send
+
+
+def ended(future: Future[httpx.Response]) -> tuple[str, str | None, str | None]:
+    """Text, finish reason and error code of a stream, which must end in exactly one way."""
+    response = future.result(HANG_S)
+    assert response.status_code == 200, response.text
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data.count("[DONE]") == 1
+    assert data[-1] == "[DONE]"
+    events = [json.loads(item) for item in data[:-1]]
+    errors = [event["error"]["code"] for event in events if "error" in event]
+    choices = [event["choices"][0] for event in events if "error" not in event]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert len(errors) + len(reasons) == 1
+    return "".join(c["text"] for c in choices), *(reasons or [None]), *(errors or [None])  # type: ignore[return-value]
+
+
+def failed(future: Future[httpx.Response]) -> tuple[int, str, httpx.Headers]:
+    """Status, error code and headers of a request that got no answer."""
+    response = future.result(HANG_S)
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return response.status_code, error["code"], response.headers
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.split("\n")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"kvlane_{name}"))
+
+
+def test_refused_request_goes_to_another_worker(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
+    num_sent = []
+
+    def refuse_twice(double: DecodeDouble, peer: str, generate: Any) -> None:
+        num_sent.append((double.member.name, generate.dispatch))
+        if len(num_sent) < 3:
+            double.refuse(peer, generate, retry_after_s=30)
+        else:
+            speak(ids)(double, peer, generate)
+
+    for double in doubles:
+        double.script = refuse_twice
+    with serving(directory, *doubles) as (_, url):
+        assert ended(ask(url)) == ("abcdefgh", "stop", None)
+        assert len({name for name, _ in num_sent}) == 3
+        assert [dispatch for _, dispatch in num_sent] == [1, 2, 3]
+        assert metric(url, 'retries_total{cause="refused"') == 2
+
+
+def test_refused_request_is_tried_again_after_the_time_the_worker_named(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    with serving(directory, double) as (_, url):
+        future = ask(url)
+        for dispatch in (1, 2, 3):
+            peer, generate = double.take()
+            assert generate.dispatch == dispatch
+            if dispatch < 3:
+                double.refuse(peer, generate)
+        speak(ids)(double, peer, generate)
+        assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_waiting_request_is_woken_by_a_pong_that_shows_room(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    with serving(directory, double) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        double.refuse(peer, generate, retry_after_s=10_000)
+        wait_until(lambda: metric(url, "requests_waiting") == 1)
+        double.stats = WorkerStats(max_num_reqs=1, num_free_pages=9)
+        speak(ids)(double, *double.take())
+        assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_waiting_request_is_woken_by_a_new_worker(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    with serving(directory) as (router, url):
+        assert httpx.get(f"{url}/ready").status_code == 503
+        future = ask(url)
+        wait_until(lambda: metric(url, "requests_waiting") == 1)
+        double = DecodeDouble(script=speak(ids))
+        router.update_members([double.member])
+        assert ended(future) == ("abcdefgh", "stop", None)
+        assert httpx.get(f"{url}/ready").status_code == 200
+        double.die()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_no_room_until_the_queue_timeout_is_429(directory: Path, ask: Ask, streamed: bool) -> None:
+    double = DecodeDouble(
+        script=lambda d, p, g: d.refuse(p, g), stats=WorkerStats(max_num_reqs=1, num_running=1)
+    )
+    with serving(directory, double, queue_timeout_s=0.3) as (_, url):
+        status, code, headers = failed(ask(url, stream=streamed))
+        assert (status, code) == (429, "busy")
+        assert int(headers["retry-after"]) >= 1
+
+
+def test_no_worker_until_the_queue_timeout_is_503(directory: Path, ask: Ask) -> None:
+    with serving(directory, queue_timeout_s=0.1) as (_, url):
+        status, code, headers = failed(ask(url))
+        assert (status, code) == (503, "no_worker")
+        assert "retry-after" in headers
+
+
+def test_too_many_requests_are_429_at_once(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double, max_inflight=1) as (_, url):
+        first = ask(url)
+        item = double.take()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="small", prompt="a")
+            assert caught.value.code == "busy"
+        speak(ids)(double, *item)
+        assert ended(first) == ("abcdefgh", "stop", None)
+
+
+@pytest.mark.parametrize("code", ["invalid_value", "unsupported"])
+def test_refusal_that_is_the_users_mistake_is_400(directory: Path, ask: Ask, code: str) -> None:
+    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g, code))
+    with serving(directory, double) as (_, url):
+        assert failed(ask(url))[:2] == (400, code)
+
+
+def test_lost_before_the_first_token_is_tried_again_unseen(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    ping = PingConfig(interval_s=0.1, max_misses=15)
+    with serving(directory, *doubles, ping=ping) as (_, url):
+        future = ask(url)
+        wait_until(lambda: any(not double.taken.empty() for double in doubles))
+        dead = next(double for double in doubles if not double.taken.empty())
+        other = doubles[1 - doubles.index(dead)]
+        _, before = dead.take()
+        dead.die()  # found by silence
+        peer, after = other.take()
+        assert (after.dispatch, after.req_id) == (2, before.req_id)
+        assert (after.tokens, after.sampling) == (before.tokens, before.sampling)
+        assert after.timeout_s <= before.timeout_s
+        speak(ids)(other, peer, after)
+        assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    old = DecodeDouble()
+    with serving(directory, old) as (router, url):
+        future = ask(url)
+        old.take()
+        router.update_members([])
+        wait_until(lambda: metric(url, "requests_waiting") == 1)
+        new = DecodeDouble()
+        router.update_members([new.member])
+        peer, generate = new.take()
+        assert generate.dispatch == 2
+        speak(ids)(new, peer, generate)
+        assert ended(future) == ("abcdefgh", "stop", None)
+        new.die()
+
+
+def test_lost_in_mid_stream_is_one_error_event(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            stream = client.completions.create(model="small", prompt="a", stream=True)
+            double.chunk(*double.take(), ids[:2])
+            assert next(iter(stream)).choices[0].text == "ab"
+            whole = ask(url, stream=False)
+            double.chunk(*double.take(), ids[:2])
+            raw = ask(url)
+            double.chunk(*double.take(), ids[:2])
+            wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 3)
+            router.update_members([])
+            with pytest.raises(openai.APIError) as caught:
+                list(stream)
+            assert caught.value.code == "worker_lost"
+        assert ended(raw) == ("ab", None, "worker_lost")
+        assert failed(whole)[:2] == (502, "worker_lost")
+        wait_until(lambda: router.num_inflight() == 0)
+
+
+def test_request_present_at_two_crashes_is_not_tried_a_third_time(
+    directory: Path, ask: Ask
+) -> None:
+    doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
+    with serving(directory, *doubles) as (router, url):
+        future = ask(url)
+        left = list(doubles)
+        for _ in range(2):
+            wait_until(lambda: any(not double.taken.empty() for double in left))
+            victim = next(double for double in left if not double.taken.empty())
+            victim.take()
+            left.remove(victim)
+            router.update_members([double.member for double in left])
+        status, code, headers = failed(future)
+        assert (status, code) == (500, "internal_error")
+        assert headers["x-should-retry"] == "false"
+        assert left[0].taken.empty()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
+def test_client_that_goes_is_an_abort(
+    directory: Path, ids: tuple[int, ...], streamed: bool, phase: str
+) -> None:
+    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    with serving(directory, double) as (router, url):
+        gone = threading.Event()
+
+        def leave() -> None:
+            body = {"prompt": "a", "stream": streamed}
+            with (
+                httpx.Client(timeout=httpx.Timeout(HANG_S, read=0.5)) as http,
+                pytest.raises(httpx.ReadTimeout),
+            ):
+                http.post(f"{url}/v1/completions", json=body)
+            gone.set()
+
+        client = threading.Thread(target=leave)
+        client.start()
+        peer, generate = double.take()
+        if phase == "waiting":
+            double.refuse(peer, generate, retry_after_s=10_000)
+        elif phase == "started":
+            double.chunk(peer, generate, ids[:2])
+        client.join(HANG_S)
+        assert gone.is_set()
+        if phase != "waiting":
+            abort = double.expect(Abort)
+            assert (abort.req_id, abort.dispatch) == (generate.req_id, generate.dispatch)
+        wait_until(lambda: router.num_inflight() == 0)
+        assert metric(url, 'requests_total{model="small",outcome="abort"') == 1
+        assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_deadline_is_a_typed_error_and_an_abort(
+    directory: Path, ask: Ask, ids: tuple[int, ...], started: bool
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double, request_timeout_s=0.5) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        assert 0 < generate.timeout_s <= 0.5
+        if started:
+            double.chunk(peer, generate, ids[:2])
+            assert ended(future) == ("ab", None, "timeout")
+        else:
+            assert failed(future)[:2] == (504, "timeout")
+        assert double.expect(Abort).req_id == generate.req_id
+
+
+def test_gap_after_tokens_is_the_loss_of_the_worker(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        double.chunk(peer, generate, ids[:2])
+        double.chunk(peer, generate, ids[3:4], at=3)
+        assert ended(future) == ("ab", None, "worker_lost")
+        assert double.expect(Abort).dispatch == 1
+
+
+def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    with serving(directory, *doubles) as (_, url):
+        future = ask(url)
+        wait_until(lambda: any(not double.taken.empty() for double in doubles))
+        bad = next(double for double in doubles if not double.taken.empty())
+        good = doubles[1 - doubles.index(bad)]
+        peer, before = bad.take()
+        bad.chunk(peer, before, ids[1:2], at=1)
+        _, after = good.take()
+        bad.chunk(peer, before, ids[7:], finish=LENGTH)
+        assert bad.expect(Ack).dispatch == 1  # dropped, but acknowledged
+        speak(ids)(good, peer, after)
+        assert ended(future) == ("abcdefgh", "stop", None)
+        assert metric(url, "stale_messages_dropped_total") == 1
+
+
+def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        double.chunk(peer, generate, ids[:4])
+        double.chunk(peer, generate, ids[:4])
+        double.chunk(peer, generate, ids[2:6], at=2)
+        for _ in range(3):
+            double.chunk(peer, generate, ids[6:], at=6, finish=LENGTH)
+        assert ended(future) == ("abcdefgh", "length", None)
+        assert [double.expect(Ack).dispatch for _ in range(3)] == [1, 1, 1]
+        assert metric(url, 'requests_total{model="small",outcome="length"') == 1
+        assert metric(url, "generation_tokens_total") == len(ids)
+
+
+def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (_, url):
+        future = ask(url, stop="de")
+        peer, generate = double.take()
+        double.chunk(peer, generate, ids)
+        assert ended(future) == ("abc", "stop", None)
+        stop = double.expect(Stop)
+        assert (stop.req_id, stop.at_position) == (generate.req_id, generate.num_prompt_tokens + 5)
+        double.chunk(peer, generate, at=5, finish=LENGTH)
+        assert double.expect(Ack).req_id == generate.req_id
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 503), ("invalid_value", 400)],
+)
+def test_error_of_the_worker_reaches_the_client(
+    directory: Path, ask: Ask, ids: tuple[int, ...], code: str, status: int
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (_, url):
+        for num_tokens in (0, 2):
+            future = ask(url)
+            peer, generate = double.take()
+            if num_tokens:
+                double.chunk(peer, generate, ids[:num_tokens])
+                wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
+            error = Error(code, "because")
+            finish = FinishReason.ERROR
+            double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
+            if num_tokens:
+                assert ended(future)[2] == code
+            else:
+                assert failed(future)[:2] == (status, code)
+            double.expect(Ack)
+
+
+def test_one_failed_choice_ends_the_request_and_aborts_the_others(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        future = ask(url, prompt=["a", "b"])
+        peer, first = double.take()
+        _, second = double.take()
+        error = Error("internal_error", "broken")
+        double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
+        assert failed(future)[:2] == (500, "internal_error")
+        assert double.expect(Abort).req_id == second.req_id
+        wait_until(lambda: router.num_inflight() == 0)
+
+
+def test_drain_refuses_new_requests_and_finishes_old_ones(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        old = ask(url)
+        item = double.take()
+        assert router.num_inflight() == 1
+        router.drain()
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        status, code, headers = failed(ask(url))
+        assert (status, code) == (503, "draining")
+        assert "retry-after" in headers
+        speak(ids)(double, *item)
+        assert ended(old) == ("abcdefgh", "stop", None)
+        wait_until(lambda: router.num_inflight() == 0)
+
+
+def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    before = set(threading.enumerate())
+    with serving(directory, double) as (router, url):
+        ours = {t.name for t in set(threading.enumerate()) - before}
+        assert "kvlane-router" in ours
+        started, silent = ask(url), ask(url, stream=False)
+        first, second = double.take(), double.take()
+        double.chunk(*first, ids[:2])
+        double.chunk(*second, ids[:2])
+        wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 2)
+        router.stop()
+        assert ended(started) == ("ab", None, "draining")
+        assert failed(silent)[:2] == (503, "draining")
+        router.stop()
+        router.update_members([])
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        left = {t.name for t in set(threading.enumerate()) - before}
+        assert "kvlane-router" not in left
+
+
+def test_routers_of_a_host_share_a_port(directory: Path) -> None:
+    with serving(directory) as (router, url):
+        port = int(url.rsplit(":", 1)[1])
+        with serving(directory, port=port) as (_, other):
+            assert other == url
+            assert {httpx.get(f"{url}/health").status_code for _ in range(10)} == {200}
+
+
+def test_member_that_came_back_is_asked_again(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
+        router.update_members([double.member, away])
+        router.update_members([double.member])
+        wait_until(lambda: num_live(url) == 1)
+        router.update_members([])
+        wait_until(lambda: num_live(url) == 0)
+        router.update_members([double.member])
+        double.script = speak(ids)
+        assert ended(ask(url)) == ("abcdefgh", "stop", None)
+
+
+def test_prefill_workers_become_candidates(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double, prefill = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
+    with serving(directory, double, prefill) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
+        speak(ids)(double, peer, generate)
+        assert ended(future) == ("abcdefgh", "stop", None)
+
+

@@ -1,0 +1,414 @@
+"""The OpenAI surface, served for real on 127.0.0.1 and asked by the official client and httpx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
+from tests.fault.router_doubles import (
+    HANG_S,
+    MAX_MODEL_LEN,
+    DecodeDouble,
+    make_model,
+    serving,
+    speak,
+)
+
+from router.schema import NOT_BUILT
+from router.text import Text
+from worker.api import FinishReason, Stop
+
+HELLO = [{"role": "user", "content": "hello"}]
+ANSWER = "hello 😀 wörld, the end"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(directory: Path) -> Text:
+    return Text(directory)
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[tuple[DecodeDouble, str]]:
+    double = DecodeDouble(script=speak([]))
+    with serving(directory, double, max_body_bytes=20_000, sse_ping_s=0.05) as (_, url):
+        yield double, url
+
+
+@pytest.fixture
+def double(served: tuple[DecodeDouble, str], text: Text) -> DecodeDouble:
+    tokens = text.encode(ANSWER, add_special_tokens=False)
+    served[0].script = speak(tokens, cached=4)
+    return served[0]
+
+
+@pytest.fixture
+def url(served: tuple[DecodeDouble, str], double: DecodeDouble) -> str:
+    return served[1]
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S) as found:
+        yield found
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of every event; `[DONE]` must be the last."""
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data.count("[DONE]") == 1
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
+def post(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
+
+
+def test_chat_whole(client: openai.OpenAI, text: Text) -> None:
+    answer = client.chat.completions.create(model="small", messages=HELLO)  # type: ignore[arg-type]
+    ChatCompletion.model_validate(answer.model_dump())
+    choice = answer.choices[0]
+    assert choice.message.content == ANSWER
+    assert choice.finish_reason == "stop"
+    prompt = text.render(HELLO)
+    assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(text.encode(prompt, add_special_tokens=False))
+    assert usage.completion_tokens == len(text.encode(ANSWER, add_special_tokens=False))
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_whole_answers_hold_the_nulls_of_the_published_schema(url: str) -> None:
+    choice = post(url, "chat/completions", messages=HELLO).json()["choices"][0]
+    assert choice["message"]["refusal"] is None
+    assert choice["logprobs"] is None
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    found, reasons, usages = "", [], []
+    stream = client.chat.completions.create(
+        model="small",
+        messages=HELLO,  # type: ignore[arg-type]
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices:
+            found += chunk.choices[0].delta.content or ""
+            reasons.append(chunk.choices[0].finish_reason)
+        usages.append(chunk.usage)
+    assert found == ANSWER
+    assert reasons[-1] == "stop"
+    assert set(reasons[:-1]) == {None}
+    assert usages[-1] is not None
+    assert usages[-1].total_tokens == usages[-1].prompt_tokens + usages[-1].completion_tokens
+    assert set(usages[:-1]) == {None}
+
+
+def test_every_streamed_chunk_is_what_openai_declares(url: str) -> None:
+    options = {"include_usage": True}
+    response = post(url, "chat/completions", messages=HELLO, stream=True, stream_options=options)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response)
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=False)
+        assert "usage" in chunk
+        assert all("finish_reason" in choice for choice in chunk["choices"])
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "usage" not in events(post(url, "chat/completions", messages=HELLO, stream=True))[0]
+    for chunk in events(post(url, "completions", prompt="a", stream=True)):
+        assert chunk["object"] == "text_completion"
+        assert chunk["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+
+
+def test_continuous_usage_is_in_every_chunk(url: str) -> None:
+    options = {"continuous_usage_stats": True}
+    response = post(url, "completions", prompt="a", stream=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "prompt", ["hello", ["hello", "world"], [1, 2, 3], [[1, 2], [3, 4, 5]]], ids=str
+)
+def test_completions_take_every_form_of_prompt(
+    client: openai.OpenAI, prompt: Any, streamed: bool
+) -> None:
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    found = dict.fromkeys(range(len(prompt) if several else 1), "")
+    if streamed:
+        for chunk in client.completions.create(model="small", prompt=prompt, stream=True):
+            for choice in chunk.choices:
+                found[choice.index] += choice.text
+    else:
+        answer = client.completions.create(model="small", prompt=prompt)
+        Completion.model_validate(answer.model_dump())
+        found |= {choice.index: choice.text for choice in answer.choices}
+    assert set(found.values()) == {ANSWER}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("sizes", [(), (3, 1, 5), (100,)], ids=str)
+@pytest.mark.parametrize("stop", ["ld, th", ["zzz", "😀"]], ids=str)
+def test_stop_string_across_tokens_ends_text_and_request(
+    url: str, double: DecodeDouble, text: Text, sizes: tuple[int, ...], stop: Any, streamed: bool
+) -> None:
+    tokens = text.encode(ANSWER, add_special_tokens=False)
+    double.script = speak(tokens, sizes=sizes)
+    response = post(url, "completions", prompt="a", stop=stop, stream=streamed)
+    if streamed:
+        choices = [chunk["choices"][0] for chunk in events(response)]
+    else:
+        choices = response.json()["choices"]
+    cut = stop if isinstance(stop, str) else stop[-1]
+    assert "".join(choice["text"] for choice in choices) == ANSWER[: ANSWER.index(cut)]
+    assert choices[-1]["finish_reason"] == "stop"
+    at_position = double.expect(Stop).at_position
+    kept = text.decode(tokens[: at_position - 1])
+    assert cut in kept
+    assert cut not in text.decode(tokens[: at_position - 2])
+    if not streamed:
+        usage = response.json()["usage"]
+        assert usage["completion_tokens"] == at_position - usage["prompt_tokens"]
+
+
+def test_finish_reason_length_and_special_tokens(
+    url: str, double: DecodeDouble, text: Text
+) -> None:
+    tokens = text.encode("a<|im_end|>", add_special_tokens=False)
+    double.script = speak(tokens, finish=FinishReason.LENGTH)
+    choice = post(url, "completions", prompt="a").json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("a", "length")
+    shown = post(url, "completions", prompt="a", skip_special_tokens=False).json()
+    assert shown["choices"][0]["text"] == "a<|im_end|>"
+
+
+def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
+    url: str, double: DecodeDouble
+) -> None:
+    double.script = None
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": "me"}],
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "min_p": 0.1,
+        "seed": -3,
+        "max_tokens": 99,
+        "max_completion_tokens": 7,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "stop": None,
+        "stop_token_ids": [9, 3, 9],
+        "user": "me",
+        "unheard_of": {"a": [1]},
+        "n": 1,
+        "logit_bias": {},
+        "logprobs": False,
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+    }
+    with httpx.Client() as http:
+        request = http.build_request("POST", f"{url}/v1/chat/completions", json=body | {"stream": 1})
+        peer, generate = None, None
+        double.script = lambda d, p, g: (d.taken.put((p, g)), d.chunk(p, g, finish=_STOP))  # type: ignore[assignment]
+        assert http.send(request).status_code == 200
+        peer, generate = double.take()
+    assert peer.startswith("router-0/")
+    assert generate.dispatch == 1
+    sampling = generate.sampling
+    assert sampling.max_tokens == 7
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 0, 0.1)
+    assert sampling.seed == 2**63 - 3
+    assert (sampling.ignore_eos, sampling.min_tokens, sampling.stop_ids) == (True, 2, (3, 9))
+
+
+_STOP = FinishReason.STOP
+
+
+def test_default_max_tokens_is_what_is_left(url: str, double: DecodeDouble) -> None:
+    double.script = lambda d, p, g: (d.taken.put((p, g)), d.chunk(p, g, finish=_STOP))  # type: ignore[assignment]
+    for prompt in ([1] * 10, [1] * (MAX_MODEL_LEN - 1)):
+        assert post(url, "completions", prompt=prompt).status_code == 200
+        _, generate = double.take()
+        assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(prompt)
+        assert 0 <= generate.sampling.seed < 2**63
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content",
+    ),
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": [1, "a"]}, "prompt"),
+    ("completions", {"prompt": [100_000]}, "prompt"),
+    ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+    ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
+    ("completions", {"prompt": "a", "min_p": 1}, "min_p"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ("completions", {"prompt": "a", "stop": ["a", ""]}, "stop"),
+    ("completions", {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD, ids=str)
+def test_wrong_values_are_400_and_name_the_field(
+    url: str, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = post(url, path, **body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "n": 2,
+    "best_of": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"1": 2},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [{"type": "function"}],
+    "response_format": {"type": "json_object"},
+    "echo": True,
+    "suffix": "b",
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_is_not_built_is_refused_by_name(client: openai.OpenAI, name: str) -> None:
+    assert name in NOT_BUILT
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(
+            model="small", prompt="a", extra_body={name: UNSUPPORTED[name]}
+        )
+    assert (caught.value.code, caught.value.param) == ("unsupported", name)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "param"),
+    [(MAX_MODEL_LEN, None, None), (MAX_MODEL_LEN + 9, 1, "max_tokens"), (200, 57, "max_tokens")],
+)
+def test_too_long_is_context_length_exceeded(
+    client: openai.OpenAI, num_tokens: int, max_tokens: int | None, param: str | None
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="small", prompt=[1] * num_tokens, max_tokens=max_tokens)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+def test_other_models_are_404(client: openai.OpenAI, url: str) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("a/b")
+    assert httpx.get(f"{url}/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b"", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000, b'{"prompt": "\\ud800"}']
+)
+def test_what_is_not_a_json_object_is_400(url: str, raw: bytes) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_over_the_limit_is_413(url: str, chunked: bool) -> None:
+    raw = b" " * 20_001
+    content = iter([raw[:10_000], raw[10_000:]]) if chunked else raw
+    response = httpx.post(f"{url}/v1/completions", content=content)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_silent_streams_are_kept_alive_with_comments(
+    url: str, double: DecodeDouble, text: Text
+) -> None:
+    double.script = None
+    seen = []
+    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}) as r:
+        peer, generate = double.take()
+        for line in r.iter_lines():
+            seen.append(line)
+            if len(seen) == 1:
+                double.chunk(peer, generate, [5], finish=FinishReason.LENGTH)
+    assert seen[0] == ": ping"
+    assert seen[-2] == "data: [DONE]"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    Model.model_validate(model.model_dump())
+    assert model.id == client.models.retrieve("small").id == "small"
+
+
+def test_request_id_is_returned(url: str) -> None:
+    given = {"x-request-id": "mine"}
+    assert httpx.get(f"{url}/v1/models", headers=given).headers["x-request-id"] == "mine"
+    assert len(httpx.get(f"{url}/nothing").headers["x-request-id"]) == 32
+
+
+def test_state_of_the_router(url: str, double: DecodeDouble) -> None:
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 200
+    config = httpx.get(f"{url}/config").json()
+    assert config["config"]["router"]["max_body_bytes"] == 20_000
+    assert "RDMA" in config["notes"][0]
+    assert {member["role"] for member in config["members"]} == {"router", "decode"}
+    targets = httpx.get(f"{url}/metrics/targets").json()
+    assert [double.member.metrics_address] in [target["targets"] for target in targets]
+    assert all(isinstance(value, str) for t in targets for value in t["labels"].values())
+
+
+def test_metrics_parse_and_are_ours(url: str) -> None:
+    assert post(url, "completions", prompt="a").status_code == 200
+    assert post(url, "completions", prompt="").status_code == 400
+    page = httpx.get(f"{url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    for name, family in families.items():
+        assert name.startswith("kvlane_")
+        assert family.documentation
+        for sample in family.samples:
+            assert (sample.labels["model"], sample.labels["role"]) == ("small", "router")
+    outcomes = {s.labels["outcome"]: s.value for s in families["kvlane_requests"].samples}
+    assert outcomes["stop"] >= 1
+    assert outcomes["invalid_value"] >= 1
+    alive = {s.labels["worker_role"]: s.value for s in families["kvlane_workers_alive"].samples}
+    assert alive == {"decode": 1, "prefill": 0}
+    assert families["kvlane_generation_tokens"].samples[0].value > 0
+    assert families["kvlane_time_to_first_token_seconds"].type == "histogram"

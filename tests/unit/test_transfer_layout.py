@@ -1,0 +1,153 @@
+"""The runs that a pull is made of, against a byte map built element by element."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from worker.cache.layout import KVLayout, KVRegion
+from worker.transfer.layout import (
+    HeadRange,
+    PageRun,
+    merge_pages,
+    plan_runs,
+    rank_heads,
+    rank_plan,
+)
+
+PAIRS = [(3, 1), (4, 2), (5, 3), (1, 6), (7, 5), (6, 4)]
+NUM_PAGES = 8
+
+
+def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> KVLayout:
+    target = KVRegion("target", 4, num_heads, 2, num_groups, 2, "float16")
+    if draft_heads is None:
+        return KVLayout((target,), "m")
+    return KVLayout((target, KVRegion("draft", 1, draft_heads, 2, 1, 2, "float16")), "m")
+
+
+def labels(region: KVRegion, heads: range) -> np.ndarray:
+    """Each byte's meaning as one number, in memory order: (page, group, head, layer, rest)."""
+    rest = 2 * region.page_size * region.head_dim * 2
+    shape = (NUM_PAGES, region.num_groups, len(heads), region.layers_per_group, rest)
+    out = np.empty(shape, np.int64)
+    for page, group, i, layer in itertools.product(*map(range, shape[:4])):
+        base = ((page * 97 + group) * 97 + heads[i]) * 97 + layer
+        out[page, group, i, layer] = base * rest + np.arange(rest)
+    return out.reshape(-1)
+
+
+def expected(region: KVRegion, heads: range, groups: range, pairs: list) -> np.ndarray:
+    """Local memory after the pull: the remote page's labels in the wanted groups, else -1."""
+    shape = (NUM_PAGES, region.num_groups, region.group_bytes)
+    source = labels(region, heads).reshape(shape)
+    out = np.full(shape, -1, np.int64)
+    for local, remote in pairs:
+        for group in groups:
+            out[local, group] = source[remote, group]
+    return out.reshape(-1)
+
+
+def apply(runs: list, region: int, memory: np.ndarray, source: np.ndarray) -> None:
+    for run in runs:
+        if run.region == region:
+            there = source[run.remote_offset : run.remote_offset + run.num_bytes]
+            here = memory[run.local_offset : run.local_offset + run.num_bytes]
+            assert len(here) == len(there) == run.num_bytes
+            assert (here == -1).all(), "a byte is copied twice"
+            here[:] = there
+
+
+def test_merge_pages_joins_what_is_contiguous_on_both_sides() -> None:
+    assert merge_pages(PAIRS) == [
+        PageRun(3, 1, 3),
+        PageRun(1, 6, 1),
+        PageRun(7, 5, 1),
+        PageRun(6, 4, 1),
+    ]
+    assert merge_pages([]) == []
+
+
+def test_merged_pages_are_the_same_pairs_in_the_same_order() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        n = rng.randrange(12)
+        pairs = list(zip(rng.sample(range(14), n), rng.sample(range(14), n), strict=True))
+        flat = [(a + i, b + i) for a, b, k in merge_pages(pairs) for i in range(k)]
+        assert flat == pairs
+
+
+def test_whole_pages_become_one_run_for_each_contiguous_stretch() -> None:
+    one = layout(num_heads=2, num_groups=2)
+    size = one.regions[0].page_bytes
+    runs = plan_runs(one, [(2, 5), (3, 6), (4, 7)])
+    assert runs == [(0, 2 * size, 5 * size, 3 * size)]
+    assert plan_runs(one, [(2, 5), (3, 6), (4, 7)], range(2)) == runs
+    assert plan_runs(one, []) == []
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
+    one = layout(num_heads=2, num_groups=num_groups, draft_heads=2)
+    for first in range(num_groups):
+        for last in range(first, num_groups + 1):
+            groups = range(first, last)
+            runs = plan_runs(one, PAIRS, groups)
+            draft_groups = range(1) if num_groups - 1 in groups else range(0)
+            for index, of_region in enumerate((groups, draft_groups)):
+                region = one.regions[index]
+                memory = np.full(NUM_PAGES * region.page_bytes, -1, np.int64)
+                apply(runs, index, memory, labels(region, range(2)))
+                assert (memory == expected(region, range(2), of_region, PAIRS)).all()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("draft_heads", [1, 4])
+def test_unequal_tensor_parallelism_fills_every_byte_once(
+    num_groups: int, num_heads: int, draft_heads: int
+) -> None:
+    totals = (num_heads, draft_heads)
+    for local_tp, remote_tp in itertools.product([1, 2, 4, 8], repeat=2):
+        for local_rank in range(local_tp):
+            ours = [rank_heads(total, local_tp, local_rank) for total in totals]
+            local = layout(len(ours[0]), num_groups, len(ours[1]))
+            memory = [np.full(NUM_PAGES * r.page_bytes, -1, np.int64) for r in local.regions]
+            for remote_rank, heads in rank_plan(totals, local_tp, local_rank, remote_tp).items():
+                theirs = [rank_heads(total, remote_tp, remote_rank) for total in totals]
+                remote = layout(len(theirs[0]), num_groups, len(theirs[1]))
+                runs = plan_runs(local, PAIRS, remote=remote, heads=heads)
+                for index, region in enumerate(remote.regions):
+                    apply(runs, index, memory[index], labels(region, theirs[index]))
+            for index, region in enumerate(local.regions):
+                want = expected(region, ours[index], range(region.num_groups), PAIRS)
+                assert (memory[index] == want).all()
+
+
+def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
+    for rank in range(4):
+        plan = rank_plan((8,), 4, rank, 4)
+        assert plan == {rank: (HeadRange(0, 0, 2),)}
+        one = layout(num_heads=2, num_groups=2)
+        assert plan_runs(one, PAIRS, heads=plan[rank]) == plan_runs(one, PAIRS)
+
+
+def test_copies_of_a_head_share_the_load() -> None:
+    sources = [next(iter(rank_plan((2,), 8, rank, 8))) for rank in range(8)]
+    assert sorted(sources) == list(range(8))
+
+
+def test_a_head_range_of_a_page_is_one_run_per_group() -> None:
+    ours, theirs = layout(num_heads=1, num_groups=2), layout(num_heads=4, num_groups=2)
+    runs = plan_runs(ours, [(1, 2), (2, 3)], remote=theirs, heads=(HeadRange(0, 3, 1),))
+    assert [run.num_bytes for run in runs] == [ours.regions[0].head_bytes] * 4
+
+
+def test_heads_that_no_ranks_can_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be shared"):
+        rank_heads(6, 4, 0)
+    with pytest.raises(ValueError, match="no rank"):
+        rank_heads(4, 2, 2)

@@ -1,0 +1,218 @@
+"""One request's KV on its way from a prefill worker, over one or more attempts.
+
+    asked ── KVReady ──> pulls run while more is announced ── all landed in the window ──> landed
+      │ refused, peer lost, lease ended, pull failed or too old
+      └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
+
+Pages are bound to the request in order and stay bound over attempts, because only our own pulls
+write them; whole pages that landed count for the next attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.api import AnyMessage, Candidate, KVReady, PeerId, Prefill, Release, Xfer
+from worker.cache.book import PageBook
+from worker.cache.layout import KVLayout
+from worker.config import LeaseConfig, TransportConfig
+from worker.errors import OutOfPages, Revoked, TransferError, TransferTimeout
+from worker.lease import PullWindow
+from worker.metrics import WorkerMetrics
+from worker.req import Req
+from worker.transfer.base import Peer, Pull, PullState
+from worker.transfer.layout import plan_runs
+
+log = logging.getLogger("kvlane.fetch")
+RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
+
+
+@dataclass(slots=True)
+class PullParts:
+    """What all fetches of a worker share. Filled by Inbound."""
+
+    book: PageBook
+    layout: KVLayout
+    send: Callable[[PeerId, AnyMessage], None]
+    lease: LeaseConfig
+    transport: TransportConfig
+    metrics: WorkerMetrics
+    bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
+
+    @property
+    def label(self) -> str:
+        """Name and kind of the transport, as metrics show it."""
+        return f"{self.transport.name}/{self.transport.kind}"
+
+
+@dataclass(slots=True)
+class _Range:
+    """A pull under way: pages [first_page, first_page + num_pages) of the prompt, some groups."""
+
+    pull: Pull
+    link: Peer
+    began_at: float
+    first_page: int
+    num_pages: int
+    num_groups: int
+
+
+class Fetch:
+    """Brings KV of req.tokens[:-1] into req.hold.
+
+    `xfer` is the attempt under way, None while draining. `num_landed` counts the pages of the
+    prompt that are here without a gap, those matched in the tree included.
+    """
+
+    def __init__(self, parts: PullParts, req: Req, candidates: list[Candidate], now: float) -> None:
+        assert req.hold is not None
+        self.req = req
+        self.hold = req.hold
+        self.candidates = deque(candidates)
+        self.xfer: Xfer | None = None
+        self.peer: PeerId = ""
+        self.attempt = 0
+        self.aborted = False
+        self.num_landed = len(req.hold.pages)
+        self._parts = parts
+        self._began_at = now
+        self._sent_at = now
+        self._window = PullWindow(parts.lease.decode_window_s)
+        self._announced: deque[KVReady] = deque()  # not bound and pulled yet
+        self._ranges: list[_Range] = []
+        self._landed_groups: dict[int, int] = {}  # page of the prompt -> groups
+
+    @property
+    def xfer_id(self) -> str:
+        """The same over all attempts; another one after a preemption."""
+        return f"{self.req.req_id}:{self.req.dispatch}:{len(self.req.tokens)}"
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls that run."""
+        return len(self._ranges)
+
+    @property
+    def landed(self) -> bool:
+        """All that is wanted is here, read under the lease."""
+        return self.num_landed == self._parts.book.num_pages_for(len(self.req.tokens) - 1)
+
+    def uses(self, link: Peer) -> bool:
+        """Whether a pull over `link` runs."""
+        return any(each.link is link for each in self._ranges)
+
+    def begin(self, peer: PeerId, incarnation: str, now: float) -> None:
+        """Ask `peer`, with no pull of an earlier attempt running."""
+        assert not self._ranges
+        self.attempt += 1
+        prefill = peer.rpartition("/")[2]
+        self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, prefill)
+        self.peer, self._sent_at = peer, now
+        self._window = PullWindow(self._parts.lease.decode_window_s)
+        self._landed_groups.clear()
+        num_matched = self.num_landed * self._parts.book.page_size
+        self._parts.send(peer, Prefill(self.xfer, tuple(self.req.tokens), num_matched))
+
+    def announced(self, message: KVReady) -> None:
+        """Pages may be pulled; also the acknowledgement of our Prefill."""
+        self._window.acknowledged(self._sent_at)
+        req = self.req
+        if len(req.tokens) == req.num_prompt_tokens:
+            req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
+        if message.pages:
+            self._announced.append(message)
+
+    def renewed(self, sent_at: float) -> None:
+        """The renewal that we sent at `sent_at` was acknowledged."""
+        self._window.acknowledged(sent_at)
+
+    def advance(self, link: Peer | None, now: float) -> None:
+        """Start the pulls that can start, move the others on, notice what has failed."""
+        if self.xfer is not None:
+            self._start_pulls(link, now)
+            answered = self._window.ends_at > 0
+            first = self._sent_at + self._parts.lease.decode_window_s
+            if now > (self._window.ends_at if answered else first):
+                self.fail(Revoked.code, "its lease ended")
+        for each in list(self._ranges):
+            self._advance_range(each)
+
+    def fail(self, cause: str, why: str) -> None:
+        """The attempt is over without success."""
+        log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
+        self._parts.metrics.fetch_retries(cause).inc()
+        self.drain()
+
+    def drain(self) -> None:
+        """End the attempt: nothing new is issued, what runs is cancelled and awaited."""
+        if self.xfer is not None:
+            self._parts.send(self.peer, Release(self.xfer))
+        self.xfer = None
+        self._announced.clear()
+        for each in self._ranges:
+            each.pull.cancel()
+
+    def end(self) -> None:
+        """Tell the request what is here now; no pull runs any more."""
+        assert not self._ranges
+        landed = self.landed and self.xfer is not None
+        self.drain()
+        num_tokens = self.num_landed * self._parts.book.page_size
+        self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
+        if landed:
+            took_s = time.monotonic() - self._began_at
+            self._parts.metrics.fetch_seconds(self._parts.label).observe(took_s)
+
+    def _start_pulls(self, link: Peer | None, now: float) -> None:
+        """Bind page ids for what was announced and pull into them, in order."""
+        book = self._parts.book
+        while self._announced and link is not None:
+            ready = self._announced[0]
+            end = ready.first_page + len(ready.pages)
+            try:
+                book.bind(self.hold, end * book.page_size, for_pull=True)
+            except OutOfPages:
+                return  # pages still cool; the step in flight settles soon
+            self._announced.popleft()
+            pairs = list(zip(self.hold.pages[ready.first_page : end], ready.pages, strict=True))
+            groups = range(ready.first_group, ready.first_group + ready.num_groups)
+            pull = link.pull(plan_runs(self._parts.layout, pairs, groups))
+            self._ranges.append(
+                _Range(pull, link, now, ready.first_page, len(ready.pages), ready.num_groups)
+            )
+
+    def _advance_range(self, each: _Range) -> None:
+        state = each.pull.poll()
+        now = time.monotonic()
+        if state is PullState.RUNNING:
+            too_old = now - each.began_at > self._parts.transport.pull_timeout_s
+            if too_old and self.xfer is not None:
+                self.fail(TransferTimeout.code, "a pull took too long")
+            return
+        self._ranges.remove(each)
+        self._parts.metrics.pulls(self._parts.label, state.value).inc()
+        if self.xfer is None:
+            return  # draining: whatever arrived, nobody trusts it
+        if state is PullState.FAILED:
+            self.fail(TransferError.code, each.pull.error or "pull failed")
+        elif not self._window.covers(now):
+            self.fail(Revoked.code, "a pull ended outside its lease")
+        else:
+            self._count(each, now - each.began_at)
+
+    def _count(self, each: _Range, took_s: float) -> None:
+        parts = self._parts
+        parts.metrics.pulled_bytes(parts.label).inc(each.pull.num_bytes)
+        parts.metrics.pull_seconds(parts.label).observe(took_s)
+        rate = each.pull.num_bytes / max(took_s, 1e-6)
+        old = parts.bytes_per_s
+        parts.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
+        for page in range(each.first_page, each.first_page + each.num_pages):
+            self._landed_groups[page] = self._landed_groups.get(page, 0) + each.num_groups
+        num_groups = parts.layout.regions[0].num_groups
+        while self._landed_groups.get(self.num_landed, 0) == num_groups:
+            self.num_landed += 1

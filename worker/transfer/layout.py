@@ -1,0 +1,177 @@
+"""Which bytes of the peer's memory belong where in ours: pure arithmetic on two KV layouts.
+
+Page first makes everything that moves one range: a run of pages, one or more layer groups of a page
+(announced while later groups still compute), and a range of kv heads of a group (when the two sides
+have different numbers of tensor-parallel ranks). No staging, no slices per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from worker.cache.layout import KVLayout, KVRegion
+from worker.transfer.base import Run
+
+Pages = Sequence[tuple[int, int]]  # (local page, remote page)
+
+
+class PageRun(NamedTuple):
+    """`num_pages` pages that follow each other on both sides."""
+
+    local_page: int
+    remote_page: int
+    num_pages: int
+
+
+class HeadRange(NamedTuple):
+    """`num_heads` kv heads: where they begin among each side's own heads."""
+
+    local_first: int
+    remote_first: int
+    num_heads: int
+
+
+def merge_pages(pairs: Pages) -> list[PageRun]:
+    """`pairs` in their order, neighbours that are contiguous on both sides joined."""
+    runs: list[PageRun] = []
+    for local, remote in pairs:
+        if runs:
+            first_local, first_remote, n = runs[-1]
+            if (local, remote) == (first_local + n, first_remote + n):
+                runs[-1] = PageRun(first_local, first_remote, n + 1)
+                continue
+        runs.append(PageRun(local, remote, 1))
+    return runs
+
+
+def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
+    """The model's kv heads that `rank` of `tp_size` holds: its share, or a copy of one head.
+
+    Raises:
+        ValueError: neither of num_kv_heads and tp_size divides the other, or no such rank.
+    """
+    if not 0 <= rank < tp_size:
+        raise ValueError(f"no rank {rank} among {tp_size}")
+    if num_kv_heads % tp_size == 0:
+        share = num_kv_heads // tp_size
+        return range(rank * share, (rank + 1) * share)
+    if tp_size % num_kv_heads == 0:
+        head = rank // (tp_size // num_kv_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{num_kv_heads} kv heads cannot be shared by {tp_size} ranks")
+
+
+def rank_plan(
+    num_kv_heads: Sequence[int], local_tp: int, local_rank: int, remote_tp: int
+) -> dict[int, tuple[HeadRange | None, ...]]:
+    """From which remote ranks `local_rank` pulls, and which heads of each region.
+
+    Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
+    copies of a head, local ranks that want it spread over them.
+
+    Args:
+        num_kv_heads: of the whole model, per region of the layout.
+
+    Returns:
+        remote rank -> for each region the heads to pull from that rank, None for none.
+    """
+    plan: dict[int, list[HeadRange | None]] = {}
+    for region, total in enumerate(num_kv_heads):
+        wanted = rank_heads(total, local_tp, local_rank)
+        num_copies = max(1, remote_tp // total)
+        for remote_rank in range(local_rank % num_copies, remote_tp, num_copies):
+            held = rank_heads(total, remote_tp, remote_rank)
+            first = max(wanted.start, held.start)
+            num_heads = min(wanted.stop, held.stop) - first
+            if num_heads > 0:
+                ranges = plan.setdefault(remote_rank, [None] * len(num_kv_heads))
+                ranges[region] = HeadRange(first - wanted.start, first - held.start, num_heads)
+    return {rank: tuple(ranges) for rank, ranges in plan.items()}
+
+
+def plan_runs(
+    layout: KVLayout,
+    pairs: Pages,
+    groups: range | None = None,
+    *,
+    remote: KVLayout | None = None,
+    heads: Sequence[HeadRange | None] | None = None,
+) -> list[Run]:
+    """The runs that copy pages of all regions from a peer.
+
+    Args:
+        layout: ours.
+        pairs: (local page, remote page), each local page once.
+        groups: layer groups of the first region, None for all. A region with a single group, as
+            drafters have beside a target with several, goes with the last group.
+        remote: the peer's layout, None if it is the same.
+        heads: for each region the heads to copy, None for nothing of it; as a whole None for all
+            heads, which is right if both sides have the same.
+    """
+    remote = remote or layout
+    assert len(remote.regions) == len(layout.regions)
+    num_groups = layout.regions[0].num_groups
+    wanted = range(num_groups) if groups is None else groups
+    assert wanted.step == 1, wanted
+    assert 0 <= wanted.start <= wanted.stop <= num_groups, wanted
+    page_runs = merge_pages(pairs)
+    runs: list[Run] = []
+    for index, (here, there) in enumerate(zip(layout.regions, remote.regions, strict=True)):
+        span = HeadRange(0, 0, here.num_kv_heads) if heads is None else heads[index]
+        if span is None:
+            continue
+        _check_heads(here, there, span)
+        of_region = _region_groups(here, num_groups, wanted)
+        for local, remote_offset, num_bytes in _ranges(here, there, page_runs, of_region, span):
+            runs.append(Run(index, local, remote_offset, num_bytes))
+    return runs
+
+
+def _region_groups(region: KVRegion, num_groups: int, wanted: range) -> range:
+    """`wanted` groups of the first region, as groups of `region`."""
+    if region.num_groups == num_groups:
+        return wanted
+    assert region.num_groups == 1, f"{region.name} has neither one group nor {num_groups}"
+    return range(1) if num_groups - 1 in wanted else range(0)
+
+
+def _check_heads(here: KVRegion, there: KVRegion, span: HeadRange) -> None:
+    """Assert that the two regions differ in their heads at most, and hold `span`."""
+    assert here.head_bytes == there.head_bytes, f"{here} and {there} do not match"
+    assert here.num_groups == there.num_groups, f"{here} and {there} do not match"
+    assert 0 <= span.local_first <= here.num_kv_heads - span.num_heads, (here, span)
+    assert 0 <= span.remote_first <= there.num_kv_heads - span.num_heads, (there, span)
+
+
+def _ranges(
+    here: KVRegion,
+    there: KVRegion,
+    page_runs: Sequence[PageRun],
+    groups: range,
+    span: HeadRange,
+) -> Iterator[tuple[int, int, int]]:
+    """(local offset, remote offset, num_bytes), as large as the layout allows."""
+    if not groups:
+        return
+    all_heads = span.num_heads == here.num_kv_heads == there.num_kv_heads
+    if all_heads and len(groups) == here.num_groups:
+        size = here.page_bytes
+        for first_local, first_remote, num_pages in page_runs:
+            yield first_local * size, first_remote * size, num_pages * size
+        return
+    # With all heads, the wanted groups of a page are one range; else each group has its own.
+    starts = range(groups.start, groups.start + 1) if all_heads else groups
+    size = len(groups) * here.group_bytes if all_heads else span.num_heads * here.head_bytes
+    for first_local, first_remote, num_pages in page_runs:
+        for i in range(num_pages):
+            local_page = (first_local + i) * here.page_bytes + span.local_first * here.head_bytes
+            remote_page = (
+                first_remote + i
+            ) * there.page_bytes + span.remote_first * there.head_bytes
+            for group in starts:
+                yield (
+                    local_page + group * here.group_bytes,
+                    remote_page + group * there.group_bytes,
+                    size,
+                )
