@@ -113,7 +113,15 @@ class Wire:
         return Pong(self.me, self._stats())
 
     def _run(self) -> None:
-        """The I/O thread."""
+        """The I/O thread. A bug in it must not leave a process that hears nothing."""
+        try:
+            self._serve()
+        except BaseException:
+            log.critical("the sockets of %s failed", self.me, exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+
+    def _serve(self) -> None:
         next_ping = 0.0
         while True:
             now = time.monotonic()
@@ -176,9 +184,13 @@ class _Links:
         dealer.setsockopt(zmq.ROUTING_ID, self._me.encode())
         dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        dealer.connect(address)
         self.poller.register(dealer, zmq.POLLIN)
         self._peers[peer] = _Peer(dealer, time.monotonic(), False)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            self._lose(peer, f"cannot connect to {address}: {error}")
+            return
         self.send(peer, encode(Ping(self._me)))
 
     def send(self, peer_id: PeerId, frame: bytes) -> None:

@@ -14,9 +14,9 @@ What was measured of the engine shapes this file:
   several progress timeouts to drain.
 - A failed read is over: 0 bytes were written after the verdict, source killed or stopped.
 
-Kinds. The transport is chosen by the environment at import, once per process; the protocol argument
-chooses nothing. `rdma` fails loudly without an RDMA card; nothing falls back. `tcp` with CUDA memory
-copies each slice synchronously through the host (1.6 to 1.9 GB/s): it is for tests.
+Kinds. The transport is chosen by the environment at import, once per process; the protocol
+argument chooses nothing. `rdma` fails loudly without an RDMA card; nothing falls back. `tcp` with
+CUDA memory copies each slice synchronously through the host (1.6 to 1.9 GB/s): it is for tests.
 
 Security. The engine listens on all interfaces and lets whoever connects read and write registered
 memory: run it inside a cluster-internal network only.

@@ -50,7 +50,7 @@ APT_PACKAGES = {
     "libcurl.so": "libcurl4",
 }
 OTHER_LIBRARIES = {
-    "libcuda.so": "the NVIDIA driver; without a GPU install the CPU wheel: pip install 'kvlane[cpu]'",
+    "libcuda.so": "the NVIDIA driver; without a GPU use the CPU wheel, pip install 'kvlane[cpu]'",
     "libcudart.so": "the CUDA runtime of the wheel's CUDA version: pip install 'kvlane[cuda]'",
 }
 

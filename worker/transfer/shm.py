@@ -201,7 +201,7 @@ class ShmTransport:
 
 def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
     """A writable view of memory that somebody else keeps alive."""
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
