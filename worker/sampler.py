@@ -46,7 +46,7 @@ def sample(logits: Tensor, rows: SamplingRows, tail: Tail) -> Tensor:
     """Draw one token a row.
 
     Args:
-        logits: [n, vocab] f32; may be overwritten.
+        logits: [n, vocab] f32.
         rows: parameters of the n rows.
         tail: "greedy" when all rows are greedy, "random" when no row filters, else "filtered".
 
@@ -67,8 +67,11 @@ def sample(logits: Tensor, rows: SamplingRows, tail: Tail) -> Tensor:
 def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Changes of the logits that precede temperature: no stop token below min_len."""
     too_early = (rows.position < rows.min_len)[:, None] & (rows.stop_ids >= 0)
-    penalty = torch.where(too_early, float("-inf"), 0.0)
-    return logits.scatter_add_(1, rows.stop_ids.clamp(min=0), penalty)
+    vocab_size = logits.shape[1]
+    banned = torch.zeros(
+        logits.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device
+    ).scatter(1, torch.where(too_early, rows.stop_ids, vocab_size), True)
+    return logits.masked_fill(banned[:, :vocab_size], float("-inf"))
 
 
 def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:

@@ -60,7 +60,7 @@ class StepState:
     def apply(self, plan: Plan) -> None:
         """Releases, then starts, then pages of `plan`, ordered on the current stream."""
         if plan.releases:
-            self.active[self.upload(plan.releases, torch.int64)] = False
+            self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
         if plan.starts:
             self._start(plan.starts)
         if plan.pages:

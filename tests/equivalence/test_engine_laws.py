@@ -22,7 +22,13 @@ NUM = 24
 
 
 def engine(**changes: object) -> dict[str, object]:
-    return {"threads": 1, "cpu_pool_bytes": 48 << 20, "max_num_reqs": 80, **changes}
+    return {
+        "device": "cpu",
+        "threads": 1,
+        "cpu_pool_bytes": 48 << 20,
+        "max_num_reqs": 80,
+        **changes,
+    }
 
 
 def sections(mode: str = "always", page_size: int = 16, **changes: object) -> dict:

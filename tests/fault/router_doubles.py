@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,45 @@ def serving(
             double.die()
 
 
+Ask = Callable[..., "Future[httpx.Response]"]
+
+
+@contextmanager
+def asking() -> Iterator[Ask]:
+    """A function that sends a completion request from a thread and gives its future response."""
+    with ThreadPoolExecutor(16) as pool:
+
+        def send(url: str, **body: Any) -> Future[httpx.Response]:
+            body = {"prompt": "hello", "stream": True} | body
+            return pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=HANG_S)
+
+        yield send
+
+
+def ended(future: Future[httpx.Response]) -> tuple[str, str | None, str | None]:
+    """Text, finish reason and error code of a stream, which must end in exactly one way."""
+    response = future.result(HANG_S)
+    assert response.status_code == 200, response.text
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data.count("[DONE]") == 1
+    assert data[-1] == "[DONE]"
+    events = [json.loads(item) for item in data[:-1]]
+    errors = [event["error"]["code"] for event in events if "error" in event]
+    choices = [event["choices"][0] for event in events if "error" not in event]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert len(errors) + len(reasons) == 1
+    return "".join(c["text"] for c in choices), *(reasons or [None]), *(errors or [None])  # type: ignore[return-value]
+
+
+def failed(future: Future[httpx.Response]) -> tuple[int, str, httpx.Headers]:
+    """Status, error code and headers of a request that got no answer."""
+    response = future.result(HANG_S)
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return response.status_code, error["code"], response.headers
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of the samples whose name and labels begin with kvlane_`name`."""
+    lines = httpx.get(f"{url}/metrics").text.split("\n")
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"kvlane_{name}"))

@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types import Completion, Model
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from prometheus_client.parser import text_string_to_metric_families
+
+from router.schema import NOT_BUILT
+from router.text import Text
 from tests.fault.router_doubles import (
     HANG_S,
     MAX_MODEL_LEN,
@@ -21,10 +23,7 @@ from tests.fault.router_doubles import (
     serving,
     speak,
 )
-
-from router.schema import NOT_BUILT
-from router.text import Text
-from worker.api import FinishReason, Stop
+from worker.api import FinishReason, Generate, Stop
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "hello 😀 wörld, the end"
@@ -77,6 +76,12 @@ def post(url: str, path: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
 
 
+def keep(double: DecodeDouble, peer: str, generate: Generate) -> None:
+    """A script that ends every request at once and leaves it to be looked at."""
+    double.taken.put((peer, generate))
+    double.chunk(peer, generate, finish=FinishReason.STOP)
+
+
 def test_chat_whole(client: openai.OpenAI, text: Text) -> None:
     answer = client.chat.completions.create(model="small", messages=HELLO)  # type: ignore[arg-type]
     ChatCompletion.model_validate(answer.model_dump())
@@ -118,6 +123,15 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert usages[-1] is not None
     assert usages[-1].total_tokens == usages[-1].prompt_tokens + usages[-1].completion_tokens
     assert set(usages[:-1]) == {None}
+
+
+def test_stream_helper_of_the_client_adds_the_answer_up(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="small", messages=HELLO) as stream:  # type: ignore[arg-type]
+        kinds = [event.type for event in stream]
+        answer = stream.get_final_completion()
+    assert kinds[-1] == "content.done"
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_every_streamed_chunk_is_what_openai_declares(url: str) -> None:
@@ -204,7 +218,7 @@ def test_finish_reason_length_and_special_tokens(
 def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
     url: str, double: DecodeDouble
 ) -> None:
-    double.script = None
+    double.script = keep
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": "me"}],
         "temperature": 0,
@@ -227,26 +241,24 @@ def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
         "tool_choice": "none",
         "response_format": {"type": "text"},
     }
-    with httpx.Client() as http:
-        request = http.build_request("POST", f"{url}/v1/chat/completions", json=body | {"stream": 1})
-        peer, generate = None, None
-        double.script = lambda d, p, g: (d.taken.put((p, g)), d.chunk(p, g, finish=_STOP))  # type: ignore[assignment]
-        assert http.send(request).status_code == 200
-        peer, generate = double.take()
+    assert post(url, "chat/completions", **body).status_code == 200
+    peer, generate = double.take()
     assert peer.startswith("router-0/")
     assert generate.dispatch == 1
     sampling = generate.sampling
     assert sampling.max_tokens == 7
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 0, 0.1)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0,
+        0.5,
+        0,
+        0.1,
+    )
     assert sampling.seed == 2**63 - 3
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.stop_ids) == (True, 2, (3, 9))
 
 
-_STOP = FinishReason.STOP
-
-
 def test_default_max_tokens_is_what_is_left(url: str, double: DecodeDouble) -> None:
-    double.script = lambda d, p, g: (d.taken.put((p, g)), d.chunk(p, g, finish=_STOP))  # type: ignore[assignment]
+    double.script = keep
     for prompt in ([1] * 10, [1] * (MAX_MODEL_LEN - 1)):
         assert post(url, "completions", prompt=prompt).status_code == 200
         _, generate = double.take()
@@ -310,9 +322,7 @@ UNSUPPORTED: dict[str, Any] = {
 def test_what_is_not_built_is_refused_by_name(client: openai.OpenAI, name: str) -> None:
     assert name in NOT_BUILT
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(
-            model="small", prompt="a", extra_body={name: UNSUPPORTED[name]}
-        )
+        client.completions.create(model="small", prompt="a", extra_body={name: UNSUPPORTED[name]})
     assert (caught.value.code, caught.value.param) == ("unsupported", name)
 
 
@@ -369,46 +379,3 @@ def test_silent_streams_are_kept_alive_with_comments(
                 double.chunk(peer, generate, [5], finish=FinishReason.LENGTH)
     assert seen[0] == ": ping"
     assert seen[-2] == "data: [DONE]"
-
-
-def test_models(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
-    Model.model_validate(model.model_dump())
-    assert model.id == client.models.retrieve("small").id == "small"
-
-
-def test_request_id_is_returned(url: str) -> None:
-    given = {"x-request-id": "mine"}
-    assert httpx.get(f"{url}/v1/models", headers=given).headers["x-request-id"] == "mine"
-    assert len(httpx.get(f"{url}/nothing").headers["x-request-id"]) == 32
-
-
-def test_state_of_the_router(url: str, double: DecodeDouble) -> None:
-    assert httpx.get(f"{url}/health").status_code == 200
-    assert httpx.get(f"{url}/ready").status_code == 200
-    config = httpx.get(f"{url}/config").json()
-    assert config["config"]["router"]["max_body_bytes"] == 20_000
-    assert "RDMA" in config["notes"][0]
-    assert {member["role"] for member in config["members"]} == {"router", "decode"}
-    targets = httpx.get(f"{url}/metrics/targets").json()
-    assert [double.member.metrics_address] in [target["targets"] for target in targets]
-    assert all(isinstance(value, str) for t in targets for value in t["labels"].values())
-
-
-def test_metrics_parse_and_are_ours(url: str) -> None:
-    assert post(url, "completions", prompt="a").status_code == 200
-    assert post(url, "completions", prompt="").status_code == 400
-    page = httpx.get(f"{url}/metrics").text
-    families = {family.name: family for family in text_string_to_metric_families(page)}
-    for name, family in families.items():
-        assert name.startswith("kvlane_")
-        assert family.documentation
-        for sample in family.samples:
-            assert (sample.labels["model"], sample.labels["role"]) == ("small", "router")
-    outcomes = {s.labels["outcome"]: s.value for s in families["kvlane_requests"].samples}
-    assert outcomes["stop"] >= 1
-    assert outcomes["invalid_value"] >= 1
-    alive = {s.labels["worker_role"]: s.value for s in families["kvlane_workers_alive"].samples}
-    assert alive == {"decode": 1, "prefill": 0}
-    assert families["kvlane_generation_tokens"].samples[0].value > 0
-    assert families["kvlane_time_to_first_token_seconds"].type == "histogram"

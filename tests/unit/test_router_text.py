@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fault.router_doubles import make_model
 from tokenizers import Tokenizer, decoders, models
 
 from router.output import OutputText, StopMatcher, WindowDetokenizer
 from router.text import ChatTemplate, Text, joined
+from tests.fault.router_doubles import make_model
+from worker.config import ModelConfig
 from worker.errors import UserError
 
 
@@ -184,8 +185,17 @@ def test_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -
     assert Text(directory).render([]) == "J"
 
 
+def test_bundled_model_has_tokenizer_and_template() -> None:
+    text = Text(ModelConfig().directory)
+    prompt = text.render([{"role": "user", "content": "héllo 😀"}])
+    assert "héllo 😀" in prompt
+    tokens = text.encode(prompt, add_special_tokens=False)
+    assert text.decode(tokens, skip_special_tokens=False) == prompt
+    assert max(tokens) < text.vocab_size
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="config.json"):
+    with pytest.raises(UserError, match="has no config"):
         Text(tmp_path)
 
 

@@ -198,13 +198,13 @@ class Engines:
         """A new engine: a few milliseconds, registration of large memory for RDMA aside.
 
         Raises:
-            Unsupported: it does not start (RDMA: no card) or refuses the memory.
+            Unsupported: it does not start (no card, no port) or refuses the memory.
         """
         raw = self._class()
         if raw.initialize(self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], "") != 0:
             raise Unsupported(
-                f"mooncake does not start with {SELECTION[self._kind]}=1: "
-                f"this machine has no usable {self._kind} hardware"
+                f"mooncake does not start over {self._kind}: its log lines on stderr say why "
+                "(no card or link of that kind, or no free port)"
             )
         addresses = [region.address for region in self._regions]
         sizes = [region.num_bytes for region in self._regions]

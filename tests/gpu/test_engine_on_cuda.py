@@ -1,0 +1,76 @@
+"""The engine laws on one GPU, in float32, against the CPU's ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines import running
+from tests.support.prompts import problem_ids
+from tests.support.reference import sampling_of
+
+NUM = 32
+MAX_TOKENS = 100
+
+
+def sections(device: str, mode: str, **kv: object) -> dict[str, dict[str, object]]:
+    transport = {"name": "mooncake", "kind": "tcp"} if device == "cuda" else {}
+    return {
+        "model": {"dtype": "float32"},
+        "engine": {"device": device, "num_pages": 2000, "threads": 1},
+        "disaggregation": {"mode": mode},
+        "transport": transport,
+        "kv": kv,
+    }
+
+
+@pytest.fixture(scope="module")
+def cpu_ids() -> list[list[int]]:
+    with running(sections("cpu", "never"), num_prefill=0) as cluster:
+        return ask(cluster)
+
+
+def ask(cluster) -> list[list[int]]:
+    sampling = [sampling_of(i, MAX_TOKENS) for i in range(NUM)]
+    answers = cluster.client.generate(problem_ids(NUM), sampling)
+    assert not [each.error for each in answers if each.error]
+    cluster.wait_idle()
+    return [each.tokens for each in answers]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_cuda_equals_cpu_in_float32(mode: str, page_size: int, cpu_ids: list) -> None:
+    with running(sections("cuda", mode, page_size=page_size)) as cluster:
+        assert ask(cluster) == cpu_ids
+        assert ask(cluster) == cpu_ids  # the prefix trees hold the prompts now
+
+
+@pytest.mark.gpu(1)
+def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
+    config = sections("cuda", "always")
+    config["model"] = {}
+    with running(config) as cluster:
+        same = sum(a == b for a, b in zip(ask(cluster), cpu_ids, strict=True))
+    assert same > NUM // 2, f"only {same} of {NUM} texts agree with float32"
+
+
+@pytest.mark.gpu(1)
+def test_a_step_never_waits_for_the_device() -> None:
+    """Everything that launch enqueues, under torch's own detector of host syncs."""
+    import torch
+
+    with running(sections("cuda", "never"), num_prefill=0) as cluster:
+        ask(cluster)  # warm: allocator, kernels
+        runner = cluster.workers["decode-0"].engine.runner
+        run = runner._run
+
+        def strict(plan):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return run(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner._run = strict
+        ask(cluster)

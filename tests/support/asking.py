@@ -1,0 +1,80 @@
+"""Many concurrent requests through the official `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import openai
+
+from tests.support.reference import body_of
+
+
+@dataclass
+class Outcome:
+    """How one request ended: a finish_reason or an error, never both, never neither."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None  # the error's code
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_chunks: int = 0
+
+
+async def ask(
+    client: openai.AsyncOpenAI, question: str, body: dict, *, stream: bool, outcome: Outcome
+) -> None:
+    """One chat request; fills `outcome` as it goes, so that a hang shows how far it came."""
+    messages = [{"role": "user", "content": question}]
+    try:
+        if not stream:
+            made = await client.chat.completions.create(model="tiny", messages=messages, **body)
+            outcome.text = made.choices[0].message.content
+            outcome.finish_reason = made.choices[0].finish_reason
+            outcome.num_prompt_tokens = made.usage.prompt_tokens
+            outcome.num_cached_tokens = made.usage.prompt_tokens_details.cached_tokens
+            return
+        chunks = await client.chat.completions.create(
+            model="tiny", messages=messages, stream=True,
+            stream_options={"include_usage": True}, **body,
+        )  # fmt: skip
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                outcome.text += choice.delta.content or ""
+                outcome.num_chunks += bool(choice.delta.content)
+                outcome.finish_reason = choice.finish_reason or outcome.finish_reason
+            if chunk.usage is not None:
+                outcome.num_prompt_tokens = chunk.usage.prompt_tokens
+                outcome.num_cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+    except openai.APIError as error:
+        assert outcome.error is None
+        outcome.error = str(error.code)
+
+
+async def ask_all(
+    base_url: str,
+    questions: Sequence[str],
+    *,
+    max_tokens: int,
+    timeout_s: float = 150.0,
+    bodies: Sequence[dict] | None = None,
+) -> list[Outcome]:
+    """All at once, every third one not streamed; raises TimeoutError if any hangs."""
+    outcomes = [Outcome() for _ in questions]
+    async with openai.AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=timeout_s
+    ) as client:
+        tasks = [
+            ask(
+                client,
+                question,
+                bodies[index] if bodies else body_of(index, max_tokens),
+                stream=index % 3 != 0,
+                outcome=outcomes[index],
+            )
+            for index, question in enumerate(questions)
+        ]
+        await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
+    return outcomes

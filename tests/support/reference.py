@@ -1,0 +1,50 @@
+"""Texts of one process: one decode worker that prefills by itself, asked one request at a time."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.support.engines import running
+from tests.support.prompts import problem_ids, tokenizer
+from worker.api import FinishReason, Sampling
+
+SECTIONS: dict[str, dict[str, object]] = {
+    "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, "prefix_cache": False},
+    "disaggregation": {"mode": "never"},
+}
+
+
+def sampling_of(index: int, max_tokens: int) -> Sampling:
+    """Greedy for even requests, seeded with every filter for odd ones."""
+    if index % 2 == 0:
+        return Sampling(max_tokens=max_tokens, temperature=0.0)
+    return Sampling(
+        max_tokens=max_tokens, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=1000 + index
+    )
+
+
+def body_of(index: int, max_tokens: int) -> dict[str, object]:
+    """The same parameters as the fields of an OpenAI request."""
+    sampling = sampling_of(index, max_tokens)
+    if sampling.temperature == 0:
+        return {"temperature": 0, "max_tokens": max_tokens}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "max_tokens": max_tokens,
+        "extra_body": {"top_k": sampling.top_k, "min_p": sampling.min_p},
+    }
+
+
+@functools.cache
+def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
+    """(text, finish_reason) of `num` held-out problems."""
+    texts = []
+    with running(SECTIONS, num_prefill=0) as cluster:
+        for index, prompt in enumerate(problem_ids(num)):
+            answer = cluster.client.generate([prompt], sampling_of(index, max_tokens))[0]
+            assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            text = tokenizer().decode(answer.tokens, skip_special_tokens=True)
+            texts.append((text, answer.finish_reason.value))
+    return tuple(texts)

@@ -1,0 +1,580 @@
+"""The decode scheduler under random load, against a device double and a one-request reference.
+
+The double keeps what `worker.state.StepState` keeps and applies plans as `worker.runner` does, at a
+random moment between launch and settle. A KV slot holds a hash of every token up to its own, so any
+mix-up of pages changes what a later step reads; the drawn token is a pure function of what was
+read, the seed and the position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+
+from worker.api import FinishReason, Sampling
+from worker.cache.book import PageBook
+from worker.config import EngineConfig
+from worker.errors import OutOfPages
+from worker.plan import Drawn, Plan, RowStart
+from worker.req import Phase, Req
+from worker.schedule.decode import DecodeScheduler
+
+VOCAB = 40
+EOS = frozenset({0, 1})
+_MASK = (1 << 61) - 1
+
+
+def mix(*words: int) -> int:
+    """A hash that does not depend on the process."""
+    h = 0x9E3779B97F4A7C15
+    for word in words:
+        h = ((h ^ (word + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & _MASK
+        h ^= h >> 29
+    return h
+
+
+def draw(prefix: int, seed: int, position: int, stops: frozenset[int], min_len: int) -> int:
+    """The token at `position` after a text whose hash is `prefix`."""
+    salt = 0
+    while True:
+        token = mix(prefix, seed, position, salt) % VOCAB
+        if position >= min_len or token not in stops:
+            return token
+        salt += 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """One request of the load, and the only text it may have."""
+
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: Sampling
+    remote: bool
+
+    @property
+    def max_len(self) -> int:
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def min_len(self) -> int:
+        return self.num_prompt_tokens + self.sampling.min_tokens
+
+    @property
+    def stops(self) -> frozenset[int]:
+        return stop_set(self.sampling)
+
+    @cache  # noqa: B019 (scripts live as long as the test)
+    def text(self) -> tuple[int, ...]:
+        """Prompt + output when nothing else runs."""
+        tokens = list(self.tokens)
+        prefix = self.prefix(tokens)[-1]
+        while True:
+            token = draw(prefix, self.sampling.seed, len(tokens), self.stops, self.min_len)
+            tokens.append(token)
+            prefix = mix(prefix, token)
+            if token in self.stops or len(tokens) >= self.max_len:
+                return tuple(tokens)
+
+    @cache  # noqa: B019
+    def kv(self) -> tuple[int, ...]:
+        """What slot i of its KV must hold, for every token of the text."""
+        return tuple(self.prefix(list(self.text())))
+
+    @property
+    def reason(self) -> FinishReason:
+        return FinishReason.STOP if self.text()[-1] in self.stops else FinishReason.LENGTH
+
+    @staticmethod
+    def prefix(tokens: list[int]) -> list[int]:
+        hashes, h = [], 0
+        for token in tokens:
+            h = mix(h, token)
+            hashes.append(h)
+        return hashes
+
+
+def stop_set(sampling: Sampling) -> frozenset[int]:
+    return frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else EOS)
+
+
+class Device:
+    """Step state by row and the pages, as worker.state and worker.runner treat them."""
+
+    def __init__(self, num_rows: int, num_pages: int, page_size: int, max_pages: int) -> None:
+        n = num_rows + 1
+        self.page_size = page_size
+        self.table = [[0] * max_pages for _ in range(n)]
+        self.active = [False] * n
+        self.seq_len = [0] * n
+        self.last_token = [0] * n
+        self.start: list[RowStart | None] = [None] * n
+        self.memory = [0] * (num_pages * page_size)
+
+    def slot(self, row: int, position: int) -> int:
+        page = self.table[row][position // self.page_size]
+        return page * self.page_size + position % self.page_size
+
+    def read(self, row: int, length: int) -> list[int]:
+        return [self.memory[self.slot(row, i)] for i in range(length)]
+
+    def write(self, row: int, position: int, token: int) -> int:
+        """The KV of `token`, from what its row reads; the slot's page."""
+        before = self.memory[self.slot(row, position - 1)] if position else 0
+        slot = self.slot(row, position)
+        self.memory[slot] = mix(before, token)
+        return slot // self.page_size
+
+    def apply(self, plan: Plan) -> None:
+        for row in plan.releases:
+            self.active[row] = False
+        for start in plan.starts:
+            self.start[start.row] = start
+            self.active[start.row] = start.active
+            self.seq_len[start.row] = start.seq_len
+            self.last_token[start.row] = start.last_token
+        for each in plan.pages:
+            assert each.row > 0
+            assert 0 not in each.pages
+            self.table[each.row][each.first : each.first + len(each.pages)] = each.pages
+
+    def sample(self, row: int, position: int) -> Drawn:
+        """Draw at `position` of an active row and move its state on."""
+        start = self.start[row]
+        assert start is not None
+        assert start.sampling is not None
+        stops = stop_set(start.sampling)
+        prefix = self.memory[self.slot(row, position - 1)]
+        token = draw(prefix, start.sampling.seed, position, stops, start.min_len)
+        stop = token in stops and position >= start.min_len
+        finished = stop or position + 1 >= start.max_len
+        self.seq_len[row], self.last_token[row] = position, token
+        self.active[row] = not finished
+        return Drawn(token, True, finished)
+
+
+@dataclass
+class Launched:
+    """A step in flight."""
+
+    plan: Plan
+    owners: dict[int, tuple[Req, Script, frozenset[int]]]  # row -> what its hold owned at launch
+    touched: frozenset[int]  # every page in the tables of its rows
+    drawn: list[Drawn] | None = None
+
+
+@dataclass
+class Pull:
+    """The KV of one request on its way; the test is the engine that writes it."""
+
+    req: Req
+    num_pages: int  # of the prompt, when complete
+    num_fails_at: int  # pages after which the attempt fails; num_pages = never
+    num_landed: int
+    running: list[tuple[int, int]] = field(default_factory=list)  # (page of the prompt, page id)
+    aborted: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of load."""
+
+    num_pages: int
+    page_size: int
+    rows: int
+    chunk: int
+    growth: int
+    max_prompt: int
+    max_output: int
+    share: float = 0.5  # requests that begin with a common prefix
+    remote: float = 0.5  # requests whose KV is pulled
+    abort: float = 0.01
+    cache: bool = True
+    overlap: float = 0.9  # turns that launch before they settle
+    arrive: float = 0.4
+
+
+class Simulation:
+    """DecodeWorker's turn around a scheduler, with everything else played by the test."""
+
+    def __init__(self, load: Load, seed: int) -> None:
+        self.load = load
+        self.random = random.Random(seed)
+        engine = EngineConfig(
+            max_num_reqs=load.rows, max_prefill_tokens=load.chunk, growth_tokens=load.growth
+        )
+        self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
+        self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted)
+        max_pages = -(-(load.max_prompt + load.max_output) // load.page_size) + 1
+        self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
+        self.stems = [self._tokens(load.max_prompt) for _ in range(3)]
+        self.scripts: dict[Req, Script] = {}  # admitted and not over
+        self.backlog: list[tuple[Req, Script]] = []
+        self.pulls: list[Pull] = []
+        self.in_flight: list[Launched] = []
+        self.counts: Counter[str] = Counter()
+        self.ids = 0
+        self.arriving = True
+
+    def preempted(self) -> None:
+        self.counts["preemptions"] += 1
+
+    # The load.
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(VOCAB) for _ in range(count))
+
+    def arrive(self) -> None:
+        rnd, load = self.random, self.load
+        length = rnd.randint(1, load.max_prompt)
+        prompt = self._tokens(length)
+        if rnd.random() < load.share:
+            common = rnd.randint(0, length)
+            prompt = rnd.choice(self.stems)[:common] + prompt[common:]
+        max_tokens = rnd.randint(1, load.max_output)
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=rnd.choice((0.0, 1.0)),
+            seed=rnd.randrange(1 << 40),
+            ignore_eos=rnd.random() < 0.7,
+            stop_ids=tuple(rnd.sample(range(VOCAB), rnd.choice((0, 0, 1)))),
+            min_tokens=rnd.choice((0, 0, 3, max_tokens)),
+        )
+        script = Script(prompt, length, sampling, rnd.random() < load.remote)
+        if rnd.random() < 0.1:  # sent again after its first decode worker died
+            cut = rnd.randint(length, max(length, len(script.text()) - 1))
+            resumed = Script(script.text()[:cut], length, sampling, script.remote)
+            assert resumed.text() == script.text()
+            script = resumed
+        self.ids += 1
+        req = Req(f"r{self.ids}", 1, "router", list(script.tokens), length, sampling, 0.0)
+        self.backlog.append((req, script))
+
+    def place(self, req: Req) -> None:
+        """As worker.admission.Admission.place."""
+        assert req.hold is not None
+        if req.num_computed_tokens == len(req.tokens) - 1:
+            self.counts["cached"] += 1
+            self.scheduler.commit(req)
+        elif not self.scripts[req].remote:
+            self.counts["local"] += 1
+            self.scheduler.prefill_locally(req)
+        else:
+            num_pages = self.book.num_pages_for(len(req.tokens) - 1)
+            landed = len(req.hold.pages)
+            fails = num_pages
+            if self.random.random() < 0.15:
+                fails = self.random.randint(landed, num_pages - 1)
+            self.pulls.append(Pull(req, num_pages, fails, landed))
+
+    # One turn.
+
+    def turn(self) -> None:
+        rnd = self.random
+        if self.arriving and rnd.random() < self.load.arrive and len(self.backlog) < 5:
+            self.arrive()
+        while self.backlog:
+            req, script = self.backlog[0]
+            before = self.book.num_reserved, self.book.num_holds, self.book.num_available
+            if not self.scheduler.admit(req):
+                after = self.book.num_reserved, self.book.num_holds, self.book.num_available
+                assert (before, req.hold) == (after, None)
+                break
+            self.backlog.pop(0)
+            self.scripts[req] = script
+            self.place(req)
+        self.maybe_end_early()
+        self.move_pulls()
+        for req in list(self.scheduler.preempted):
+            if not self.scheduler.admit(req):
+                break
+            self.place(req)
+        if self.in_flight and rnd.random() > self.load.overlap:
+            self.settle()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.launch(plan)
+        self.maybe_execute()
+        if self.in_flight and (plan is None or len(self.in_flight) > 1):
+            self.settle()
+        self.check()
+
+    def maybe_end_early(self) -> None:
+        rnd = self.random
+        if not self.scripts or rnd.random() > self.load.abort:
+            return
+        req = rnd.choice(list(self.scripts))
+        fetching = [pull for pull in self.pulls if pull.req is req]
+        if fetching:
+            assert req.phase is Phase.FETCHING
+            fetching[0].aborted = True
+            return
+        self.counts[f"aborted {req.phase.name}"] += 1
+        self.verify_text(req, final=False)
+        if rnd.random() < 0.5:  # as DecodeWorker._cut
+            at_position = rnd.randint(0, len(req.tokens))
+            del req.tokens[max(at_position, req.num_prompt_tokens) :]
+            req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
+        self.end(req, FinishReason.ABORT)
+
+    def move_pulls(self) -> None:
+        for pull in list(self.pulls):
+            if pull.running:
+                if self.random.random() < 0.5:
+                    self.write_pulled(pull)
+                continue
+            if pull.aborted or pull.num_landed >= pull.num_fails_at:
+                self.pulls.remove(pull)
+                self.leave_pull(pull)
+            elif self.random.random() < 0.7:
+                self.bind_pull(pull)
+
+    def leave_pull(self, pull: Pull) -> None:
+        """As Inbound._end and DecodeWorker._arrive."""
+        req = pull.req
+        req.num_computed_tokens = pull.num_landed * self.load.page_size
+        if pull.num_landed == pull.num_pages:
+            req.num_computed_tokens = len(req.tokens) - 1
+        if pull.aborted:
+            self.counts["aborted FETCHING"] += 1
+            self.end(req, FinishReason.ABORT)
+        elif pull.num_landed == pull.num_pages:
+            self.counts["fetched"] += 1
+            self.scheduler.commit(req)
+        else:
+            self.counts["fallback"] += 1
+            self.scheduler.prefill_locally(req)
+
+    def bind_pull(self, pull: Pull) -> None:
+        hold = pull.req.hold
+        assert hold is not None
+        end = self.random.randint(pull.num_landed + 1, pull.num_pages)
+        before = list(hold.pages), set(hold.private), hold.num_reserved
+        try:
+            new = self.book.bind(hold, end * self.load.page_size, for_pull=True)
+        except OutOfPages:
+            self.counts["pull waited for cooling"] += 1
+            assert self.in_flight, "with no step in flight a reserved page can always be pulled to"
+            assert before == (hold.pages, hold.private, hold.num_reserved)
+            return
+        touched = frozenset().union(*(step.touched for step in self.in_flight))
+        assert not touched & set(new), "a pull into pages that a step in flight may touch"
+        pull.running = list(enumerate(hold.pages))[pull.num_landed : end]
+        self.random.shuffle(pull.running)
+
+    def write_pulled(self, pull: Pull) -> None:
+        """Some pages of a running pull arrive."""
+        kv, size = self.scripts[pull.req].kv(), self.load.page_size
+        for _ in range(self.random.randint(1, len(pull.running))):
+            index, page = pull.running.pop()
+            for offset in range(size):
+                position = index * size + offset
+                known = position < len(pull.req.tokens) - 1
+                # Beyond the prompt a pulled page holds the other worker's garbage.
+                value = kv[position] if known else mix(position, page)
+                self.device.memory[page * size + offset] = value
+        if not pull.running:
+            assert pull.req.hold is not None
+            pull.num_landed = len(pull.req.hold.pages)
+
+    # The device.
+
+    def launch(self, plan: Plan) -> None:
+        running = self.scheduler.running
+        rows = plan.decode or tuple(chunk.row for chunk in plan.chunks)
+        assert len(set(rows)) == len(rows) > 0
+        assert not (plan.decode and plan.chunks)
+        by_row = {req.row: req for req in self.scripts if req.row}
+        owners: dict[int, tuple[Req, Script, frozenset[int]]] = {}
+        writable: Counter[int] = Counter()
+        for row in rows:
+            req = by_row[row]
+            assert req.hold is not None
+            owners[row] = req, self.scripts[req], frozenset(req.hold.private)
+            if plan.decode:
+                last = len(req.tokens) - 1 + req.num_in_flight - 1  # bound of the slot written
+                first = len(req.tokens) - 1
+            else:
+                chunk = next(each for each in plan.chunks if each.row == row)
+                first, last = chunk.start, chunk.start + len(chunk.tokens) - 1
+                assert first <= last
+            size = self.load.page_size
+            pages = req.hold.pages[first // size : last // size + 1]
+            assert len(pages) == last // size - first // size + 1, "launched without its slots"
+            writable.update(pages)
+            assert set(pages) <= req.hold.private, "would write a shared page"
+        assert not writable or max(writable.values()) == 1, "a page is writable by two rows"
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= self.load.chunk
+        touched = frozenset(page for req in by_row.values() if req.hold for page in req.hold.pages)
+        self.counts["steps"] += 1
+        self.counts["chunk steps" if plan.chunks else "decode steps"] += 1
+        assert len(running) <= self.load.rows
+        self.in_flight.append(Launched(plan, owners, touched))
+        assert len(self.in_flight) <= 2
+
+    def maybe_execute(self) -> None:
+        for step in self.in_flight:
+            if step.drawn is None:
+                if self.random.random() < 0.5:
+                    return
+                self.execute(step)
+
+    def execute(self, step: Launched) -> None:
+        device, plan = self.device, step.plan
+        device.apply(plan)
+        pulling = {page for pull in self.pulls for _, page in pull.running}
+        step.drawn = []
+        for row in plan.decode:
+            if not device.active[row]:
+                device.write(0, 0, 0)
+                step.drawn.append(Drawn(0, False, False))
+                continue
+            position = device.seq_len[row]
+            assert position + 1 <= plan.max_seq_len_ub
+            self._write(step, row, position, device.last_token[row], pulling)
+            self._attend(step, row, position + 1)
+            step.drawn.append(device.sample(row, position + 1))
+        for chunk in plan.chunks:
+            for offset, token in enumerate(chunk.tokens):
+                self._write(step, chunk.row, chunk.start + offset, token, pulling)
+            end = chunk.start + len(chunk.tokens)
+            assert end <= plan.max_seq_len_ub
+            self._attend(step, chunk.row, end)
+            if chunk.sample:
+                step.drawn.append(device.sample(chunk.row, end))
+
+    def _write(
+        self, step: Launched, row: int, position: int, token: int, pulling: set[int]
+    ) -> None:
+        page = self.device.write(row, position, token)
+        _, script, owned = step.owners[row]
+        assert script.text()[position] == token
+        assert page in owned, f"row {row} wrote page {page}, which it did not own at launch"
+        assert page not in pulling, "a step wrote a page that a pull writes"
+
+    def _attend(self, step: Launched, row: int, length: int) -> None:
+        expected = list(step.owners[row][1].kv()[:length])
+        assert self.device.read(row, length) == expected, f"row {row} reads another's KV"
+
+    def settle(self) -> None:
+        step = self.in_flight.pop(0)
+        if step.drawn is None:
+            self.execute(step)
+        assert step.drawn is not None
+        seen: set[Req] = set()
+        for req, token, reason in self.scheduler.settle(step.plan.step, step.drawn):
+            assert req not in seen
+            seen.add(req)
+            assert req.tokens[-1] == token
+            self.verify_text(req, final=reason is not None)
+            if reason is not None:
+                assert reason == self.scripts[req].reason
+                self.counts[reason.value] += 1
+                self.end(req, reason)
+
+    def verify_text(self, req: Req, *, final: bool) -> None:
+        text = self.scripts[req].text()
+        assert tuple(req.tokens) == text[: len(req.tokens)], "text depends on what else runs"
+        assert final == (len(req.tokens) == len(text)), "ended too early or too late"
+
+    def end(self, req: Req, reason: FinishReason) -> None:
+        assert req.finish_reason is None
+        self.scheduler.finish(req, reason)
+        self.scheduler.finish(req, FinishReason.ERROR)  # a second call does nothing
+        assert req.finish_reason == reason
+        assert req.hold is None
+        assert req.row == 0
+        del self.scripts[req]
+        self.counts["finished"] += 1
+
+    # Laws that hold between turns.
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        self.book.check([req.hold for req in self.scripts if req.hold is not None])
+        where = Counter(
+            [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
+        )
+        where.update(pull.req for pull in self.pulls)
+        assert where == Counter(list(self.scripts)), "a request is in exactly one place"
+        rows = [req.row for req in self.scripts if req.row]
+        assert len(set(rows)) == len(rows)
+        for req in self.scripts:
+            assert (req.hold is None) == (req.phase is Phase.PREEMPTED)
+            assert req.phase is not Phase.RUNNING or scheduler.running[req.row] is req
+        arrivals = [req.arrival for req in scheduler.preempted]
+        assert arrivals == sorted(arrivals)
+
+    def drain(self, limit: int = 50_000) -> None:
+        """No more arrivals: everything must end, and everything must be given back."""
+        self.arriving = False
+        for _ in range(limit):
+            if not self.scripts and not self.backlog and not self.in_flight:
+                break
+            self.turn()
+        else:
+            left = [(req.key, req.phase, len(req.tokens), req.max_len) for req in self.scripts]
+            raise AssertionError(f"starved: {left[:5]} {dict(self.counts)}")
+        book = self.book
+        assert self.counts["finished"] == self.ids
+        assert (book.num_holds, book.num_reserved, book.num_private) == (0, 0, 0)
+        assert book.num_available == book.num_pages
+        assert not scheduler_rest(self.scheduler)
+
+
+def scheduler_rest(scheduler: DecodeScheduler) -> list[Req]:
+    return [
+        *scheduler.local,
+        *scheduler.ready,
+        *scheduler.running.values(),
+        *scheduler.preempted,
+    ]
+
+
+LOADS = {
+    "tight": Load(24, 4, rows=6, chunk=16, growth=4, max_prompt=20, max_output=30),
+    "one-token-growth": Load(20, 4, rows=5, chunk=7, growth=1, max_prompt=16, max_output=24),
+    "page-of-one": Load(40, 1, rows=4, chunk=5, growth=2, max_prompt=12, max_output=12),
+    "roomy": Load(200, 8, rows=8, chunk=32, growth=16, max_prompt=40, max_output=20, arrive=0.8),
+    "no-cache": Load(24, 4, 6, 16, 4, max_prompt=20, max_output=30, cache=False),
+    "shared": Load(24, 4, 6, 9, 3, max_prompt=24, max_output=20, share=1.0, abort=0.05),
+    "one-row": Load(16, 4, rows=1, chunk=8, growth=2, max_prompt=12, max_output=16),
+    "sync": Load(20, 4, 5, 8, 2, max_prompt=16, max_output=24, overlap=0.0),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) -> None:
+    simulation = Simulation(LOADS[name], seed=sum(name.encode()))
+    while simulation.counts["steps"] < 2_000:
+        simulation.turn()
+    simulation.drain()
+    counts = simulation.counts
+    print(name, dict(sorted(counts.items())))
+    assert counts["local"] > 20
+    assert counts["fetched"] > 20
+    assert counts["fallback"] > 0
+    assert counts["stop"] > 10
+    assert counts["length"] > 10
+    if name not in ("roomy", "one-row"):
+        assert counts["preemptions"] > 50
+
+
+def test_loads_reach_every_corner() -> None:
+    """The laws are not vacuous: preemption, pulls that wait, aborts at every phase."""
+    total: Counter[str] = Counter()
+    for name in ("shared", "one-row"):
+        simulation = Simulation(replace(LOADS[name], abort=0.1), seed=3)
+        while simulation.counts["steps"] < 1_500:
+            simulation.turn()
+        simulation.drain()
+        total += simulation.counts
+    print(dict(sorted(total.items())))
+    for each in ("FETCHING", "LOCAL", "READY", "RUNNING", "PREEMPTED"):
+        assert total[f"aborted {each}"] > 0, (each, total)
+    assert total["pull waited for cooling"] > 0
+    assert total["cached"] > 0

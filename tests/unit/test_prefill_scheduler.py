@@ -1,0 +1,227 @@
+"""The prefill scheduler under random load, one step ahead of a device double."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from worker.cache.book import PageBook
+from worker.config import EngineConfig
+from worker.plan import Plan
+from worker.req import PrefillReq
+from worker.schedule.prefill import PrefillScheduler
+
+VOCAB = 3  # few, so that prompts often share pages
+
+
+class Prompts:
+    """Random prompts in and out of one scheduler; the test is device and outbound."""
+
+    def __init__(self, seed: int, *, num_pages: int, page_size: int, chunk: int, rows: int) -> None:
+        self.random = random.Random(seed)
+        self.page_size, self.chunk, self.rows = page_size, chunk, rows
+        self.book = PageBook(num_pages, page_size)
+        engine = EngineConfig(max_num_reqs=rows, max_waiting=6, max_prefill_tokens=chunk)
+        self.max_waiting = rows + 6
+        self.scheduler = PrefillScheduler(self.book, engine)
+        self.reqs: list[PrefillReq] = []  # admitted and not dropped, in order of arrival
+        self.covered: dict[PrefillReq, int] = {}  # next token that no chunk has taken
+        self.matched: dict[PrefillReq, int] = {}
+        self.rows_of: dict[PrefillReq, int] = {}
+        self.in_flight: list[tuple[Plan, list[PrefillReq], bool]] = []
+        self.memory: dict[int, tuple[int, ...]] = {}  # slot -> tokens up to its own
+        self.table: dict[int, dict[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def turn(self, *, admitting: bool = True) -> None:
+        rnd = self.random
+        for _ in range(rnd.randint(0, 3) if admitting else 0):
+            self.admit()
+        if self.reqs and rnd.random() < 0.7:
+            self.drop()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.launch(plan)
+        if self.in_flight and rnd.random() < 0.5:
+            self.execute(0)
+        if self.in_flight and (plan is None or len(self.in_flight) > 1):
+            self.settle()
+        self.check()
+
+    def admit(self) -> None:
+        rnd = self.random
+        tokens = [rnd.randrange(VOCAB) for _ in range(rnd.randint(2, 40))]
+        if self.reqs and rnd.random() < 0.6:
+            other = rnd.choice(self.reqs).tokens
+            common = rnd.randint(0, min(len(tokens), len(other)))
+            tokens[:common] = other[:common]
+        figures = self.book.num_available, self.book.num_holds
+        req = self.scheduler.admit(f"{self.counts['admitted']}", tokens)
+        if req is None:
+            self.counts["refused"] += 1
+            assert (self.book.num_available, self.book.num_holds) == figures
+            return
+        self.counts["admitted"] += 1
+        self.counts["matched"] += req.hold.num_matched > 0
+        self.counts["all cached"] += req.hold.num_matched == len(tokens) - 1
+        assert req.hold.num_matched <= len(tokens) - 1
+        assert req.num_target_tokens == len(tokens) - 1
+        self.reqs.append(req)
+        self.covered[req] = self.matched[req] = req.num_computed_tokens
+
+    def drop(self) -> None:
+        done = [r for r in self.reqs if r.num_computed_tokens == r.num_target_tokens]
+        req = self.random.choice(done if done and self.random.random() < 0.7 else self.reqs)
+        self.counts["dropped done" if req in done else "dropped early"] += 1
+        self.counts["dropped in flight"] += any(req in reqs for _, reqs, _ in self.in_flight)
+        self.scheduler.drop(req)
+        self.scheduler.drop(req)  # a second call does nothing
+        self.reqs.remove(req)
+        assert req.hold.pages == []
+
+    def launch(self, plan: Plan) -> None:
+        assert (plan.decode, plan.tail, plan.sampled_rows) == ((), "none", ())
+        assert 0 < sum(len(chunk.tokens) for chunk in plan.chunks) <= self.chunk
+        rows = [chunk.row for chunk in plan.chunks]
+        assert len(set(rows)) == len(rows) <= self.rows
+        assert all(1 <= row <= self.rows for row in rows)
+        waiting = [req for req in self.reqs if self.covered[req] < req.num_target_tokens]
+        owners = waiting[: len(plan.chunks)]  # first come first served
+        assert len(owners) == len(plan.chunks)
+        started = {start.row for start in plan.starts}
+        for index, (req, chunk) in enumerate(zip(owners, plan.chunks, strict=True)):
+            assert chunk.start == self.covered[req], "a token is left out or computed twice"
+            assert chunk.tokens == req.tokens[chunk.start : chunk.start + len(chunk.tokens)]
+            assert not chunk.sample
+            if req in self.rows_of:
+                assert self.rows_of[req] == chunk.row
+                assert chunk.row not in started
+            else:
+                assert chunk.row in started
+                self.rows_of[req] = chunk.row
+            self.covered[req] += len(chunk.tokens)
+            assert self.covered[req] <= req.num_target_tokens
+            assert self.covered[req] <= plan.max_seq_len_ub
+            unfinished = self.covered[req] < req.num_target_tokens
+            assert not unfinished or index == len(owners) - 1, "the budget goes to the first"
+            self.apply_pages(plan, req, chunk.row)
+        used = sum(len(chunk.tokens) for chunk in plan.chunks)
+        if len(owners) < len(waiting) and len(owners) < self.rows:
+            assert used == self.chunk, "budget left while prompts wait"
+        self.counts["steps"] += 1
+        self.in_flight.append((plan, owners, False))
+        assert len(self.in_flight) <= 2
+
+    def apply_pages(self, plan: Plan, req: PrefillReq, row: int) -> None:
+        """The deltas alone rebuild what the hold has, and no page is told twice."""
+        if any(start.row == row for start in plan.starts):
+            self.table[row] = {}
+        for each in plan.pages:
+            if each.row == row:
+                assert each.pages
+                for index, page in enumerate(each.pages, each.first):
+                    assert index not in self.table[row], "said twice"
+                    self.table[row][index] = page
+        table = [self.table[row][i] for i in range(len(self.table[row]))]
+        assert table == req.hold.pages
+        assert len(table) >= self.book.num_pages_for(self.covered[req])
+
+    def execute(self, index: int) -> None:
+        """KV is written some time between launch and settle."""
+        plan, owners, done = self.in_flight[index]
+        if done:
+            return
+        size = self.page_size
+        for req, chunk in zip(owners, plan.chunks, strict=True):
+            if req.dropped:
+                continue  # whatever it writes is nobody's; the book orders who writes after it
+            pages = req.hold.pages
+            for position in range(chunk.start, chunk.start + len(chunk.tokens)):
+                page = pages[position // size]
+                assert page in req.hold.private, "writes a shared page"
+                self.memory[page * size + position % size] = req.tokens[: position + 1]
+            for position in range(chunk.start + len(chunk.tokens)):
+                slot = pages[position // size] * size + position % size
+                assert self.memory[slot] == req.tokens[: position + 1], "reads another's KV"
+        self.in_flight[index] = plan, owners, True
+
+    def settle(self) -> None:
+        self.execute(0)
+        plan, owners, _ = self.in_flight.pop(0)
+        grown = self.scheduler.settle(plan.step)
+        assert grown == [req for req in owners if not req.dropped]
+        for req, chunk in zip(owners, plan.chunks, strict=True):
+            if not req.dropped:
+                assert req.num_computed_tokens == chunk.start + len(chunk.tokens)
+                self.counts["done"] += req.num_computed_tokens == req.num_target_tokens
+
+    def check(self) -> None:
+        self.book.check([req.hold for req in self.reqs])
+        waiting = [r for r in self.reqs if self.covered[r] < r.num_target_tokens]
+        assert list(self.scheduler.waiting) == waiting
+        assert len(waiting) <= self.max_waiting
+        left = sum(r.num_target_tokens - self.covered[r] for r in waiting)
+        assert self.scheduler.num_queued_tokens == left
+
+
+CASES = [(0, 40, 4, 16, 4), (1, 24, 4, 7, 2), (2, 200, 1, 64, 3), (3, 60, 8, 1000, 8)]
+
+
+@pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows"), CASES)
+def test_every_prompt_is_covered_once_in_order_of_arrival(
+    seed: int, num_pages: int, page_size: int, chunk: int, rows: int
+) -> None:
+    prompts = Prompts(seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows)
+    while prompts.counts["steps"] < 3_000:
+        prompts.turn()
+    counts = prompts.counts
+    print(dict(sorted(counts.items())))
+    for each in ("done", "matched", "refused", "dropped early", "dropped in flight"):
+        assert counts[each] > 20, each
+    for _ in range(2_000):
+        if not prompts.reqs and not prompts.in_flight:
+            break
+        prompts.turn(admitting=False)
+    book = prompts.book
+    assert not prompts.reqs
+    assert not prompts.scheduler.waiting
+    assert (book.num_holds, book.num_reserved, book.num_private) == (0, 0, 0)
+    assert book.num_available == book.num_pages
+    assert prompts.scheduler._rows.num_free == rows
+
+
+def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
+    book = PageBook(20, 2)
+    scheduler = PrefillScheduler(book, EngineConfig())
+    first = scheduler.admit("a", [1, 2, 3, 4, 5])
+    assert first is not None
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.settle(plan.step)
+    again = scheduler.admit("b", [1, 2, 3, 4, 9])
+    assert again is not None
+    assert again.num_computed_tokens == 4 == again.num_target_tokens
+    assert again.hold.pages == first.hold.pages
+    assert scheduler.plan() is None
+
+
+def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
+    book = PageBook(4, 2)
+    scheduler = PrefillScheduler(book, EngineConfig())
+    assert scheduler.admit("a", range(8)) is None  # 7 tokens of KV need 4 pages
+    assert scheduler.admit("b", range(7)) is not None
+    assert book.num_available == 0
+
+
+def test_nothing_waits_behind_a_dropped_prompt() -> None:
+    scheduler = PrefillScheduler(PageBook(50, 2), EngineConfig(max_num_reqs=1))
+    first = scheduler.admit("a", range(50))
+    second = scheduler.admit("b", range(20))
+    assert first is not None
+    assert second is not None
+    scheduler.drop(first)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert [chunk.tokens for chunk in plan.chunks] == [tuple(range(19))]

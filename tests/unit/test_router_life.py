@@ -1,0 +1,224 @@
+"""Clients, deadlines and the router's own life: leaving, draining, stopping, members, ports."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from router.text import Text
+from tests.fault.router_doubles import (
+    HANG_S,
+    Ask,
+    DecodeDouble,
+    asking,
+    ended,
+    failed,
+    make_model,
+    metric,
+    num_live,
+    serving,
+    speak,
+    wait_until,
+)
+from worker.api import Abort, Ack, Error, FinishReason, Member, WorkerStats
+
+LENGTH = FinishReason.LENGTH
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ids(directory: Path) -> tuple[int, ...]:
+    """Tokens of a text, one a letter."""
+    text = Text(directory)
+    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    with asking() as found:
+        yield found
+
+
+def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: tuple[int, ...]) -> None:
+    double = DecodeDouble()
+    with serving(directory, double, max_inflight=1) as (_, url):
+        first = ask(url)
+        item = double.take()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="small", prompt="a")
+            assert caught.value.code == "busy"
+        speak(ids)(double, *item)
+        assert ended(first) == ("abcdefgh", "stop", None)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
+def test_client_that_goes_is_an_abort(
+    directory: Path, ids: tuple[int, ...], streamed: bool, phase: str
+) -> None:
+    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    with serving(directory, double) as (router, url):
+        body = json.dumps({"prompt": "a", "stream": streamed}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
+            client.sendall(head.encode() + body)
+            peer, generate = double.take()
+            if phase == "waiting":
+                double.refuse(peer, generate, retry_after_s=10_000)
+                wait_until(lambda: metric(url, "requests_waiting") == 1)
+            elif phase == "started":
+                double.chunk(peer, generate, ids[:2])
+                wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
+        if phase != "waiting":
+            abort = double.expect(Abort)
+            assert (abort.req_id, abort.dispatch) == (generate.req_id, generate.dispatch)
+        wait_until(lambda: router.num_inflight() == 0)
+        assert metric(url, 'requests_total{model="small",outcome="abort"') == 1
+        assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_deadline_is_a_typed_error_and_an_abort(
+    directory: Path, ask: Ask, ids: tuple[int, ...], started: bool
+) -> None:
+    double = DecodeDouble()
+    timeout_s = 1.5 if started else 0.3
+    with serving(directory, double, request_timeout_s=timeout_s) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        assert 0 < generate.timeout_s <= timeout_s
+        if started:
+            double.chunk(peer, generate, ids[:2])
+            assert ended(future) == ("ab", None, "timeout")
+        else:
+            assert failed(future)[:2] == (504, "timeout")
+        assert double.expect(Abort).req_id == generate.req_id
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 503), ("invalid_value", 400)],
+)
+def test_error_of_the_worker_reaches_the_client(
+    directory: Path, ask: Ask, ids: tuple[int, ...], code: str, status: int
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (_, url):
+        for num_tokens in (0, 2):
+            future = ask(url)
+            peer, generate = double.take()
+            if num_tokens:
+                double.chunk(peer, generate, ids[:num_tokens])
+                wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
+            error = Error(code, "because")
+            finish = FinishReason.ERROR
+            double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
+            if num_tokens:
+                assert ended(future)[2] == code
+            else:
+                assert failed(future)[:2] == (status, code)
+            double.expect(Ack)
+
+
+def test_one_failed_choice_ends_the_request_and_aborts_the_others(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        future = ask(url, prompt=["a", "b"])
+        peer, first = double.take()
+        _, second = double.take()
+        error = Error("internal_error", "broken")
+        double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
+        assert failed(future)[:2] == (500, "internal_error")
+        assert double.expect(Abort).req_id == second.req_id
+        wait_until(lambda: router.num_inflight() == 0)
+
+
+def test_drain_refuses_new_requests_and_finishes_old_ones(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        old = ask(url)
+        item = double.take()
+        assert router.num_inflight() == 1
+        router.drain()
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        status, code, headers = failed(ask(url))
+        assert (status, code) == (503, "draining")
+        assert "retry-after" in headers
+        speak(ids)(double, *item)
+        assert ended(old) == ("abcdefgh", "stop", None)
+        wait_until(lambda: router.num_inflight() == 0)
+
+
+def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    before = set(threading.enumerate())
+    with serving(directory, double) as (router, url):
+        ours = {t.name for t in set(threading.enumerate()) - before}
+        assert "kvlane-router" in ours
+        started, silent = ask(url), ask(url, stream=False)
+        first, second = double.take(), double.take()
+        double.chunk(*first, ids[:2])
+        double.chunk(*second, ids[:2])
+        wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 2)
+        router.stop()
+        assert ended(started) == ("ab", None, "draining")
+        assert failed(silent)[:2] == (503, "draining")
+        router.stop()
+        router.update_members([])
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        left = {t.name for t in set(threading.enumerate()) - before}
+        assert "kvlane-router" not in left
+
+
+def test_routers_of_a_host_share_a_port(directory: Path) -> None:
+    with serving(directory) as (_, url):
+        port = int(url.rsplit(":", 1)[1])
+        with serving(directory, port=port) as (_, other):
+            assert other == url
+            assert {httpx.get(f"{url}/health").status_code for _ in range(10)} == {200}
+
+
+def test_member_that_came_back_is_asked_again(
+    directory: Path, ask: Ask, ids: tuple[int, ...]
+) -> None:
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
+        router.update_members([double.member, away])
+        router.update_members([double.member])
+        wait_until(lambda: num_live(url) == 1)
+        router.update_members([])
+        wait_until(lambda: num_live(url) == 0)
+        router.update_members([double.member])
+        double.script = speak(ids)
+        assert ended(ask(url)) == ("abcdefgh", "stop", None)
+
+
+def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: tuple[int, ...]) -> None:
+    double, prefill = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
+    with serving(directory, double, prefill) as (_, url):
+        future = ask(url)
+        peer, generate = double.take()
+        assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
+        speak(ids)(double, peer, generate)
+        assert ended(future) == ("abcdefgh", "stop", None)

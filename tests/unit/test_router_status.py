@@ -1,0 +1,74 @@
+"""What the router says about itself: models, readiness, configuration, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from openai.types import Model
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DecodeDouble, str]]:
+    double = DecodeDouble(script=speak([70, 71]))
+    with serving(make_model(tmp_path_factory.mktemp("model")), double, max_body_bytes=20_000) as (
+        _,
+        url,
+    ):
+        yield double, url
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[DecodeDouble, str]) -> str:
+    return served[1]
+
+
+def test_models(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x")
+    with client:
+        (model,) = client.models.list().data
+        Model.model_validate(model.model_dump())
+        assert model.id == client.models.retrieve("small").id == "small"
+
+
+def test_request_id_is_returned(url: str) -> None:
+    given = {"x-request-id": "mine"}
+    assert httpx.get(f"{url}/v1/models", headers=given).headers["x-request-id"] == "mine"
+    assert len(httpx.get(f"{url}/nothing").headers["x-request-id"]) == 32
+
+
+def test_state_of_the_router(served: tuple[DecodeDouble, str]) -> None:
+    double, url = served
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").status_code == 200
+    config = httpx.get(f"{url}/config").json()
+    assert config["config"]["router"]["max_body_bytes"] == 20_000
+    assert "RDMA" in config["notes"][0]
+    assert {member["role"] for member in config["members"]} == {"router", "decode"}
+    targets = httpx.get(f"{url}/metrics/targets").json()
+    assert [double.member.metrics_address] in [target["targets"] for target in targets]
+    assert all(isinstance(value, str) for t in targets for value in t["labels"].values())
+
+
+def test_metrics_parse_and_are_ours(url: str) -> None:
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": ""}).status_code == 400
+    page = httpx.get(f"{url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    for name, family in families.items():
+        assert name.startswith("kvlane_")
+        assert family.documentation
+        for sample in family.samples:
+            assert (sample.labels["model"], sample.labels["role"]) == ("small", "router")
+    outcomes = {s.labels["outcome"]: s.value for s in families["kvlane_requests"].samples}
+    assert outcomes["stop"] >= 1
+    assert outcomes["invalid_value"] >= 1
+    alive = {s.labels["worker_role"]: s.value for s in families["kvlane_workers_alive"].samples}
+    assert alive == {"decode": 1, "prefill": 0}
+    assert families["kvlane_generation_tokens"].samples[0].value > 0
+    assert families["kvlane_time_to_first_token_seconds"].type == "histogram"
