@@ -1,16 +1,16 @@
 """What a client is told when a request fails: HTTP status and OpenAI's error body.
 
-    status  code                     when
-    400     invalid_value            a field is wrong; `param` names it
-    400     unsupported              a valid wish that is not built
-    400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
-    404     model_not_found          another model's name
-    413     body_too_large           request body over the limit
-    429     busy                     no room until the queue timeout; Retry-After
-    502     worker_lost, transfer_*  the worker that had the request is gone
-    503     no_worker, draining      nobody to do it at present; Retry-After
-    504     timeout                  the request's own deadline has passed
-    500     internal_error           our mistake, or a request that was present at two crashes
+status  code                     when
+400     invalid_value            a field is wrong; `param` names it
+400     unsupported              a valid wish that is not built
+400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
+404     model_not_found          another model's name
+413     body_too_large           request body over the limit
+429     busy                     no room until the queue timeout; Retry-After
+502     worker_lost, transfer_*  the worker that had the request is gone
+503     no_worker, draining      nobody to do it at present; Retry-After
+504     timeout                  the request's own deadline has passed
+500     internal_error           our mistake, or a request that was present at two crashes
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ class RouterMetrics:
         )
         self.retries = self._counter("retries", "Choices sent to a worker again, by cause", "cause")
         self.stale_chunks = self._counter(
-            "stale_chunks", "Chunks dropped: for an earlier dispatch or an ended request"
+            "stale_messages_dropped", "Messages of earlier dispatches or ended requests", "kind"
+        ).labels(*self._values, "chunk")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of ended choices"
         ).labels(*self._values)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended choices").labels(
-            *self._values
-        )
         self.cached_tokens = self._counter(
             "prompt_tokens_cached", "Prompt tokens found in a prefix cache"
         ).labels(*self._values)
@@ -78,9 +78,9 @@ class RouterMetrics:
         alive: Callable[[str], int],
     ) -> None:
         """Gauges that are read when scraped."""
-        gauge = self._gauge("num_requests_running", "Choices that are at a decode worker")
+        gauge = self._gauge("requests_running", "Choices that are at a decode worker")
         gauge.labels(*self._values).set_function(running)
-        gauge = self._gauge("num_requests_waiting", "Choices that wait for a decode worker")
+        gauge = self._gauge("requests_waiting", "Choices that wait for a decode worker")
         gauge.labels(*self._values).set_function(waiting)
         gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
         for role in WORKER_ROLES:

@@ -8,10 +8,18 @@ leaves out what was not set on purpose.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
 
 from router.errors import invalid, unsupported
 from worker.api import Sampling
@@ -192,7 +200,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise invalid(f"the body is not valid JSON: {first['msg']}") from None
-        param = ".".join(str(part) for part in first["loc"]) or None
+        param = ".".join(_path(first["loc"])) or None
         raise invalid(f"{param or 'body'}: {first['msg']}", param) from None
     extra = body.model_extra or {}
     for name, harmless in NOT_BUILT.items():
@@ -203,6 +211,13 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream = true", "stream_options")
     return body
+
+
+def _path(loc: Sequence[int | str]) -> list[str]:
+    """Where a value is wrong; what follows the name of a form of it says only which form."""
+    parts = [str(part) for part in loc]
+    forms = [i for i, part in enumerate(parts) if part == "str" or part.startswith("list[")]
+    return parts[: forms[0]] if forms else parts
 
 
 def to_json(body: BaseModel) -> bytes:
@@ -285,5 +300,5 @@ class Completion(BaseModel):
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChunkChoice] | list[TextChoice]
+    choices: Sequence[SerializeAsAny[BaseModel]]
     usage: Usage | None = None

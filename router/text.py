@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -59,11 +59,10 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
+        environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
+        names = {"raise_exception": _raise, "strftime_now": _strftime_now}
         self._special = dict(special)
-        self._template = environment.from_string(source)
+        self._template = environment.from_string(source, globals=names)
 
     def render(
         self,
@@ -112,8 +111,8 @@ class Text:
         self._template = None if source is None else ChatTemplate(source, special)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder = _json(directory / "tokenizer.json").get("decoder") or {}
-        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
+        self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -177,7 +176,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _content(token: Any) -> str:
     """Special tokens are written as a string or as {"content": ...}."""
-    return token["content"] if isinstance(token, dict) else str(token)
+    return cast("dict[str, str]", token)["content"] if isinstance(token, dict) else str(token)
 
 
 def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
@@ -187,7 +186,8 @@ def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     source = named.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        entries = cast("list[dict[str, str]]", source)
+        return {entry["name"]: entry["template"] for entry in entries}.get("default")
     return source
 
 

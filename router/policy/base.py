@@ -53,8 +53,7 @@ def eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
     return [
         known
         for known in prefill
-        if known.member.layout_hash == mine.layout_hash
-        and known.member.transport == mine.transport
+        if known.member.layout_hash == mine.layout_hash and known.member.transport == mine.transport
     ]
 
 

@@ -1,0 +1,265 @@
+"""Answers: one HTTP request from its dispatch to the last byte, streamed or whole.
+
+Nothing is sent until the first news, so that a request which fails before its first token gets an
+HTTP status. From then on a stream ends in exactly one of two ways: finish chunks for every choice,
+or one error event; `[DONE]` follows both. A stream is never just cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from router.dispatch import Dispatcher
+from router.errors import ApiError
+from router.mailbox import Delta, Mailbox
+from router.output import OutputText
+from router.schema import Completion, Usage, to_json
+from router.waiting import Req
+from worker.api import FinishReason, Sampling
+
+log = logging.getLogger("kvlane.router")
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Shape(Protocol):
+    """How one endpoint writes answers."""
+
+    prefix: str  # of the answer's id
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> BaseModel | None:
+        """A choice to send before the first text, if the endpoint has one."""
+        ...
+
+    def chunk(self, index: int, text: str, finish_reason: str | None) -> BaseModel:
+        """A choice of a chunk."""
+        ...
+
+    def whole(self, index: int, text: str, finish_reason: str) -> BaseModel:
+        """A choice of a whole answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One prompt that is ready to be sent."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    output: OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has passed every check."""
+
+    shape: Shape
+    model: str
+    choices: Sequence[PreparedChoice]
+    streamed: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class _Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Answer(Response):
+    """Runs a prepared request; aborts what is left of it when the client goes.
+
+    Args:
+        prepared: what to run.
+        dispatcher: runs it.
+        ping_s: a comment line is sent on a stream that is silent for so long.
+        closed: called once, when nothing of the request is left.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        dispatcher: Dispatcher,
+        ping_s: float,
+        closed: Callable[[], None],
+    ) -> None:
+        self.background = None
+        self.status_code = 200
+        self._prepared = prepared
+        self._dispatcher = dispatcher
+        self._ping_s = ping_s
+        self._closed = closed
+        self._mailbox = Mailbox(streamed=prepared.streamed)
+        self._reqs: list[Req] = []
+        self._num_open = len(prepared.choices)
+        self._error: ApiError | None = None
+        self._started = False
+        self._id = f"{prepared.shape.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole life of the answer, as an ASGI application."""
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            for index, choice in enumerate(self._prepared.choices):
+                self._reqs.append(
+                    self._dispatcher.submit(
+                        index, choice.prompt, choice.sampling, choice.output, self._mailbox
+                    )
+                )
+            await (self._stream(send) if self._prepared.streamed else self._whole(send))
+        except _Gone:
+            log.info("%s: the client is gone", self._id)
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except Exception:
+            await self._fail(ApiError.of("internal_error", "internal error"), scope, receive, send)
+            raise
+        finally:
+            watcher.cancel()
+            for req in self._reqs:
+                self._dispatcher.give_up(req)
+            self._closed()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for req in self._reqs:
+            self._dispatcher.give_up(req)
+
+    async def _news(self) -> list[Delta]:
+        """The next deltas, up to an error, which is raised by the next call.
+
+        Raises:
+            ApiError: a choice has failed, and so has the request.
+            _Gone: the client is.
+        """
+        if self._error is not None:
+            raise self._error
+        deltas = await self._mailbox.get()
+        for i, delta in enumerate(deltas):
+            if delta.error is not None:
+                self._error = delta.error
+                return deltas[:i] or await self._news()
+            if delta.finish_reason is FinishReason.ABORT:
+                raise _Gone
+            self._num_open -= delta.finish_reason is not None
+        return deltas
+
+    async def _whole(self, send: Send) -> None:
+        texts: dict[int, list[str]] = {i: [] for i in range(self._num_open)}
+        reasons: dict[int, str] = {}
+        while self._num_open:
+            for delta in await self._news():
+                texts[delta.index].append(delta.text)
+                if delta.finish_reason is not None:
+                    reasons[delta.index] = delta.finish_reason
+        shape = self._prepared.shape
+        choices = [shape.whole(i, "".join(texts[i]), reasons[i]) for i in texts]
+        body = to_json(self._completion(shape.whole_object, choices, self._usage()))
+        length = str(len(body)).encode()
+        await self._start(
+            send, [(b"content-type", b"application/json"), (b"content-length", length)]
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        prepared = self._prepared
+        shape, opened = prepared.shape, set[int]()
+        while self._num_open:
+            pinger = asyncio.get_running_loop().call_later(self._ping_s, self._mailbox.nudge)
+            try:
+                deltas = await self._news()
+            finally:
+                pinger.cancel()
+            if not self._started:
+                await self._start(send, SSE_HEADERS)
+            events = [] if deltas else [PING]
+            for delta in _merged(deltas):
+                opening = None if delta.index in opened else shape.opening(delta.index)
+                opened.add(delta.index)
+                if opening is not None:
+                    events.append(self._chunk([opening]))
+                chunk = shape.chunk(delta.index, delta.text, delta.finish_reason)
+                events.append(self._chunk([chunk]))
+            await _send(send, b"".join(events))
+        last = self._chunk([], self._usage()) if prepared.include_usage else b""
+        await _send(send, last + DONE, more=False)
+
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """The one error: an event when the stream has begun, else a status of its own."""
+        if self._started:
+            await _send(send, b"data: %s\n\n" % json.dumps(error.body).encode() + DONE, more=False)
+        else:
+            await error_response(error)(scope, receive, send)
+
+    def _chunk(self, choices: Sequence[BaseModel], usage: Usage | None = None) -> bytes:
+        if usage is None and self._prepared.continuous_usage:
+            usage = self._usage()
+        completion = self._completion(self._prepared.shape.chunk_object, choices, usage)
+        return b"data: %s\n\n" % to_json(completion)
+
+    def _completion(
+        self, kind: str, choices: Sequence[BaseModel], usage: Usage | None
+    ) -> Completion:
+        completion = Completion(
+            id=self._id,
+            object=kind,
+            created=self._created,
+            model=self._prepared.model,
+            choices=choices,
+        )
+        if usage is not None or self._prepared.include_usage:
+            completion.usage = usage
+        return completion
+
+    def _usage(self) -> Usage:
+        reqs = self._reqs
+        return Usage.of(
+            sum(len(req.prompt) for req in reqs),
+            sum(len(req.tokens) for req in reqs),
+            sum(req.num_cached_tokens for req in reqs),
+        )
+
+
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _merged(deltas: Sequence[Delta]) -> list[Delta]:
+    """One delta a choice, however many have piled up; those that say nothing are left out."""
+    texts: dict[int, list[str]] = {}
+    reasons: dict[int, FinishReason] = {}
+    for delta in deltas:
+        texts.setdefault(delta.index, []).append(delta.text)
+        if delta.finish_reason is not None:
+            reasons[delta.index] = delta.finish_reason
+    return [Delta(i, "".join(text), reasons.get(i)) for i, text in texts.items()]
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The HTTP response of a request that has failed."""
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,0 +1,106 @@
+"""What the routes stand on, and the routes that say how this router is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.members import Members
+from router.metrics import RouterMetrics
+from router.text import Text
+
+RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
+
+
+@dataclass(slots=True)
+class Front:
+    """What the routes stand on. `draining` and `num_open` change, on the router's loop."""
+
+    config: RouterConfig
+    text: Text
+    model: str
+    max_model_len: int
+    dispatcher: Dispatcher
+    members: Members
+    metrics: RouterMetrics
+    shown: Mapping[str, object]
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_open: int = 0  # HTTP generation requests that have not ended
+
+
+class StatusRoutes:
+    """Endpoints for probes, Prometheus and operators."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def health(self) -> Response:
+        """GET /health: the process is alive."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: requests can be served now."""
+        if self._front.draining:
+            return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
+        if not self._front.members.live("decode"):
+            reason = "no decode worker has answered yet"
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        """GET /metrics: this router's own families."""
+        return Response(self._front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def targets(self) -> Response:
+        """GET /metrics/targets: everyone's /metrics, for Prometheus' HTTP service discovery."""
+        listed = [known.member for known in self._front.members.all()]
+        targets = [
+            {
+                "targets": [member.metrics_address],
+                "labels": {"worker": member.name, "role": member.role, "node": member.node},
+            }
+            for member in listed
+            if member.metrics_address
+        ]
+        return JSONResponse(targets)
+
+    async def config(self) -> Response:
+        """GET /config: the resolved configuration, the members, and what to know of this build."""
+        members = [
+            {
+                "name": known.member.name,
+                "role": known.member.role,
+                "incarnation": known.member.incarnation,
+                "address": known.member.address,
+                "node": known.member.node,
+                "transport": known.member.transport,
+                "layout_hash": known.member.layout_hash,
+                "live": known.live,
+                "num_requests": known.num_requests,
+            }
+            for known in self._front.members.all()
+        ]
+        body = {
+            "config": dict(self._front.shown),
+            "members": members,
+            "version": version(),
+            "notes": [RDMA_NOTE],
+        }
+        return JSONResponse(body)
+
+
+def version() -> str:
+    """The installed version; the package also runs from a checkout."""
+    try:
+        return metadata.version("kvlane")
+    except metadata.PackageNotFoundError:
+        return "source"

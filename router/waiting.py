@@ -1,0 +1,167 @@
+"""Requests on their way to a decode worker: the line of those that wait, and who is next.
+
+The line is in order of arrival. A worker that refuses is left alone for a while
+(`Members.refused`), so what it refused waits, and those behind it too, until a worker shows room,
+a request of ours leaves it, a new worker comes, or that while is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from router.mailbox import Mailbox
+from router.members import Members
+from router.output import OutputText
+from router.policy.base import Asked, Choice, Policy
+from worker.api import Abort, Generate, PeerId, Sampling
+from worker.wire import Wire
+
+MAX_JITTER = 0.5  # of retry_after_s
+MIN_PAUSE_S = 0.05  # whatever a worker says: never a busy loop
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One choice of an HTTP request, with all that a re-dispatch needs."""
+
+    index: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    output: OutputText
+    mailbox: Mailbox
+    arrived_at: float
+    deadline: float
+    req_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tokens: list[int] = field(default_factory=list[int])  # emitted so far
+    dispatch: int = 0
+    choice: Choice | None = None  # where it is; None while it waits
+    num_losses: int = 0
+    num_cached_tokens: int = 0
+    avoid: PeerId = ""  # where it was lost: another worker is preferred
+    queued_at: float = 0.0  # when it came into the line
+    queued_s: float = 0.0  # all its time in the line
+    waiting_since: float | None = None  # kept while refused, so that the queue timeout is one
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+    outcome: str = ""  # set by `_end`
+
+    @property
+    def position(self) -> int:
+        """Where the next token belongs, in prompt + output."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def asked(self) -> Asked:
+        """What routing sees of it."""
+        return Asked(self.req_id, self.prompt)
+
+
+class Line:
+    """Owns where every request is: in the line (its choice is None) or at a worker.
+
+    Args:
+        wire: carries requests to workers.
+        members: who is there.
+        policy: chooses among them.
+        queue_timeout_s: how long a request may wait at a stretch.
+        expired: called with a request that has waited so long.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        members: Members,
+        policy: Policy,
+        queue_timeout_s: float,
+        expired: Callable[[Req], None],
+    ) -> None:
+        self._wire = wire
+        self._members = members
+        self._policy = policy
+        self._queue_timeout_s = queue_timeout_s
+        self._expired = expired
+        self._loop = asyncio.get_running_loop()
+        self._waiting: OrderedDict[str, Req] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, req: Req, *, first: bool = False) -> None:
+        """Queue `req`, at the end or, for one that was out already, in front; then place.
+
+        One whose queue timeout has passed while it was out, only to be refused, expires now.
+        """
+        assert req.choice is None
+        now = req.queued_at = time.monotonic()
+        if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
+            self._expired(req)
+            return
+        self._waiting[req.req_id] = req
+        if first:
+            self._waiting.move_to_end(req.req_id, last=False)
+        self.place()
+        if req.waiting_since is None and (first or req.choice is None):
+            req.waiting_since = now
+            req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
+
+    def place(self) -> None:
+        """Send as many as workers may take now, in order."""
+        while self._waiting:
+            decode = self._members.open_decode(time.monotonic())
+            if not decode:
+                return
+            _, req = self._waiting.popitem(last=False)
+            preferred = [known for known in decode if known.peer != req.avoid]
+            prefill = self._members.open_prefill()
+            self._send(req, self._policy.choose(req.asked, preferred or decode, prefill))
+
+    def leave(self, req: Req, *, served: bool) -> None:
+        """`req` is no longer where it is: it is done, or refused or lost there."""
+        self._waiting.pop(req.req_id, None)
+        choice, req.choice = req.choice, None
+        if choice is None:
+            req.queued_s += time.monotonic() - req.queued_at
+            return
+        self._members.left(choice.decode, gives_room=served)
+        self._policy.settled(req.asked, choice, req.num_cached_tokens if served else None)
+
+    def pause(self, peer: PeerId, retry_after_s: float) -> None:
+        """Leave a worker that has refused alone, and look again when that is over."""
+        pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
+        self._members.refused(peer, time.monotonic() + pause_s)
+        self._loop.call_later(pause_s, self.place)
+
+    def abort(self, req: Req) -> None:
+        """Tell the worker that has `req`, if one has, that nobody waits for it."""
+        if req.choice is not None:
+            self._wire.send(req.choice.decode, Abort(req.req_id, req.dispatch))
+
+    def _late(self, req: Req, since: float) -> None:
+        """The queue timeout of the wait that began at `since`."""
+        if not req.outcome and req.choice is None and req.waiting_since == since:
+            self._expired(req)
+
+    def _send(self, req: Req, choice: Choice) -> None:
+        now = time.monotonic()
+        req.dispatch += 1
+        req.choice = choice
+        req.queued_s += now - req.queued_at
+        first = choice.candidates[0].peer if choice.candidates else None
+        self._members.sent(choice.decode, first, len(req.prompt), now)
+        generate = Generate(
+            req_id=req.req_id,
+            dispatch=req.dispatch,
+            tokens=(*req.prompt, *req.tokens),
+            num_prompt_tokens=len(req.prompt),
+            sampling=req.sampling,
+            timeout_s=max(0.001, req.deadline - now),
+            candidates=choice.candidates,
+        )
+        self._wire.send(choice.decode, generate)

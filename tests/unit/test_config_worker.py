@@ -1,0 +1,175 @@
+"""The worker's configuration: refusals name their path, `resolved` leaves no `auto`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from worker.cache.pages import PageAllocator
+from worker.config import Machine, WorkerConfig
+from worker.lease import MARGIN_S, PinLease, PullWindow
+
+CPU = Machine("cpu", 6, 1 << 34, "laptop")
+CUDA = Machine("cuda", 32, 1 << 37, "host")
+
+
+def config(**sections: dict[str, Any]) -> WorkerConfig:
+    return WorkerConfig.model_validate({"role": "decode", **sections})
+
+
+def resolved(tree: WorkerConfig, machine: Machine = CPU) -> WorkerConfig:
+    return tree.resolved(machine, model_max_len=2_048, model_dtype="bfloat16")
+
+
+def leaves(tree: BaseModel, path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(tree).model_fields:
+        value = getattr(tree, name)
+        where = f"{path}.{name}" if path else name
+        found |= leaves(value, where) if isinstance(value, BaseModel) else {where: value}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "leaf", "value"),
+    [
+        ("engine", "nmu_pages", 4),
+        ("engine", "max_num_reqs", 0),
+        ("engine", "max_waiting", -1),
+        ("engine", "max_prefill_tokens", 0),
+        ("engine", "threads", 0),
+        ("engine", "num_pages", 0),
+        ("engine", "memory_fraction", 1.5),
+        ("engine", "growth_tokens", -1),
+        ("engine", "device", "tpu"),
+        ("kv", "num_groups", 0),
+        ("kv", "page_size", 0),
+        ("kv", "page_size", -16),
+        ("model", "max_model_len", 0),
+        ("model", "max_model_len", -1),
+        ("model", "dtype", "int8"),
+        ("ping", "interval_s", 0),
+        ("ping", "max_misses", 0),
+        ("transport", "kind", "carrier pigeon"),
+        ("transport", "max_attempts", 0),
+        ("lease", "decode_window_s", 11.0),
+        ("lease", "renew_s", 4.5),
+        ("disaggregation", "mode", "sometimes"),
+        ("disaggregation", "pull_bytes_per_s", 0),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_path(section: str, leaf: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**{section: {leaf: value}})
+    assert any(section in error["loc"] for error in caught.value.errors())
+
+
+def test_an_unknown_section_and_an_unknown_role_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        WorkerConfig.model_validate({"role": "decode", "speculation": {}})
+    with pytest.raises(ValidationError):
+        WorkerConfig.model_validate({"role": "router"})
+
+
+def test_the_tree_is_frozen() -> None:
+    tree = config()
+    with pytest.raises(ValidationError):
+        tree.engine.num_pages = 5  # pyright: ignore
+    with pytest.raises(ValidationError):
+        tree.role = "prefill"  # pyright: ignore
+
+
+@pytest.mark.parametrize("machine", [CPU, CUDA])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
+    machine: Machine, role: str
+) -> None:
+    tree = WorkerConfig.model_validate({"role": role})
+    before = tree.model_dump()
+    done = resolved(tree, machine)
+    assert tree.model_dump() == before
+    assert resolved(done, machine) == done
+    auto = {path for path, value in leaves(done).items() if value == "auto"}
+    assert auto == {"engine.num_pages", "disaggregation.mode"}  # the first needs the layout
+    for path, value in leaves(tree).items():
+        if value != "auto":
+            assert leaves(done)[path] == value
+
+
+def test_resolved_depends_on_the_device() -> None:
+    cpu, cuda = resolved(config(), CPU), resolved(config(), CUDA)
+    assert (cpu.model.dtype, cpu.kv.page_size, cpu.transport.kind) == ("float32", 16, "shm")
+    assert (cuda.model.dtype, cuda.kv.page_size, cuda.transport.kind) == ("bfloat16", 64, "tcp")
+    assert (cpu.engine.threads, cuda.engine.threads) == (6, 32)
+    on_cpu = resolved(config(engine={"device": "cpu"}), CUDA)
+    assert (on_cpu.model.dtype, on_cpu.kv.page_size) == ("float32", 16)
+
+
+def test_what_was_chosen_by_hand_stays() -> None:
+    chosen = config(
+        model={"dtype": "float16", "max_model_len": 100},
+        kv={"page_size": 4},
+        engine={"threads": 1, "num_pages": 9},
+        transport={"name": "mooncake", "kind": "tcp"},
+    )
+    done = resolved(chosen)
+    for path, value in leaves(chosen).items():
+        if value != "auto":
+            assert leaves(done)[path] == value
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    assert resolved(config(model={"max_model_len": 2_048})).model.max_model_len == 2_048
+    with pytest.raises(ValueError, match="max_model_len"):
+        resolved(config(model={"max_model_len": 2_049}))
+
+
+def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvlane.config"):
+        tree = config()
+        done = resolved(tree)
+    said = caplog.text
+    for path, value in leaves(tree).items():
+        if value == "auto" and leaves(done)[path] != "auto":
+            assert f"{path} = {leaves(done)[path]} (" in said, f"{path} was chosen in silence"
+
+
+def test_the_tree_survives_json() -> None:
+    tree = resolved(config())
+    assert WorkerConfig.model_validate_json(tree.model_dump_json()) == tree
+
+
+def test_the_worker_has_few_leaves() -> None:
+    """The cap of 140 is for the whole tree; the worker's share of it is bounded here."""
+    assert len(leaves(config())) <= 60
+
+
+def test_a_pool_of_only_the_sink_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError):
+        PageAllocator(1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "travel", "pulled"),
+    list(itertools.product((0.0, 3.0), (0.0, 0.5, 30.0), (0.1, 8.5, 9.5))),
+)
+def test_a_trusted_pull_ended_while_prefill_still_held_the_pages(
+    sent: float, travel: float, pulled: float
+) -> None:
+    """Whatever the delays: covers() implies not expired()."""
+    lease = config().lease
+    window = PullWindow(lease.decode_window_s)
+    pin = PinLease(lease.prefill_window_s, sent + travel + lease.prefill_window_s)
+    assert not window.covers(sent)
+    window.acknowledged(sent)
+    window.acknowledged(sent - 5)  # an older answer shortens nothing
+    ended = sent + pulled
+    assert window.covers(ended) == (pulled + MARGIN_S <= lease.decode_window_s)
+    assert not window.covers(ended) or not pin.expired(ended)
+    pin.renewed(sent + travel - 9)
+    assert not pin.expired(sent + travel + lease.prefill_window_s - 1e-6)
+    assert pin.expired(sent + travel + lease.prefill_window_s)

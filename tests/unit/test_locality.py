@@ -1,0 +1,100 @@
+"""Conditional disaggregation: local only where the estimate says so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from worker.api import Candidate
+from worker.config import DisaggregationConfig
+from worker.schedule.locality import LocalCost, prefills_locally
+
+AUTO = DisaggregationConfig(pull_overhead_s=0.01, pull_bytes_per_s=1e9)
+COST = LocalCost(
+    num_uncached_tokens=100,
+    num_running=0,
+    s_per_token=0.001,
+    kv_bytes_per_token=1_000,
+    pull_bytes_per_s=1e8,
+)
+IDLE = Candidate("p/1", prefill_s_per_token=0.001)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+def test_without_a_candidate_it_is_always_local(mode: str) -> None:
+    assert prefills_locally(COST, [], DisaggregationConfig(mode=mode))
+
+
+def test_never_and_always_decide_alone() -> None:
+    cheap = replace(COST, num_uncached_tokens=1)
+    dear = replace(COST, num_uncached_tokens=100_000, num_running=60)
+    for cost in (cheap, dear):
+        assert prefills_locally(cost, [IDLE], DisaggregationConfig(mode="never"))
+        assert not prefills_locally(cost, [IDLE], DisaggregationConfig(mode="always"))
+
+
+def test_what_was_never_measured_goes_to_the_prefill_worker() -> None:
+    assert not prefills_locally(replace(COST, s_per_token=0.0), [IDLE], AUTO)
+
+
+def test_the_estimate_to_the_token() -> None:
+    """100 tokens: local 0.1 s; remote 0.01 + 0.1 + 0.001 s plus the queue."""
+    assert prefills_locally(COST, [IDLE], AUTO)
+    cached = replace_candidate(IDLE, num_cached_tokens=100)  # 0.011 s
+    assert not prefills_locally(COST, [cached], AUTO)
+    # remote = 0.011 + (queue + 100 - cached) * 0.001 = 0.1 at queue - cached = -11
+    for queued, local in ((88, False), (90, True)):
+        candidate = replace_candidate(IDLE, num_cached_tokens=100, num_queued_tokens=queued)
+        assert prefills_locally(COST, [candidate], AUTO) is local
+
+
+def replace_candidate(candidate: Candidate, **change: float) -> Candidate:
+    fields = {name: getattr(candidate, name) for name in candidate.__struct_fields__}
+    return Candidate(**{**fields, **change})
+
+
+def test_rows_that_would_stand_still_count() -> None:
+    assert prefills_locally(COST, [IDLE], AUTO)
+    assert not prefills_locally(replace(COST, num_running=1), [IDLE], AUTO)
+
+
+def test_the_best_candidate_counts_and_not_the_first() -> None:
+    busy = replace_candidate(IDLE, num_queued_tokens=100_000)
+    idle = replace_candidate(IDLE, prefill_s_per_token=0.0001)
+    assert prefills_locally(COST, [busy], AUTO)
+    assert not prefills_locally(COST, [busy, idle], AUTO)
+    assert not prefills_locally(COST, [idle, busy], AUTO)
+
+
+def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_we_are() -> None:
+    unknown = replace_candidate(IDLE, prefill_s_per_token=0.0)
+    for running in range(3):
+        cost = replace(COST, num_running=running)
+        assert prefills_locally(cost, [unknown], AUTO) == prefills_locally(cost, [IDLE], AUTO)
+
+
+def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
+    rnd = random.Random(0)
+    seen = set()
+    for _ in range(5_000):
+        cost = LocalCost(
+            rnd.randint(1, 2_000), rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)),
+            rnd.randint(100, 100_000), rnd.choice((1e7, 1e9)),
+        )  # fmt: skip
+        candidate = Candidate(
+            "p/1", rnd.randint(0, 5_000), rnd.choice((0.0, 1e-5, 1e-4)), rnd.randint(0, 2_500)
+        )
+        local = prefills_locally(cost, [candidate], AUTO)
+        seen.add(local)
+        if local:
+            queue = candidate.num_queued_tokens + rnd.randint(0, 1_000)
+            busier = replace_candidate(candidate, num_queued_tokens=queue)
+            assert prefills_locally(cost, [busier], AUTO)
+            assert prefills_locally(replace(cost, pull_bytes_per_s=1e6), [candidate], AUTO)
+        else:
+            busier_here = replace(cost, num_running=cost.num_running + rnd.randint(0, 9))
+            assert not prefills_locally(busier_here, [candidate], AUTO)
+            assert not prefills_locally(cost, [candidate, IDLE], AUTO)
+    assert seen == {True, False}

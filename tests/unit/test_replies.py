@@ -1,0 +1,135 @@
+"""Replies: one frame a router and turn, finals until acknowledged, never anything else again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from worker.api import Chunks, FinishReason, TokenChunk
+from worker.replies import Replies
+
+
+class Sent:
+    """What went out, by router."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, Chunks]] = []
+
+    def __call__(self, router: str, message: object) -> None:
+        assert isinstance(message, Chunks)
+        self.frames.append((router, message))
+
+    def take(self) -> list[tuple[str, tuple[TokenChunk, ...]]]:
+        frames, self.frames = self.frames, []
+        return [(router, frame.chunks) for router, frame in frames]
+
+
+def chunk(req_id: str, position: int, *, final: bool = False, dispatch: int = 1) -> TokenChunk:
+    reason = FinishReason.STOP if final else None
+    return TokenChunk(req_id, dispatch, position, (position,), reason)
+
+
+def test_one_frame_a_router_and_turn_in_order() -> None:
+    sent = Sent()
+    replies = Replies(sent, 1.0)
+    for position in range(3):
+        replies.add("a", chunk("x", position), 0.0)
+        replies.add("b", chunk("y", position), 0.0)
+    assert sent.take() == []
+    replies.flush(0.0)
+    assert sorted(sent.take()) == [
+        ("a", tuple(chunk("x", i) for i in range(3))),
+        ("b", tuple(chunk("y", i) for i in range(3))),
+    ]
+    replies.flush(0.0)
+    assert sent.take() == []
+
+
+def test_a_final_goes_again_until_acknowledged_and_nothing_else_does() -> None:
+    sent = Sent()
+    replies = Replies(sent, 1.0)
+    replies.add("a", chunk("x", 0), 0.0)
+    final = chunk("x", 1, final=True)
+    replies.add("a", final, 0.0)
+    replies.flush(0.0)
+    assert sent.take() == [("a", (chunk("x", 0), final))]
+    for now, expected in ((0.9, []), (1.0, [("a", (final,))]), (1.9, []), (2.1, [("a", (final,))])):
+        replies.flush(now)
+        assert sent.take() == expected
+    replies.acknowledged("a", "x", 2)  # another dispatch
+    replies.acknowledged("b", "x", 1)  # another router
+    assert replies.num_unacknowledged == 1
+    replies.acknowledged("a", "x", 1)
+    replies.acknowledged("a", "x", 1)
+    assert replies.num_unacknowledged == 0
+    replies.flush(9.0)
+    assert sent.take() == []
+
+
+def test_a_lost_router_gets_nothing_more_and_the_others_do() -> None:
+    sent = Sent()
+    replies = Replies(sent, 1.0)
+    for router in ("a", "b"):
+        replies.add(router, chunk("x", 0, final=True), 0.0)
+    replies.lost("a")
+    assert replies.num_unacknowledged == 1
+    replies.flush(0.0)
+    assert [router for router, _ in sent.take()] == ["b"]
+    replies.flush(5.0)
+    assert [router for router, _ in sent.take()] == ["b"]
+
+
+def test_an_acknowledgement_before_the_resend_is_due_prevents_it() -> None:
+    sent = Sent()
+    replies = Replies(sent, 0.5)
+    replies.add("a", chunk("x", 0, final=True), 10.0)
+    replies.flush(10.0)
+    replies.acknowledged("a", "x", 1)
+    replies.flush(11.0)
+    assert len(sent.take()) == 1
+
+
+def test_random_traffic_loses_no_chunk_and_repeats_only_finals() -> None:
+    rnd = random.Random(1)
+    sent, now = Sent(), 0.0
+    replies = Replies(sent, 1.0)
+    open_reqs: dict[tuple[str, str], int] = {}
+    unacknowledged: set[tuple[str, str]] = set()
+    received: dict[tuple[str, str], list[int]] = {}
+    finals: Counter[tuple[str, str]] = Counter()
+    num_repeats = 0
+    for number in range(10_000):
+        now += rnd.random() * 0.3
+        for _ in range(rnd.randint(0, 3)):
+            key = rnd.choice("abc"), f"r{rnd.randint(0, 5)}.{number // 40}"
+            if finals[key] or key in unacknowledged:
+                continue
+            position = open_reqs.get(key, 0)
+            final = rnd.random() < 0.3
+            replies.add(key[0], chunk(key[1], position, final=final), now)
+            open_reqs[key] = position + 1
+            if final:
+                unacknowledged.add(key)
+        replies.flush(now)
+        frames = sent.take()
+        assert len({router for router, _ in frames}) == len(frames)
+        for router, chunks in frames:
+            assert chunks
+            for each in chunks:
+                key = router, each.req_id
+                got = received.setdefault(key, [])
+                if each.finish_reason is not None:
+                    finals[key] += 1
+                    if finals[key] > 1:
+                        num_repeats += 1
+                        assert key in unacknowledged
+                        continue
+                assert each.position == len(got)
+                got.append(each.position)
+        for key in list(unacknowledged):
+            if rnd.random() < 0.2:
+                replies.acknowledged(*key, 1)
+                unacknowledged.discard(key)
+        assert replies.num_unacknowledged == len(unacknowledged)
+    assert num_repeats > 50
+    assert all(len(received[key]) == count for key, count in open_reqs.items())

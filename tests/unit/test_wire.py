@@ -1,0 +1,416 @@
+"""Two wires over 127.0.0.1: framing, order, liveness, identity, and that nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import pytest
+
+from worker import api
+from worker.api import (
+    Abort,
+    Ack,
+    AnyMessage,
+    Candidate,
+    Chunks,
+    Error,
+    FinishReason,
+    Generate,
+    KVReady,
+    Lost,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillRefused,
+    Refused,
+    Release,
+    Renew,
+    RenewAck,
+    Sampling,
+    Stop,
+    TokenChunk,
+    WorkerStats,
+    Xfer,
+)
+from worker.config import PingConfig
+from worker.wire import SEND_QUEUE_FRAMES, Event, Wire
+
+FAST = PingConfig(interval_s=0.05, max_misses=4)
+LIMIT_S = 10.0
+
+XFER = Xfer("r1:1:7", 2, "dec", "pre")
+MESSAGES: list[AnyMessage] = [
+    Generate(
+        "r1", 2, (1, 2, 3), 2, Sampling(5, 0.5, 0.9, 3, 0.1, 2**63 - 1, True, (7, 8), 1),
+        30.0, (Candidate("p/1", 10, 0.001, 16), Candidate("p/2")),
+    ),
+    Stop("r1", 2, 17),
+    Abort("r1", 2),
+    Ack("r1", 2),
+    Refused("r1", 2, Error("busy", "no room: ü€\0"), 0.5),
+    Chunks((
+        TokenChunk("r1", 2, 5, (1, 2)),
+        TokenChunk("r2", 1, 0, (), FinishReason.ERROR, Error("timeout", "")),
+    )),
+    Prefill(XFER, tuple(range(1000)), 16),
+    PrefillRefused(XFER, Error("busy", ""), 0.1),
+    KVReady(XFER, 3, (9, 8, 7), 0, 4, True, 48),
+    Renew(3, (XFER, XFER)),
+    RenewAck(3, ()),
+    Release(XFER),
+]  # fmt: skip
+
+
+class End:
+    """A wire and what it was handed."""
+
+    def __init__(self, name: str, ping: PingConfig = FAST) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.stats: WorkerStats | None = None
+        self.wire = Wire(name, ping, self._deliver, lambda: self.stats)
+        self.pongs: list[Pong] = []
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def next(self, timeout_s: float = LIMIT_S) -> Event:
+        """The next event that is no Pong."""
+        limit = time.monotonic() + timeout_s
+        while True:
+            peer, event = self.events.get(timeout=max(0.001, limit - time.monotonic()))
+            if not isinstance(event, Pong):
+                return peer, event
+            self.pongs.append(event)
+
+    def nothing(self, for_s: float) -> None:
+        with pytest.raises(queue.Empty):
+            pytest.fail(f"got {self.next(for_s)}")
+
+
+@pytest.fixture
+def end() -> Iterator[Callable[..., End]]:
+    ends: list[End] = []
+
+    def make(name: str, ping: PingConfig = FAST) -> End:
+        ends.append(End(name, ping))
+        return ends[-1]
+
+    yield make
+    for each in ends:
+        each.wire.close()
+
+
+@pytest.fixture
+def pair(end: Callable[..., End]) -> tuple[End, End]:
+    """A listening worker `w/1` and a client `c/1` that is connected to it."""
+    worker, client = end("w/1"), end("c/1")
+    address = worker.wire.start("127.0.0.1")
+    client.wire.start()
+    client.wire.connect("w/1", address)
+    return worker, client
+
+
+def test_every_message_type_is_in_the_round_trip() -> None:
+    union = set(AnyMessage.__args__) - {Ping, Pong}
+    assert {type(each) for each in MESSAGES} == union
+
+
+def test_every_message_arrives_as_it_was_sent_both_ways(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    for message in MESSAGES:
+        client.wire.send("w/1", message)
+    for message in MESSAGES:
+        assert worker.next() == ("c/1", message)
+        worker.wire.send("c/1", message)
+    for message in MESSAGES:
+        assert client.next() == ("w/1", message)
+
+
+def test_lost_is_never_decoded_from_the_wire() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        api.decode(api.encode(Lost("forged")))
+
+
+def test_order_is_kept_with_several_senders(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    threads = [
+        threading.Thread(
+            target=lambda t=t: [client.wire.send("w/1", Stop(f"t{t}", 1, i)) for i in range(500)]
+        )
+        for t in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    positions: dict[str, list[int]] = {}
+    for _ in range(1_500):
+        _, message = worker.next()
+        positions.setdefault(message.req_id, []).append(message.at_position)
+    for thread in threads:
+        thread.join()
+    assert positions == {f"t{t}": list(range(500)) for t in range(3)}
+
+
+def test_pongs_carry_the_stats_of_the_moment(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    for running in (1, 2):
+        worker.stats = WorkerStats(num_running=running)
+        while True:
+            peer, event = client.events.get(timeout=LIMIT_S)
+            assert peer == "w/1"
+            assert isinstance(event, Pong)
+            if event.stats == worker.stats:
+                break
+    worker.nothing(0.2)  # pings are the wire's own business
+
+
+def test_a_peer_that_closes_is_lost_once(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    worker.wire.close()
+    peer, event = client.next()
+    assert (peer, type(event)) == ("w/1", Lost)
+    client.wire.send("w/1", MESSAGES[1])
+    client.nothing(0.6)
+
+
+def test_a_client_that_closes_is_lost_once_to_the_worker(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    client.wire.close()
+    peer, event = worker.next()
+    assert (peer, type(event)) == ("c/1", Lost)
+    worker.nothing(0.4)
+
+
+def test_a_send_to_a_vanished_client_loses_it_at_once(end: Callable[..., End]) -> None:
+    slow = PingConfig(interval_s=5.0)
+    worker, client = end("w/1", slow), end("c/1", slow)
+    client.wire.start()
+    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    client.wire.close()
+    limit = time.monotonic() + 3.0
+    while time.monotonic() < limit:
+        worker.wire.send("c/1", MESSAGES[1])
+        try:
+            assert isinstance(worker.next(0.05)[1], Lost)
+            return
+        except queue.Empty:
+            continue
+    pytest.fail("no Lost although nobody is there")
+
+
+def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
+    end: Callable[..., End],
+) -> None:
+    stalling = PingConfig(interval_s=0.05, max_misses=4, stall_s=0.3)
+    for beats in (True, False):
+        worker, client = end(f"w{beats}/1", stalling), end(f"c{beats}/1")
+        client.wire.start()
+        client.wire.connect(worker.wire.me, worker.wire.start("127.0.0.1"))
+        limit = time.monotonic() + 1.2
+        lost = []
+        while time.monotonic() < limit and not lost:
+            if beats:
+                worker.wire.beat()
+            try:
+                lost.append(client.next(0.05))
+            except queue.Empty:
+                continue
+        assert bool(lost) is not beats
+        if lost:
+            assert lost[0][0] == "wFalse/1"
+            assert isinstance(lost[0][1], Lost)
+
+
+def test_a_client_whose_loop_stalls_is_lost_too(end: Callable[..., End]) -> None:
+    """To the others a hung loop and a dead process are the same, whichever side connected."""
+    worker = end("w/1")
+    client = end("c/1", PingConfig(interval_s=0.05, max_misses=4, stall_s=0.3))
+    client.wire.start()
+    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+    client.wire.send("w/1", MESSAGES[1])
+    assert worker.next()[0] == "c/1"
+    peer, event = worker.next(2.0)
+    assert (peer, type(event)) == ("c/1", Lost)
+
+
+def test_nobody_at_the_address_is_lost_after_the_grace(
+    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
+    client = end("c/1")
+    client.wire.start()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        began = time.monotonic()
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+        peer, event = client.next()
+    assert (peer, type(event)) == ("w/1", Lost)
+    assert time.monotonic() - began >= 0.4
+
+
+def test_another_incarnation_at_the_address_is_not_mistaken_for_the_peer(
+    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
+    successor, client = end("w/2"), end("c/1")
+    address = successor.wire.start("127.0.0.1")
+    client.wire.start()
+    client.wire.connect("w/1", address)
+    peer, event = client.next()
+    assert (peer, type(event)) == ("w/1", Lost)
+    assert not client.pongs
+
+
+def test_a_message_never_reaches_a_successor(end: Callable[..., End]) -> None:
+    """worker.api promises it; a restarted worker may get the address of the old one."""
+    successor, client = end("w/2"), end("c/1")
+    address = successor.wire.start("127.0.0.1")
+    client.wire.start()
+    client.wire.connect("w/1", address)
+    client.wire.send("w/1", MESSAGES[0])
+    successor.nothing(0.5)
+
+
+def test_a_client_that_comes_back_takes_over_its_name(end: Callable[..., End]) -> None:
+    worker = end("w/1")
+    address = worker.wire.start("127.0.0.1")
+    for turn in range(3):
+        client = end("c/1")
+        client.wire.start()
+        client.wire.connect("w/1", address)
+        client.wire.send("w/1", Stop("r", 1, turn))
+        assert worker.next() == ("c/1", Stop("r", 1, turn))
+        worker.wire.send("c/1", Abort("r", turn))
+        assert client.next() == ("w/1", Abort("r", turn))
+        client.wire.close()
+
+
+def test_disconnect_says_nothing_here_and_lost_there(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    client.wire.disconnect("w/1")
+    client.wire.disconnect("unknown/1")
+    client.wire.send("w/1", MESSAGES[1])
+    assert isinstance(worker.next()[1], Lost)
+    client.nothing(0.3)
+
+
+def test_a_full_queue_loses_the_peer_and_does_not_block(end: Callable[..., End]) -> None:
+    client = end("c/1", PingConfig(interval_s=5.0))
+    client.wire.start()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+        began = time.monotonic()
+        for i in range(SEND_QUEUE_FRAMES + 100):
+            client.wire.send("w/1", Stop("r", 1, i))
+        took_s = time.monotonic() - began
+        peer, event = client.next()
+        assert (peer, type(event)) == ("w/1", Lost)
+        assert "full" in event.reason
+        client.nothing(0.1)
+    assert took_s < 2.0
+
+
+def test_frames_that_are_not_ours_are_dropped(pair: tuple[End, End]) -> None:
+    import zmq
+
+    worker, client = pair
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(f"tcp://127.0.0.1:{_port(worker)}")
+    for frame in (b"", b"\0", b"\xff\xfe\0abc", b"x/1\0" + b"\xc1", b"x/1\0" + b"\x91\xa4Lost"):
+        stranger.send(frame)
+    time.sleep(0.2)
+    stranger.close()
+    context.term()
+    client.wire.send("w/1", MESSAGES[2])
+    assert worker.next() == ("c/1", MESSAGES[2])
+
+
+def _port(worker: End) -> int:
+    import zmq
+
+    listener = worker.wire._links._listener
+    assert listener is not None
+    return int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def test_close_sends_what_is_queued(end: Callable[..., End]) -> None:
+    worker, client = end("w/1"), end("c/1")
+    client.wire.start()
+    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+    for i in range(200):
+        client.wire.send("w/1", Stop("r", 1, i))
+    client.wire.close()
+    assert [worker.next()[1] for _ in range(200)] == [Stop("r", 1, i) for i in range(200)]
+
+
+def test_close_leaks_no_thread_and_no_descriptor() -> None:
+    def once() -> None:
+        worker, client = End("w/1"), End("c/1")
+        client.wire.start()
+        client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+        client.wire.connect("gone/1", "tcp://127.0.0.1:9")
+        client.wire.send("w/1", MESSAGES[0])
+        worker.next()
+        for each in (client, worker):
+            each.wire.close()
+            each.wire.close()
+            each.wire.send("w/1", MESSAGES[0])  # does nothing
+            each.wire.disconnect("w/1")
+
+    once()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count(), num_tasks()
+    for _ in range(5):
+        once()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before[:2]
+    assert num_tasks() <= before[2]
+
+
+def num_tasks() -> int:
+    """Threads of this process, those of libzmq included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_close_while_others_send_raises_nowhere() -> None:
+    errors: list[BaseException] = []
+    for _ in range(20):
+        client = End("c/1")
+        client.wire.start()
+
+        def hammer(client: End = client) -> None:
+            try:
+                for _ in range(400):
+                    client.wire.send("w/1", MESSAGES[2])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=hammer) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        client.wire.close()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def test_a_wire_that_was_never_started_can_be_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    End("c/1").wire.close()
+    assert len(os.listdir("/proc/self/fd")) == before
