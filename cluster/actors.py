@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,8 +27,8 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.placement import Group
+from cluster.ray_private import RAY
 from cluster.seats import Report
-from cluster.untyped import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
@@ -289,12 +290,15 @@ async def fence(process: RayProcess) -> None:
     """Kill, then make sure from its own node that the process is gone.
 
     ray.kill asks the process to end, which a stopped or wedged one never does; so a task on its
-    node sends SIGKILL to the pid, if it still is that process, and waits until it has left /proc.
+    node sends SIGKILL to the pid, if it still is that process, and waits until it is gone.
     Without the node there is nobody to ask: what may be left there runs no device of ours, and its
     messages carry an old incarnation.
     """
     RAY.kill(process.actor)
     who = process.identity
+    if who.node_id == RAY.get_runtime_context().get_node_id():
+        await asyncio.to_thread(_kill_for_certain, who.pid, who.start_ticks)
+        return
     alive = {row["NodeID"] for row in RAY.nodes() if row["Alive"]}
     if who.node_id not in alive:
         log.warning("pid %d on %s: its node is lost, not fenced", who.pid, who.node_address)
@@ -327,9 +331,10 @@ def _kill_for_certain(pid: int, ticks: int) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """The first telling line of one of Ray's many-line messages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in lines:
-        if "exit" in line.lower() or "node" in line.lower():
-            return line
-    return lines[0] if lines else type(error).__name__
+    """The telling sentence of one of Ray's many-line messages."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
+    if detail:
+        return f"its process died ({detail.group(1)})"
+    sentence = re.search(r"(The (?:actor|node|worker) .+?)(?:\. |$)", text)
+    return sentence.group(1) if sentence else text or type(error).__name__

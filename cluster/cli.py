@@ -119,11 +119,15 @@ def _serve(args: argparse.Namespace) -> int:
     address = args.address or os.environ.get("RAY_ADDRESS", "")
     if address == "local":
         address = ""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     auth_mode = _prepare_environment("" if address else "disabled")
     from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
 
     around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
-    return serve(config, around)
+    # A stream of its own: what Ray's threads print to stderr cannot end up within our lines.
+    with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
+        return serve(config, around, out)
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -164,18 +168,17 @@ def _drain(args: argparse.Namespace) -> int:
 def _connect(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
     """The controller of a running cluster, and what to call when done with it."""
     address: str = args.address or os.environ.get("RAY_ADDRESS", "")
-    auth_mode = ""
-    if not args.address:
-        try:
-            running = find_running(_runtime_dir())
-            address, auth_mode = running.address, running.auth_mode
-        except UserError:
-            if not address:
-                raise
+    auth_mode, loopback = "", False
+    try:
+        running = find_running(_runtime_dir(), args.address or "")
+        address, auth_mode, loopback = running.address, running.auth_mode, running.local
+    except UserError:
+        if not address:
+            raise
     _prepare_environment(auth_mode)
     from cluster import launch
 
-    session = launch.join(address, quiet=True)
+    session = launch.join(address, quiet=True, loopback=loopback)
     controller = launch.find_controller()
     if controller is None:
         session.close()

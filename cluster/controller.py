@@ -27,9 +27,9 @@ from cluster.actors import (
 from cluster.config import Config
 from cluster.monitor import Monitor, Process
 from cluster.placement import Ask, Group, live_nodes, place, remove
+from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
 from cluster.seats import Event, Seat, SeatStatus, State, seats_of
-from cluster.untyped import RAY
 from worker.api import Lost
 from worker.errors import UserError
 from worker.wire import Event as WireEvent
@@ -228,7 +228,7 @@ class Controller:
             starting=tuple(s.name for s in monitor.seats() if s.state is State.STARTING),
             waiting=self._site.waiting,
             urls=tuple(
-                f"http://{s.member.metrics_address}"
+                s.member.address
                 for s in monitor.seats()
                 if s.role == "router" and s.member is not None
             ),

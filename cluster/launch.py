@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,9 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import Config
 from cluster.controller import NAME, NAMESPACE, Controller, Home
 from cluster.owned import OwnedDirectory
+from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
 from cluster.resolve import bundle_of, with_devices
 from cluster.seats import seats_of
-from cluster.untyped import RAY
 from worker.errors import KvlaneError, UserError, WorldError
 
 log = logging.getLogger("kvlane.launch")
@@ -35,6 +36,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MAX_TEMP_PATH = 40  # Ray's socket names below it take some 65 of the 107 characters allowed
 SHORT_TEMP = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class RaySession:
 def start_local(config: Config, temp_root: Path) -> RaySession:
     """A Ray of our own, with room for what `config` asks for and nothing that it does not need.
 
-    Ray listens on the machine's own address, on free ports, without a dashboard; see the README.
+    Ray listens on free ports of 127.0.0.1 only, without a dashboard.
 
     Raises:
         WorldError: Ray did not start.
@@ -75,6 +77,8 @@ def start_local(config: Config, temp_root: Path) -> RaySession:
     temp_dir = OwnedDirectory.make(root)
     session = RaySession("", local=True, temp_dir=temp_dir)
     become_subreaper()
+    stay_on_loopback()
+    silence_worker_deaths()
     asked = config.cluster.local_ray
     try:
         context = RAY.init(
@@ -97,8 +101,13 @@ def start_local(config: Config, temp_root: Path) -> RaySession:
     return session
 
 
-def join(address: str, *, quiet: bool = False) -> RaySession:
+def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySession:
     """Connect to a running Ray cluster.
+
+    Args:
+        address: HOST:PORT of its GCS.
+        quiet: do not print what its processes log.
+        loopback: it was started by `start_local`.
 
     Raises:
         UserError: the address is that of the job API.
@@ -109,6 +118,15 @@ def join(address: str, *, quiet: bool = False) -> RaySession:
             f"{address} is Ray's job API; submit a job there (ray job submit --working-dir . -- "
             "python -m cluster serve …) or give the address of the cluster itself, HOST:6379"
         )
+    host, _, port = address.rpartition(":")
+    if port.isdigit():  # Ray itself would try for ever; without a port it looks the address up
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise WorldError(f"no Ray cluster answers at {address}: {error}") from error
+    if loopback:
+        stay_on_loopback()
+    silence_worker_deaths()
     try:
         context = RAY.init(
             address=address,

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 MAX_EARLY_DEATHS = 3  # of one name while the cluster starts; then starting fails
 POLL_S = 0.1
+PINGED = "tcp://"  # scheme of the addresses that answer pings; a router has none
 REPORT_TIMEOUT_S = 2.0
 
 
@@ -243,6 +244,8 @@ class Monitor:
             await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
             if run.done():
                 run.result()
+                if seat.stopping is not None:  # it goes on a little after the engine has ended
+                    await asyncio.wait((seat.stopping,), timeout=self._config.stop_timeout_s)
             else:
                 raise WorldError(f"it does not answer ({seat.silent.result()})")
         finally:
@@ -250,7 +253,7 @@ class Monitor:
 
     def _join(self, seat: Seat, member: Member) -> None:
         seat.member, seat.state = member, State.READY
-        if member.address:
+        if member.address.startswith(PINGED):
             self._links.connect(member.peer, member.address)
         self._publish()
 
@@ -258,13 +261,14 @@ class Monitor:
         """Out of the members, and all others know it at once."""
         member, seat.member, seat.state = seat.member, None, State.LOST
         if member is not None:
+            self._note(seat, "stopping" if seat.leaving else "lost")
             self._links.disconnect(member.peer)
             self._publish()
 
     def _publish(self) -> None:
         self._version += 1
         members = live_members(self._seats.values())
-        log.info("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
+        log.debug("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
         for seat in self._seats.values():
             if seat.reachable is not None:
                 self._spawn(seat.reachable.tell(self._version, members), f"members for {seat.name}")
@@ -300,7 +304,7 @@ class Monitor:
             await seat.gone.wait()
             return
         if seat.reachable is not None:
-            self._spawn(seat.reachable.stop(), f"stop of {seat.name}")
+            seat.stopping = self._spawn(seat.reachable.stop(), f"stop of {seat.name}")
             await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
         task.cancel()
         await asyncio.wait((task,))
@@ -327,7 +331,7 @@ class Monitor:
         except TimeoutError:
             raise WorldError(f"it did not {what} within {timeout_s:g} s") from None
 
-    def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
         """Run beside; a dead receiver is its own task's business, so that is only logged."""
 
         async def shielded() -> None:
@@ -339,6 +343,7 @@ class Monitor:
         task = asyncio.create_task(shielded())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _fail(self, seat: Seat, error: KvlaneError) -> None:
         if not self._failed.done():
@@ -348,5 +353,5 @@ class Monitor:
             self._failed.set_exception(kind(f"{seat.name}: {error}"))
 
     def _note(self, seat: Seat, text: str) -> None:
-        log.info("%s: %s", seat.name, text)
+        log.debug("%s: %s", seat.name, text)  # `serve` prints the event
         self.events.append(Event(time.monotonic() - self._began_at, seat.name, seat.state, text))

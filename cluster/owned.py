@@ -29,6 +29,7 @@ class Running:
 
     pid: int
     address: str  # of the Ray cluster
+    local: bool  # started by this serve, on 127.0.0.1
     auth_mode: str  # RAY_AUTH_MODE of it
     urls: tuple[str, ...]
 
@@ -81,26 +82,30 @@ class StateFile:
             self._lock = -1
 
 
-def find_running(runtime_dir: Path) -> Running:
-    """The one `serve` that runs here.
+def find_running(runtime_dir: Path, address: str = "") -> Running:
+    """The one `serve` that runs here, or the one on the Ray cluster at `address`.
 
     Raises:
         UserError: there is none, or more than one.
     """
+    found = [r for r in all_running(runtime_dir) if address in ("", r.address)]
+    if not found:
+        raise UserError("no kvlane runs here; give the Ray cluster with --address HOST:PORT")
+    if len(found) > 1:
+        rows = "\n".join(f"  --address {r.address}  ({' '.join(r.urls)})" for r in found)
+        raise UserError(f"more than one kvlane runs here, choose one:\n{rows}")
+    return found[0]
+
+
+def all_running(runtime_dir: Path) -> list[Running]:
+    """Every `serve` of this user; what dead ones left is removed."""
     found: list[Running] = []
     for path in sorted(runtime_dir.glob("serve-*.json")):
         if not is_held(path):
             path.unlink(missing_ok=True)
         elif text := path.read_text(encoding="utf-8"):
             found.append(msgspec.json.decode(text, type=Running))
-    if not found:
-        raise UserError("no kvlane runs here; give the Ray cluster with --address HOST:PORT")
-    if len(found) > 1:
-        rows = "\n".join(
-            f"  --address {r.address}  ({' '.join(r.urls)}, pid {r.pid})" for r in found
-        )
-        raise UserError(f"more than one kvlane runs here, choose one:\n{rows}")
-    return found[0]
+    return found
 
 
 def is_held(path: Path) -> bool:

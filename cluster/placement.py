@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from cluster.untyped import RAY
+from cluster.ray_private import RAY, free_resources
 from worker.errors import Placement
 
 POLL_S = 0.2
@@ -106,7 +105,7 @@ def _standing(name: str, pg: PlacementGroup) -> Group:
 
 def live_nodes() -> list[Node]:
     """The nodes that Ray believes alive."""
-    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    free = free_resources()
     rows = cast("list[dict[str, Any]]", RAY.nodes())
     return [
         Node(

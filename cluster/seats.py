@@ -74,6 +74,7 @@ class Seat:
     leaving: bool = False  # not to be filled again
     member: Member | None = None
     process: Process | None = None
+    stopping: asyncio.Task[None] | None = None  # the call that ends it, under way
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and not filled again
     silent: asyncio.Future[str] = field(init=False)  # resolved by the data plane with a reason
 

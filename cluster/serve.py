@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -15,7 +14,7 @@ from cluster.config import Config
 from cluster.controller import Progress
 from cluster.launch import RaySession
 from cluster.owned import Running, StateFile
-from cluster.untyped import RAY
+from cluster.ray_private import RAY
 from worker.errors import WorldError
 
 POLL_S = 0.2
@@ -62,7 +61,7 @@ class Screen:
         if self._tty:
             shown = f"  … {text} ({time.monotonic() - self._said_at:.0f} s)" if text else ""
             if shown != self._live:
-                self._out.write(f"\r\x1b[K{shown}")
+                self._out.write(f"\r\x1b[K{shown}\r")  # lines of Ray then begin at the left
                 self._out.flush()
                 self._live = shown
         elif text and time.monotonic() - self._said_at > LINE_EVERY_S:
@@ -70,7 +69,10 @@ class Screen:
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks for an end, the second one enforces it."""
+    """The first SIGINT or SIGTERM asks for an end, the second one enforces it.
+
+    While Ray starts or is joined, which cannot be asked, the first one interrupts.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -78,11 +80,13 @@ class Signals:
         self.state: StateFile | None = None
 
     def install(self) -> None:
-        """Ray puts handlers of its own in place when it starts, so this comes after it."""
+        """To be called before Ray starts and again after it: Ray installs handlers of its own."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        if self.session is None:
+            raise KeyboardInterrupt
         if self.asked:
             self._now()
         self.asked = True
@@ -96,11 +100,11 @@ class Signals:
         os._exit(EXIT_INTERRUPTED)
 
 
-class Stopped(Exception):  # noqa: N818: not an error
+class Stopped(Exception):
     """A signal asked for the end while something was waited for."""
 
 
-def serve(config: Config, around: Surroundings, out: TextIO = sys.stderr) -> int:
+def serve(config: Config, around: Surroundings, out: TextIO) -> int:
     """Run a cluster until it is told to end; the exit code.
 
     Raises:
@@ -108,6 +112,7 @@ def serve(config: Config, around: Surroundings, out: TextIO = sys.stderr) -> int
     """
     screen, signals = Screen(out), Signals()
     session, state = None, None
+    signals.install()
     try:
         if around.address:
             screen.line(f"joining the Ray cluster at {around.address}")
@@ -119,12 +124,13 @@ def serve(config: Config, around: Surroundings, out: TextIO = sys.stderr) -> int
         signals.install()
         controller = launch.create_controller(config, session)
         state = signals.state = StateFile(around.runtime_dir)
-        state.write(Running(os.getpid(), session.address, around.auth_mode, ()))
+        running = Running(os.getpid(), session.address, session.local, around.auth_mode, ())
+        state.write(running)
         try:
-            urls = _start(controller, screen, signals)
-            state.write(Running(os.getpid(), session.address, around.auth_mode, urls))
+            urls, num_seen = _start(controller, screen, signals)
+            state.write(replace(running, urls=urls))
             _welcome(config, urls, screen)
-            _watch(controller, screen, signals)
+            _watch(controller, screen, num_seen, signals)
         except Stopped:
             screen.line("stopping (again Ctrl-C: at once)")
         finally:
@@ -138,8 +144,8 @@ def serve(config: Config, around: Surroundings, out: TextIO = sys.stderr) -> int
             screen.line("stopped")
 
 
-def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[str, ...]:
-    """Show progress until everything is ready; the routers' URLs."""
+def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str, ...], int]:
+    """Show progress until everything is ready; the routers' URLs, and the events shown."""
     reference = controller.start.remote()
     num_seen = 0
     while True:
@@ -148,13 +154,12 @@ def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[str, ...]
         num_seen += len(progress.events)
         if over:
             launch.wait_for(reference)
-            return progress.urls
+            return progress.urls, num_seen
         screen.live(progress.waiting or "waiting for " + ", ".join(progress.starting))
 
 
-def _watch(controller: Any, screen: Screen, signals: Signals) -> None:
+def _watch(controller: Any, screen: Screen, num_seen: int, signals: Signals) -> None:
     """Returns when the cluster was drained; shows what happens to it until then."""
-    num_seen = sum(1 for _ in launch.ask(controller.progress.remote, 0).events)
     while True:
         progress = _show(controller, screen, num_seen, signals)
         num_seen += len(progress.events)

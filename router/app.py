@@ -181,7 +181,7 @@ class RouterServer:
                 config=self._config,
                 text=self._text,
                 model=self._model.name,
-                max_model_len=self._max_model_len,
+                model_max_len=self._max_model_len,
                 dispatcher=Dispatcher(self._config, wire, members, self._policy, metrics),
                 members=members,
                 metrics=metrics,

@@ -27,7 +27,7 @@ class Front:
     config: RouterConfig
     text: Text
     model: str
-    max_model_len: int
+    model_max_len: int  # by the configuration; a worker's KV pool may hold less
     dispatcher: Dispatcher
     members: Members
     metrics: RouterMetrics
@@ -35,6 +35,11 @@ class Front:
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt + output tokens that every live decode worker can serve."""
+        return min([self.model_max_len, *self.members.max_model_lens()])
 
 
 class StatusRoutes:

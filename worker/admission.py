@@ -105,8 +105,6 @@ class Admission:
             raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
         if max_len > limit:
             raise UserError(f"{max_len} tokens of prompt and output; the limit is {limit}")
-        if engine.book.num_pages_for(max_len) > engine.book.num_pages:
-            raise UserError(f"{max_len} tokens never fit into {engine.book.num_pages} KV pages")
         if not all(0 <= token < vocab_size for token in message.tokens):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
         num_stops = len(sampling.stop_ids) + len(engine.spec.eos_token_ids)

@@ -47,6 +47,7 @@ class Error(Message, frozen=True):
 
     code: str
     message: str
+    param: str | None = None  # path of the field that is wrong, if it is the user's mistake
 
 
 class Member(Message, frozen=True):
@@ -58,6 +59,7 @@ class Member(Message, frozen=True):
     address: str  # tcp://host:port of its ROUTER socket
     metrics_address: str = ""  # host:port where it serves /metrics
     model: str = ""
+    max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # KVLayout.hash; peers with different hashes never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
     endpoint: bytes = b""  # msgpack of worker.transfer.base.Endpoint, opaque to everyone else

@@ -26,7 +26,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.engine import Engine
-from worker.errors import Busy, KvlaneError
+from worker.errors import Busy, KvlaneError, UserError
 from worker.fetch import PullParts
 from worker.inbound import Arrived, Inbound
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -149,7 +149,8 @@ class DecodeLoop:
             req = self._admission.admit(router, message, len(self._reqs), now)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
-            said = Error(error.code, str(error))
+            param = error.param if isinstance(error, UserError) else None
+            said = Error(error.code, str(error), param)
             self._thread.send(router, Refused(*key, said, retry_after_s))
             return
         self._reqs[key] = req

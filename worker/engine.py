@@ -69,6 +69,7 @@ class Engine:
             address=address,
             metrics_address=metrics_address,
             model=self.config.model.name,
+            max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.layout.hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
             endpoint=msgspec.msgpack.encode(self.transport.endpoint()),
@@ -91,6 +92,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
         UserError: the model directory, the configuration or a library is at fault.
     """
     spec = read_model_spec(config.model.directory)
+    asked_len = config.model.max_model_len
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
     )
@@ -100,6 +102,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
         torch.set_num_threads(int(engine.threads))
     layout = _layout(config, spec)
     num_pages = _num_pages(config, layout, device)
+    config = _fit(config, asked_len, num_pages)
     pool = KVPool(layout, num_pages, device)
     attention = resolve("attention backend", engine.attention, ATTENTION)(
         pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
@@ -162,6 +165,26 @@ def _num_pages(config: WorkerConfig, layout: KVLayout, device: torch.device) -> 
             "engine.num_pages",
         )
     return num_pages
+
+
+def _fit(config: WorkerConfig, asked_len: int | str, num_pages: int) -> WorkerConfig:
+    """`config` with a max_model_len that the pool can hold.
+
+    Raises:
+        UserError: more was asked for by name.
+    """
+    holds = (num_pages - 1) * int(config.kv.page_size)
+    if int(config.model.max_model_len) <= holds:
+        return config
+    if asked_len != "auto":
+        raise UserError(
+            f"model.max_model_len is {asked_len}, but {num_pages - 1} KV pages hold {holds} tokens:"
+            " lower it or raise engine.num_pages",
+            "model.max_model_len",
+        )
+    log.info("model.max_model_len = %d (what the KV pool holds)", holds)
+    model = config.model.model_copy(update={"max_model_len": holds})
+    return config.model_copy(update={"model": model})
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:

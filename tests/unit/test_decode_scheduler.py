@@ -164,6 +164,7 @@ class Launched:
     plan: Plan
     owners: dict[int, tuple[Req, Script, frozenset[int]]]  # row -> what its hold owned at launch
     touched: frozenset[int]  # every page in the tables of its rows
+    rows: frozenset[int]  # every row that a live request had at launch
     drawn: list[Drawn] | None = None
 
 
@@ -219,6 +220,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.ids = 0
         self.arriving = True
+        self.num_chunk_steps = 0
 
     def preempted(self) -> None:
         self.counts["preemptions"] += 1
@@ -295,13 +297,22 @@ class Simulation:
             self.place(req)
         if self.in_flight and rnd.random() > self.load.overlap:
             self.settle()
+        decodable = [req for req in self.scheduler.running.values() if self.may_decode(req)]
         plan = self.scheduler.plan()
+        assert not any(req.num_in_flight for req in self.scheduler.preempted), "left too early"
+        alternates = plan is None or not plan.chunks or not decodable
+        self.num_chunk_steps = 0 if alternates else self.num_chunk_steps + 1
+        assert self.num_chunk_steps <= 1, "rows stand still for two chunk steps in a row"
         if plan is not None:
             self.launch(plan)
         self.maybe_execute()
         if self.in_flight and (plan is None or len(self.in_flight) > 1):
             self.settle()
         self.check()
+
+    def may_decode(self, req: Req) -> bool:
+        leaving = req in self.scheduler._leaving
+        return not leaving and len(req.tokens) + req.num_in_flight < req.max_len
 
     def maybe_end_early(self) -> None:
         rnd = self.random
@@ -398,6 +409,7 @@ class Simulation:
             if plan.decode:
                 last = len(req.tokens) - 1 + req.num_in_flight - 1  # bound of the slot written
                 first = len(req.tokens) - 1
+                assert last + 1 < req.max_len, "its last token is in flight already"
             else:
                 chunk = next(each for each in plan.chunks if each.row == row)
                 first, last = chunk.start, chunk.start + len(chunk.tokens) - 1
@@ -413,7 +425,11 @@ class Simulation:
         self.counts["steps"] += 1
         self.counts["chunk steps" if plan.chunks else "decode steps"] += 1
         assert len(running) <= self.load.rows
-        self.in_flight.append(Launched(plan, owners, touched))
+        for each in (*plan.starts, *plan.pages):
+            assert each.row in by_row, "says something about a row that is nobody's"
+        starts = [start.row for start in plan.starts]
+        assert len(set(starts)) == len(starts)
+        self.in_flight.append(Launched(plan, owners, touched, frozenset(by_row)))
         assert len(self.in_flight) <= 2
 
     def maybe_execute(self) -> None:
@@ -426,6 +442,8 @@ class Simulation:
     def execute(self, step: Launched) -> None:
         device, plan = self.device, step.plan
         device.apply(plan)
+        active = {row for row, is_active in enumerate(device.active) if is_active}
+        assert active <= step.rows, "a row that is nobody's is active"
         pulling = {page for pull in self.pulls for _, page in pull.running}
         step.drawn = []
         for row in plan.decode:
@@ -488,6 +506,10 @@ class Simulation:
         assert req.finish_reason == reason
         assert req.hold is None
         assert req.row == 0
+        if self.random.random() < 0.1:  # the next turn of a chat: output becomes prompt
+            stem = self.scripts[req].text()[: self.load.max_prompt]
+            if len(stem) == self.load.max_prompt:
+                self.stems[self.random.randrange(len(self.stems))] = stem
         del self.scripts[req]
         self.counts["finished"] += 1
 
@@ -550,7 +572,7 @@ LOADS = {
 @pytest.mark.parametrize("name", LOADS)
 def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) -> None:
     simulation = Simulation(LOADS[name], seed=sum(name.encode()))
-    while simulation.counts["steps"] < 2_000:
+    while simulation.counts["steps"] < 4_000:
         simulation.turn()
     simulation.drain()
     counts = simulation.counts

@@ -72,7 +72,7 @@ def rows_of(cases: list[Case], seed: Tensor, position: Tensor) -> SamplingRows:
         top_k=column("top_k", torch.int64),
         top_p=column("top_p", torch.float32),
         min_p=column("min_p", torch.float32),
-        min_len=torch.where(masked, position + 1, 0),
+        min_len=torch.where(masked, position + 1, position),
         stop_ids=torch.tensor(stops),
     )
 

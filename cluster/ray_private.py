@@ -1,0 +1,36 @@
+"""What we need of Ray beyond its typed, public interface; pinned with ray in pyproject.toml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray._private import ray_constants, state, worker
+
+# Ray's annotations are partial: strict typing ends at this name, results are cast behind it.
+RAY: Any = ray
+
+
+def stay_on_loopback() -> None:
+    """Make a Ray started or joined by this process live on 127.0.0.1.
+
+    This is Ray's own mode on macOS and Windows. On Linux it would take the machine's address,
+    listen on every interface, and run the code of whoever connects. Measured: with it all ports of
+    Ray are on 127.0.0.1, without it on *.
+    """
+    setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)  # noqa: B010
+
+
+def silence_worker_deaths() -> None:
+    """No page of advice for each dead worker on our terminal: the monitor says it in a line."""
+
+    def ignore(*_: object) -> None:
+        pass
+
+    setattr(worker, "listen_error_messages", ignore)  # noqa: B010
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Node id -> what is not reserved there."""
+    private: Any = state
+    return private.available_resources_per_node()

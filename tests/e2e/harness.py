@@ -1,0 +1,187 @@
+"""Real clusters for tests: a namespace to run them in, `serve` as a process, and what it left.
+
+Ray runs the code of whoever reaches it, so the whole pytest process moves into a fresh network and
+pid namespace that has a loopback interface only (`enter_namespace`). Clients and servers are then
+in the same one, and everything dies with its first process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSIDE = "KVLANE_TEST_NAMESPACE"
+UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
+READY_TIMEOUT_S = 120.0
+
+
+def enter_namespace(config: pytest.Config) -> None:
+    """Start this pytest over inside a namespace; returns only if it is inside or may not enter."""
+    if os.environ.get(INSIDE) or config.option.collectonly:
+        return
+    if (
+        shutil.which("unshare") is None
+        or subprocess.call([*UNSHARE, "true"], stderr=subprocess.DEVNULL) != 0
+    ):
+        return  # not root: `serve` keeps to 127.0.0.1 and cleans up by itself
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # gives back the real stdout
+    os.environ[INSIDE] = "1"
+    arguments = [str(a) for a in config.invocation_params.args]
+    script = 'ip link set lo up; "$@"; exit $?'  # bash stays: the first process has to reap
+    pytest_again = [sys.executable, "-m", "pytest", *arguments]
+    os.chdir(config.invocation_params.dir)
+    sys.stdout.flush()
+    os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *pytest_again])
+
+
+@dataclass(slots=True)
+class Serve:
+    """One `python -m cluster serve`, in a session of its own as under a terminal.
+
+    Everything that it may leave behind goes below `root`: Ray's files, the state file, its output.
+    """
+
+    root: Path
+    port: int = 8000
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def url(self) -> str:
+        """Of the first router."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return (self.root / "output").read_text(encoding="utf-8", errors="replace")
+
+    def environment(self) -> dict[str, str]:
+        """For every command that belongs to this cluster."""
+        for name in ("tmp", "run"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        own = {"TMPDIR": str(self.root / "tmp"), "XDG_RUNTIME_DIR": str(self.root / "run")}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        return {**kept, **own, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+
+    def start(self, *arguments: str) -> Serve:
+        """Begin; does not wait."""
+        environment = self.environment()
+        with (self.root / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cluster", "serve", "--port", str(self.port), *arguments],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Serve:
+        """Returns once it has printed its URL; fails with its output if it does not."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while "Ctrl-C stops it." not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"serve is not ready, exit code {self.process.poll()}:\n{self.output}")
+            time.sleep(0.1)
+        return self
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit code."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the whole foreground process group."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self) -> None:
+        """Whatever state it is in: nothing of it is left after this."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # the second one is at once
+            self.process.wait(30)
+
+    def command(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Another command about this cluster, for example status."""
+        return subprocess.run(
+            [sys.executable, "-m", "cluster", *arguments],
+            cwd=REPOSITORY,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Name -> row of `status --json`."""
+        done = self.command("status", "--json")
+        assert done.returncode == 0, done.stderr
+        return {row["name"]: row for row in json.loads(done.stdout)}
+
+    def wait_status(self, name: str, timeout_s: float = 60.0, **wanted: object) -> dict[str, Any]:
+        """The row of `name` once it has these values."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            row = self.status().get(name, {})
+            if row and all(row[key] == value for key, value in wanted.items()):
+                return row
+            if time.monotonic() > deadline:
+                pytest.fail(f"{name} is not {wanted} but {row}\n{self.output}")
+            time.sleep(0.3)
+
+    def wait_idle(self, timeout_s: float = 15.0) -> dict[str, dict[str, Any]]:
+        """The rows once every process is ready and every counter of every one is zero."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            rows = self.status()
+            ready = all(row["state"] == "ready" for row in rows.values())
+            if ready and not any(n for row in rows.values() for n in row["counters"].values()):
+                return rows
+            if time.monotonic() > deadline:
+                pytest.fail(f"counters are not at their baseline: {rows}")
+            time.sleep(0.3)
+
+    def leftovers(self) -> list[str]:
+        """Files in its temporary and runtime directories."""
+        places = (self.root / "tmp", self.root / "run" / "kvlane")
+        return [str(path) for place in places if place.exists() for path in place.iterdir()]
+
+
+def processes() -> dict[int, str]:
+    """Pid -> command line of everything in this pid namespace."""
+    found: dict[int, str] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue
+            if line:
+                found[int(path.name)] = line
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -1,0 +1,107 @@
+"""A cluster from `serve` to its end: it answers, heals, drains, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from typing import Any
+
+from tests.e2e.harness import Serve, processes, shared_memory
+
+
+def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"{serve.url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_a_cluster_answers_and_ctrl_c_leaves_nothing(serve: Serve) -> None:
+    before, shm_before = processes(), shared_memory()
+    serve.start().wait_ready()
+    assert ask(serve)["choices"][0]["message"]["content"]
+    rows = serve.status()
+    assert sorted(rows) == ["decode-0", "prefill-0", "router-0"]
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert {row["restarts"] for row in rows.values()} == {0}
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert "Traceback" not in serve.output
+    assert set(processes()) <= set(before)
+    assert shared_memory() == shm_before
+    assert serve.leftovers() == []
+
+
+def test_dead_and_hung_workers_are_replaced_and_nothing_is_left(serve: Serve) -> None:
+    before, shm_before = processes(), shared_memory()
+    serve.start().wait_ready()
+    first = serve.status()
+    os.kill(first["decode-0"]["pid"], signal.SIGKILL)
+    row = serve.wait_status("decode-0", restarts=1, state="ready")
+    assert row["incarnation"] != first["decode-0"]["incarnation"]
+    assert ask(serve)["choices"]
+
+    os.kill(first["prefill-0"]["pid"], signal.SIGSTOP)  # Ray never notices this one
+    row = serve.wait_status("prefill-0", restarts=1, state="ready")
+    assert row["pid"] != first["prefill-0"]["pid"]
+    assert first["prefill-0"]["pid"] not in processes()
+    assert ask(serve)["choices"]
+
+    os.kill(first["router-0"]["pid"], signal.SIGKILL)
+    serve.wait_status("router-0", restarts=1, state="ready")
+    assert ask(serve)["choices"]
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert set(processes()) <= set(before)
+    assert shared_memory() == shm_before
+    assert serve.leftovers() == []
+
+
+def test_drain_of_a_name_removes_it_and_drain_of_all_ends_serve(serve: Serve) -> None:
+    serve.start("--decode", "2").wait_ready()
+    done = serve.command("drain", "decode-1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(serve.status()) == ["decode-0", "prefill-0", "router-0"]
+    assert ask(serve)["choices"]
+    wrong = serve.command("drain", "decode-7")
+    assert wrong.returncode == 2
+    assert "no worker or router is called decode-7" in wrong.stderr
+    assert serve.command("drain").returncode == 0
+    assert serve.wait() == 0, serve.output
+    assert serve.leftovers() == []
+
+
+def test_a_placement_that_cannot_be_met_says_what_is_missing(serve: Serve) -> None:
+    before = processes()
+    serve.start("--set", "decode.num_gpus=2", "--set", "prefill.resources={rdma: 1}")
+    assert serve.wait() == 1
+    assert "prefill-0 needs CPU 1, rdma 1: no node has any rdma" in serve.output
+    assert "decode-0 needs CPU 1, GPU 2" in serve.output
+    assert "Traceback" not in serve.output
+    assert set(processes()) <= set(before)
+    assert serve.leftovers() == []
+
+
+def test_a_model_that_is_not_there_ends_serve_with_one_message(serve: Serve) -> None:
+    serve.start("--model", "/no/such/model")
+    assert serve.wait() == 2, serve.output
+    assert "/no/such/model" in serve.output
+    assert serve.leftovers() == []
+
+
+def test_an_unknown_key_is_named_before_anything_starts(serve: Serve) -> None:
+    done = serve.command("serve", "--set", "prefill.replica=2")
+    assert done.returncode == 2
+    assert done.stderr == ("error: prefill.replica: unknown key, did you mean prefill.replicas?\n")
+
+
+def test_status_without_a_cluster_says_so(serve: Serve) -> None:
+    done = serve.command("status")
+    assert done.returncode == 2
+    assert "no kvlane runs here" in done.stderr

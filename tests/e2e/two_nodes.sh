@@ -1,0 +1,98 @@
+#!/bin/bash
+# Two Ray nodes on one Linux machine (root): a network and a pid namespace each, joined by a cable.
+#
+#   two_nodes.sh up               start both; node A is the head, resources {a: 8} and {b: 8}
+#   two_nodes.sh run COMMAND…     run a command on node A, with RAY_ADDRESS of the cluster
+#   two_nodes.sh submit ARG…      ray job submit --working-dir . -- python -m cluster serve ARG…
+#   two_nodes.sh crash            node B dies, with all its processes, as if its power was cut
+#   two_nodes.sh cut | mend       unplug and plug the cable
+#   two_nodes.sh down             end everything; nothing is left
+#
+# For example, prefill on A and decode on B:
+#   two_nodes.sh up
+#   two_nodes.sh submit --set 'prefill.resources={a: 1}' --set 'decode.resources={b: 1}' &
+#   two_nodes.sh run curl -s http://127.0.0.1:8000/v1/models
+#   two_nodes.sh down
+#
+# Environment: PYTHON_BIN (directory of ray and python; default: that of python on PATH) and
+# TWO_NODES_DIR (default /tmp/kvl2; short, because Ray puts sockets there).
+set -euo pipefail
+
+dir=${TWO_NODES_DIR:-/tmp/kvl2}
+bin=${PYTHON_BIN:-$(dirname "$(command -v python)")}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+head=10.78.0.1
+export PATH=$bin:$PATH
+export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
+export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=500
+export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
+
+node() { # NAME ADDRESS ARG…: a Ray node in its own namespaces; its first process is all of it
+    local name=$1 address=$2; shift 2
+    mkdir -p "$dir/$name"
+    ip netns exec "kvl$name" setsid unshare -p -f --mount-proc --kill-child \
+        ray start --block --node-ip-address="$address" --num-cpus=4 --resources="{\"$name\": 8}" \
+        --object-store-memory=100000000 --disable-usage-stats "$@" \
+        >"$dir/$name.log" 2>&1 </dev/null &
+    echo $! >"$dir/$name.pid"
+}
+
+wait_nodes() { # COUNT
+    for _ in $(seq 120); do
+        if [ "$(run python - "$1" <<'EOF' 2>/dev/null | tail -1
+import sys, ray
+ray.init(address="10.78.0.1:6379", log_to_driver=False, logging_level="ERROR")
+print(sum(node["Alive"] for node in ray.nodes()) >= int(sys.argv[1]))
+EOF
+        )" = True ]; then return; fi
+        sleep 0.5
+    done
+    echo "the nodes did not come up:" >&2; tail -5 "$dir"/*.log >&2
+    exit 1
+}
+
+run() {
+    (cd "$here" && ip netns exec kvla env RAY_ADDRESS=$head:6379 TMPDIR="$dir/tmp" \
+        XDG_RUNTIME_DIR="$dir/run" "$@")
+}
+
+up() {
+    [ ! -e "$dir" ] || { echo "$dir exists; run: $0 down" >&2; exit 1; }
+    mkdir -p "$dir/tmp" "$dir/run"
+    ip netns add kvla; ip netns add kvlb
+    ip link add va netns kvla type veth peer name vb netns kvlb
+    ip -n kvla addr add $head/24 dev va; ip -n kvlb addr add 10.78.0.2/24 dev vb
+    for n in a b; do ip -n kvl$n link set lo up; ip -n kvl$n link set v$n up; done
+    node a $head --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
+        --temp-dir="$dir/a"
+    wait_nodes 1
+    node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"
+    wait_nodes 2
+    echo "two nodes are up, $head:6379; jobs: http://$head:8265"
+}
+
+submit() {
+    (cd "$here" && ip netns exec kvla env RAY_ADDRESS=http://$head:8265 TMPDIR="$dir/tmp" \
+        ray job submit --working-dir . -- python -m cluster serve "$@")
+}
+
+crash() { kill -9 "$(cat "$dir/$1.pid")" 2>/dev/null || true; }
+
+down() {
+    for n in a b; do
+        [ ! -e "$dir/$n.pid" ] || crash $n
+        ip netns del kvl$n 2>/dev/null || true
+    done
+    rm -rf "$dir"
+}
+
+case ${1:-} in
+    up) up ;;
+    run) shift; run "$@" ;;
+    submit) shift; submit "$@" ;;
+    crash) crash b ;;
+    cut) ip -n kvlb link set vb down ;;
+    mend) ip -n kvlb link set vb up ;;
+    down) down ;;
+    *) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac

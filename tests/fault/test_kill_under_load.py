@@ -1,0 +1,100 @@
+"""kill -9 of workers under load: retried unseen or one typed error, then everything at baseline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from benchmarks.train.problems import held_out_problems
+from tests.e2e.harness import Serve, shared_memory
+from tests.support.asking import Outcome, ask_all
+from tests.support.reference import body_of, reference_texts
+
+NUM = 64
+MAX_TOKENS = 200
+ARGUMENTS = (
+    "--prefill", "2", "--decode", "2",
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+)  # fmt: skip
+
+
+async def load_and_kill(serve: Serve, victim: str) -> list[Outcome]:
+    """Start the load, wait until tokens flow, kill -9 the victim, wait for every request."""
+    pid = serve.status()[victim]["pid"]
+    questions = [problem.question for problem in held_out_problems(NUM)]
+    load = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+    async with httpx.AsyncClient() as client:
+        generated = 0.0
+        while generated < 100:
+            assert not load.done()
+            await asyncio.sleep(0.02)
+            text = (await client.get(f"{serve.url}/metrics")).text
+            lines = [ln for ln in text.splitlines() if ln.startswith("kvlane_time_to_first_token")]
+            counts = [float(ln.split()[-1]) for ln in lines if "_count{" in ln]
+            generated = 100.0 if sum(counts) >= 5 else 0.0
+    os.kill(pid, signal.SIGKILL)
+    return await load
+
+
+def check_outcomes(outcomes: list[Outcome]) -> int:
+    """Each one is complete and right, or has exactly one typed error after a right beginning."""
+    expected = reference_texts(NUM, MAX_TOKENS)
+    num_errors = 0
+    for index, (outcome, (text, reason)) in enumerate(zip(outcomes, expected, strict=True)):
+        if outcome.error is None:
+            assert (outcome.text, outcome.finish_reason) == (text, reason), index
+            continue
+        num_errors += 1
+        assert outcome.error == "worker_lost"
+        assert outcome.finish_reason is None
+        assert text.startswith(outcome.text)
+        if index % 3 != 0:  # streamed: an error only where tokens had been seen
+            assert outcome.num_chunks > 0, "a request without a token must be retried unseen"
+    return num_errors
+
+
+@pytest.fixture
+def shm_before() -> set[str]:
+    return shared_memory()
+
+
+def test_kill_a_prefill_then_a_decode_worker(serve: Serve, shm_before: set[str]) -> None:
+    reference_texts(NUM, MAX_TOKENS)
+    serve.start(*ARGUMENTS).wait_ready()
+    first = serve.status()
+
+    outcomes = asyncio.run(load_and_kill(serve, "prefill-0"))
+    assert check_outcomes(outcomes) == 0, "a prefill worker's death is never seen by a client"
+    died_at = time.monotonic()
+    serve.wait_status("prefill-0", restarts=1, state="ready")
+    serve.wait_idle(15.0 - (time.monotonic() - died_at))
+
+    outcomes = asyncio.run(load_and_kill(serve, "decode-0"))
+    num_errors = check_outcomes(outcomes)
+    assert 0 < num_errors < NUM, "some had tokens at the dead worker, others lived elsewhere"
+    died_at = time.monotonic()
+    serve.wait_status("decode-0", restarts=1, state="ready")
+    rows = serve.wait_idle(15.0 - (time.monotonic() - died_at))
+
+    for name in ("prefill-0", "decode-0"):
+        assert rows[name]["incarnation"] != first[name]["incarnation"]
+    again = asyncio.run(
+        ask_all(
+            serve.url,
+            [problem.question for problem in held_out_problems(8)],
+            max_tokens=MAX_TOKENS,
+            bodies=[body_of(index, MAX_TOKENS) for index in range(8)],
+        )
+    )
+    assert check_outcomes([*again, *outcomes[8:]]) <= num_errors
+    assert {each.error for each in again} == {None}
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert shared_memory() == shm_before
+    print(f"{num_errors} of {NUM} requests ended with worker_lost")
