@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 log = logging.getLogger("kvlane.config")
 
@@ -31,7 +31,7 @@ class ModelConfig(Section):
     served_name: str = ""  # name in the API; empty: the last part of path
     load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: seeded random weights
     dtype: Auto | Literal["float32", "bfloat16", "float16"] = "auto"
-    max_model_len: Auto | int = "auto"  # prompt + output tokens; auto: the model's
+    max_model_len: Auto | PositiveInt = "auto"  # prompt + output tokens; auto: the model's
     seed: int = 0  # of dummy weights
 
     @property
@@ -50,7 +50,7 @@ class ModelConfig(Section):
 class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
-    page_size: Auto | int = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
+    page_size: Auto | PositiveInt = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
     num_groups: int = Field(default=1, ge=1)  # layer groups that can be announced one by one
 
 
@@ -65,7 +65,7 @@ class EngineConfig(Section):
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
     max_prefill_tokens: int = Field(default=512, ge=1)  # tokens of one prefill step (chunk)
-    growth_tokens: int = Field(default=64, ge=0)  # output tokens reserved at admission, a request
+    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
     prefix_cache: bool = True
     attention: Auto | str = "auto"
     graph: Auto | str = "auto"
@@ -170,7 +170,9 @@ class WorkerConfig(Section):
                 tree[section][leaf] = value
                 log.info("%s.%s = %s (%s)", section, leaf, value, reason)
         if tree["transport"]["kind"] == "auto":
-            tree["transport"]["kind"] = "shm" if tree["transport"]["name"] == "shm" else "tcp"
+            name = tree["transport"]["name"]
+            tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
+            log.info("transport.kind = %s (transport.name is %s)", kind, name)
         if tree["model"]["max_model_len"] > model_max_len:
             raise ValueError(
                 f"model.max_model_len is {tree['model']['max_model_len']}, "

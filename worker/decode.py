@@ -26,7 +26,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.engine import Engine
-from worker.errors import Busy, KvlaneError, UserError
+from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
 from worker.fetch import PullParts
 from worker.inbound import Arrived, Inbound
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -176,7 +176,11 @@ class DecodeLoop:
     def _cut(self, message: Stop) -> None:
         """The router found a stop string: nothing from at_position on counts."""
         req = self._reqs.get((message.req_id, message.dispatch))
-        if req is not None and req.phase is not Phase.FETCHING:
+        if req is None:
+            return
+        if req.phase is Phase.FETCHING:  # it was preempted and is on its way back
+            self._inbound.abort(req)
+        else:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
             self._end(req, FinishReason.STOP)
@@ -210,7 +214,8 @@ class DecodeLoop:
             return
         self._sweep_at = now + SWEEP_S
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
-            error = Error("timeout", "the request's deadline has passed")
+            error = Error(DeadlinePassed.code, "the request's deadline has passed")
+            req.deadline_at = float("inf")  # said once, also while its pulls drain
             self._replies.add(req.router, _chunk(req, (), FinishReason.ERROR, error), now)
             self._abort(req)
 

@@ -6,6 +6,7 @@
         MissingLibrary          a package or system library has to be installed first
       WorldError                something outside this process failed; met where it happens
         Busy                    no room now; carries retry_after_s
+        DeadlinePassed          a request outlived its own time limit
         OutOfPages              the KV pool cannot give the pages asked for
         PeerLost                another process stopped answering or died
         TransferError
@@ -63,6 +64,12 @@ class Busy(WorldError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(WorldError):
+    """A request outlived its own time limit."""
+
+    code = "timeout"
 
 
 class OutOfPages(WorldError):

@@ -75,7 +75,7 @@ class PrefillReq:
     num_planned_tokens: int = 0  # launched
     num_table_pages: int = 0
     num_announced_pages: int = 0
-    dropped: bool = False  # no longer wanted; leaves as soon as nothing is in flight
+    dropped: bool = False  # given back; a step in flight may still compute it
 
     @property
     def num_target_tokens(self) -> int:

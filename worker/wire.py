@@ -61,6 +61,7 @@ class Wire:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._beat_at = time.monotonic()
         self._closing = False
+        self._posting = threading.Lock()  # close() must not take the eventfd away under a post
         self._thread = threading.Thread(target=self._run, name="kvlane-wire", daemon=True)
 
     def start(self, host: str | None = None) -> str:
@@ -92,19 +93,21 @@ class Wire:
 
         Whatever is asked of the wire afterwards does nothing.
         """
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake_fd, 1)
-        self._thread.join()
+        with self._posting:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake_fd, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
         self._links.close()
         os.close(self._wake_fd)
 
     def _post(self, action: Callable[[], None]) -> None:
-        if self._closing:
-            return
-        self._outbox.append(action)
-        os.eventfd_write(self._wake_fd, 1)
+        with self._posting:
+            if not self._closing:
+                self._outbox.append(action)
+                os.eventfd_write(self._wake_fd, 1)
 
     def _pong(self) -> Pong | None:
         """The answer to a ping, or None while our own loop is stalled."""
@@ -200,10 +203,10 @@ class _Links:
             return
         try:
             if peer.dealer is not None:
-                peer.dealer.send(_pack(self._me, frame), zmq.NOBLOCK)
+                peer.dealer.send(_pack(self._me, peer_id, frame), zmq.NOBLOCK)
             else:
                 assert self._listener is not None
-                parts = [peer_id.encode(), _pack(self._me, frame)]
+                parts = [peer_id.encode(), _pack(self._me, peer_id, frame)]
                 self._listener.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
             self._lose(peer_id, "its queue is full")
@@ -215,15 +218,16 @@ class _Links:
         while True:
             try:
                 *_, frame = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            except zmq.ZMQError:
+                return  # nothing left, or closed since the poller named it
             try:
-                sender, payload = _unpack(frame)
+                sender, addressee, payload = _unpack(frame)
                 message = decode(payload)
             except (msgspec.MsgspecError, ValueError) as error:
                 log.warning("dropped a frame that is not ours: %s", error)
                 continue
-            self._heard(sender, message, socket)
+            if addressee == self._me:  # else it was meant for who had our address before us
+                self._heard(sender, message, socket)
 
     def take_found(self) -> list[Event]:
         """What arrived or was lost since the last call."""
@@ -232,12 +236,13 @@ class _Links:
 
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
+        stalled = self._pong() is None
         silence = self._ping.interval_s * self._ping.max_misses
         for peer_id, peer in list(self._peers.items()):
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
                 self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
-            elif peer.dealer is not None:
+            elif peer.dealer is not None and not stalled:
                 self.send(peer_id, encode(Ping(self._me)))
 
     def forget(self, peer_id: PeerId) -> None:
@@ -269,11 +274,11 @@ class _Links:
         self._found.append((peer_id, Lost(reason)))
 
 
-def _pack(sender: PeerId, frame: bytes) -> bytes:
-    """sender, NUL, message: one zmq part, so that a DEALER also learns who answered."""
-    return sender.encode() + b"\0" + frame
+def _pack(sender: PeerId, addressee: PeerId, frame: bytes) -> bytes:
+    """sender NUL addressee NUL message: one zmq part, so that a DEALER also learns who answered."""
+    return b"\0".join((sender.encode(), addressee.encode(), frame))
 
 
-def _unpack(frame: bytes) -> tuple[PeerId, bytes]:
-    sender, _, payload = frame.partition(b"\0")
-    return sender.decode(), payload
+def _unpack(frame: bytes) -> tuple[PeerId, PeerId, bytes]:
+    sender, addressee, payload = frame.split(b"\0", 2)
+    return sender.decode(), addressee.decode(), payload

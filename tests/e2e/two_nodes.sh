@@ -30,7 +30,7 @@ export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
 node() { # NAME ADDRESS ARG…: a Ray node in its own namespaces; its first process is all of it
     local name=$1 address=$2; shift 2
     mkdir -p "$dir/$name"
-    ip netns exec "kvl$name" setsid unshare -p -f --mount-proc --kill-child \
+    ip netns exec "kvl$name" unshare -p -f --mount-proc --kill-child \
         ray start --block --node-ip-address="$address" --num-cpus=4 --resources="{\"$name\": 8}" \
         --object-store-memory=100000000 --disable-usage-stats "$@" \
         >"$dir/$name.log" 2>&1 </dev/null &
@@ -58,6 +58,7 @@ run() {
 
 up() {
     [ ! -e "$dir" ] || { echo "$dir exists; run: $0 down" >&2; exit 1; }
+    down  # names in /run/netns outlive a namespace that was killed with this in it
     mkdir -p "$dir/tmp" "$dir/run"
     ip netns add kvla; ip netns add kvlb
     ip link add va netns kvla type veth peer name vb netns kvlb
@@ -68,6 +69,15 @@ up() {
     wait_nodes 1
     node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"
     wait_nodes 2
+    if python -c 'import aiohttp_cors' 2>/dev/null; then
+        for i in $(seq 60); do
+            ! run curl -sfo /dev/null "http://$head:8265/api/version" || break
+            [ "$i" -lt 60 ] || echo "the job API does not answer: $dir/a/session_latest/logs"
+            sleep 0.5
+        done
+    else
+        echo "no job API, submit will not work: pip install 'ray[default]'"
+    fi
     echo "two nodes are up, $head:6379; jobs: http://$head:8265"
 }
 
@@ -76,7 +86,12 @@ submit() {
         ray job submit --working-dir . -- python -m cluster serve "$@")
 }
 
-crash() { kill -9 "$(cat "$dir/$1.pid")" 2>/dev/null || true; }
+crash() { # NAME: only if that pid still is the unshare that `node` began
+    local pid; pid=$(cat "$dir/$1.pid")
+    if tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline" | grep -q "^unshare .*ray start --block"; then
+        kill -9 "$pid"
+    fi
+}
 
 down() {
     for n in a b; do

@@ -148,7 +148,7 @@ def test_mooncake_changes_nothing(greedy_ids: list, seeded_ids: list) -> None:
 def test_preemption_changes_nothing(mode: str, greedy_ids: list, seeded_ids: list) -> None:
     longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
     num_pages = 4 * -(-longest // 16)
-    few = {"engine": {"num_pages": num_pages, "growth_tokens": 0}}
+    few = {"engine": {"num_pages": num_pages, "growth_tokens": 1}}
     with running(sections(mode), decode_sections=few) as cluster:
         check(cluster, greedy_ids, seeded_ids)
         preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()

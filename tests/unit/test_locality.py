@@ -35,8 +35,15 @@ def test_never_and_always_decide_alone() -> None:
         assert not prefills_locally(cost, [IDLE], DisaggregationConfig(mode="always"))
 
 
-def test_what_was_never_measured_goes_to_the_prefill_worker() -> None:
-    assert not prefills_locally(replace(COST, s_per_token=0.0), [IDLE], AUTO)
+def test_a_rate_that_was_never_measured_is_taken_from_the_others() -> None:
+    unknown = replace(COST, s_per_token=0.0)
+    assert prefills_locally(unknown, [IDLE], AUTO) == prefills_locally(COST, [IDLE], AUTO)
+    busy = replace(unknown, num_running=5)
+    assert not prefills_locally(busy, [IDLE], AUTO)
+
+
+def test_with_no_rate_at_all_the_prefill_worker_is_asked() -> None:
+    assert not prefills_locally(replace(COST, s_per_token=0.0), [Candidate("p/1")], AUTO)
 
 
 def test_the_estimate_to_the_token() -> None:

@@ -260,6 +260,15 @@ def test_nobody_at_the_address_is_lost_after_the_grace(
     assert time.monotonic() - began >= 0.4
 
 
+def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
+    worker, client = pair
+    client.wire.connect("x/1", "nonsense")
+    peer, event = client.next()
+    assert (peer, type(event)) == ("x/1", Lost)
+    client.wire.send("w/1", MESSAGES[1])
+    assert worker.next() == ("c/1", MESSAGES[1])
+
+
 def test_another_incarnation_at_the_address_is_not_mistaken_for_the_peer(
     end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,8 @@ class PageBook:
         if not self._prefix_cache:
             return
         pages = hold.pages[: len(tokens) // self.page_size]
-        node, refused = self._tree.insert(tokens, pages)
+        node, refused, displaced = self._tree.insert(tokens, pages)
+        self._allocator.free(displaced)
         self._tree.lock(node)
         self._tree.unlock(hold.node)
         hold.node = node

@@ -106,6 +106,8 @@ class PageAllocator:
         """
         if count > (self.num_pullable if for_pull else self.num_free):
             raise OutOfPages(f"{count} pages wanted, {self.num_pullable} + {len(self._cooling)}")
+        if count == 1 and self._cooling and not for_pull:  # growth: leave cooled pages to pulls
+            return [self._cooling.popleft()[1]]
         pages = self._settled.take(min(count, self._settled.num_pages))
         while len(pages) < count:
             pages.append(self._cooling.popleft()[1])

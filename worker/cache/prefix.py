@@ -24,6 +24,7 @@ class Node:
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     num_locks: int = 0
     used_at: int = 0
+    is_offered: bool = False  # has an entry in the tree's queue of leaves
 
     def path(self) -> list[Node]:
         """Nodes from below the root down to this one."""
@@ -58,17 +59,22 @@ class PrefixTree:
             node.used_at = self._clock
         return node
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[Node, list[int]]:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int]
+    ) -> tuple[Node, list[int], list[int]]:
         """Add len(pages) whole pages of `tokens`.
 
         Returns:
-            The deepest node of that prefix, and those of `pages` that the tree did not take
-            because it already holds the same prefix in another page; they stay the caller's.
+            The deepest node of that prefix; those of `pages` that the tree did not take, because
+            it holds the same prefix in another page that is locked (they stay the caller's); and
+            the unlocked pages that gave way to the caller's, to be freed. So no insertion makes
+            an evictable page unevictable: somebody was promised it.
         """
         assert len(tokens) >= len(pages) * self.page_size
         node = self.root
         self._clock += 1
         refused: list[int] = []
+        displaced: list[int] = []
         for index, page in enumerate(pages):
             key = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
             child = node.children.get(key)
@@ -77,12 +83,15 @@ class PrefixTree:
                 node.children[key] = child
                 self.num_pages += 1
                 self.num_evictable += 1
-            elif child.page != page:
+            elif child.page != page and child.num_locks:
                 refused.append(page)
+            elif child.page != page:
+                displaced.append(child.page)
+                child.page = page
             node = child
             node.used_at = self._clock
         self._offer(node)
-        return node, refused
+        return node, refused, displaced
 
     def lock(self, node: Node) -> None:
         """Keep `node` and all above it until `unlock`."""
@@ -105,6 +114,7 @@ class PrefixTree:
         pages: list[int] = []
         while len(pages) < count and self._leaves:
             used_at, _, node = heapq.heappop(self._leaves)
+            node.is_offered = False
             if node.parent is None or node.children or node.num_locks:
                 continue
             if node.used_at != used_at:
@@ -120,5 +130,8 @@ class PrefixTree:
 
     def _offer(self, node: Node) -> None:
         """Make `node` known to eviction if it is an unlocked leaf."""
-        if node.parent is not None and not node.children and not node.num_locks:
+        if node.parent is None or node.children or node.num_locks:
+            return
+        if not node.is_offered:
+            node.is_offered = True
             heapq.heappush(self._leaves, (node.used_at, id(node), node))

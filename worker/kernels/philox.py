@@ -55,6 +55,6 @@ def gumbel_ref(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     words = philox_ref(blocks[None, :], position[:, None], zero, zero, seed[:, None])
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
-    # 24 bits, centred: exact in f32 and never 0 or 1.
-    uniform = ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    # 23 bits, centred: exact in f32 and never 0 or 1 (24 bits and a half round to 1).
+    uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

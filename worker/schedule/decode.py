@@ -95,7 +95,7 @@ class DecodeScheduler:
         self.ready.append(req)
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can run before something settles or arrives."""
+        """The next step; None when nothing can run now, though it may at the very next call."""
         while self.ready and self._rows.num_free:
             req = self.ready.popleft()
             self._take_row(req, active=True)
@@ -224,12 +224,14 @@ class DecodeScheduler:
             try:
                 self.book.bind(req.hold, num_slots)
             except OutOfPages:
+                if self._leaving:
+                    return False  # a victim's pages come when the step in flight settles
                 candidates = [r for r in self.running.values() if r not in self._leaving]
                 victim = max(candidates, key=lambda r: r.arrival)
                 self._on_preempt()
                 if victim.num_in_flight:
                     self._leaving.add(victim)
-                    return False  # its pages come when the step in flight settles
+                    return False
                 self._leave(victim)
                 if victim is req:
                     return False

@@ -30,14 +30,19 @@ def prefills_locally(
     """Whether decode should prefill by itself; always so when there is no candidate."""
     if not candidates or config.mode == "never":
         return True
-    if config.mode == "always" or cost.s_per_token == 0:
+    # Rates that nobody has measured yet are taken to be those of the others.
+    measured = [each.prefill_s_per_token for each in candidates if each.prefill_s_per_token]
+    s_per_token = cost.s_per_token or min(measured, default=0.0)
+    if config.mode == "always" or s_per_token == 0:
         return False
-    local_s = cost.num_uncached_tokens * cost.s_per_token * (1 + cost.num_running)
-    return local_s <= min(_remote_s(cost, each, config) for each in candidates)
+    local_s = cost.num_uncached_tokens * s_per_token * (1 + cost.num_running)
+    return local_s <= min(_remote_s(cost, each, s_per_token, config) for each in candidates)
 
 
-def _remote_s(cost: LocalCost, candidate: Candidate, config: DisaggregationConfig) -> float:
-    s_per_token = candidate.prefill_s_per_token or cost.s_per_token
+def _remote_s(
+    cost: LocalCost, candidate: Candidate, local_s_per_token: float, config: DisaggregationConfig
+) -> float:
+    s_per_token = candidate.prefill_s_per_token or local_s_per_token
     num_uncached = max(0, cost.num_uncached_tokens - candidate.num_cached_tokens)
     num_bytes = cost.num_uncached_tokens * cost.kv_bytes_per_token
     return (

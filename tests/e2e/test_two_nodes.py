@@ -1,0 +1,72 @@
+"""The same cluster with its workers on two Ray nodes, submitted as a Ray job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import INSIDE, REPOSITORY
+
+SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
+SUBMIT = (
+    "--prefill", "2", "--decode", "2",
+    "--set", "prefill.resources={a: 1}",
+    "--set", "decode.resources={b: 1}",
+    "--set", "disaggregation.mode=always",
+)  # fmt: skip
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Run]:
+    """Runs the script's commands; both nodes are up."""
+    if os.environ.get(INSIDE) is None or shutil.which("ip") is None:
+        pytest.skip("needs root, unshare and iproute2 for network namespaces")
+    environment = {**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)}
+
+    def run(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(SCRIPT), *arguments],
+            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    done = run("up")
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield run
+    run("down")
+
+
+def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
+    output = tmp_path / "job"
+    with output.open("wb") as log:
+        job = subprocess.Popen(
+            ["bash", str(SCRIPT), "submit", *SUBMIT],
+            env={**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)},
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        url = "http://127.0.0.1:8000"
+        deadline = time.monotonic() + 120
+        while two_nodes("run", "curl", "-sf", f"{url}/ready").returncode != 0:
+            assert job.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.5)
+        done = two_nodes("run", sys.executable, "-m", "tests.e2e.check", url, timeout_s=200)
+        assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
+        status = two_nodes("run", sys.executable, "-m", "cluster", "status")
+        for line in status.stdout.splitlines():
+            if line.startswith("prefill"):
+                assert "10.78.0.1" in line, status.stdout
+            if line.startswith("decode"):
+                assert "10.78.0.2" in line, status.stdout
+        print(done.stdout)
+    finally:
+        job.kill()
+        job.wait()

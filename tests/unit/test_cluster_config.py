@@ -1,0 +1,124 @@
+"""The configuration tree: sources, error messages, size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import Config, leaves, load
+from cluster.resolve import bundle_of, with_devices, with_transport
+from cluster.seats import seats_of
+from worker.errors import UserError
+
+
+def message(*sets: str, path: Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, sets)
+    return str(caught.value)
+
+
+def test_the_tree_has_at_most_140_leaves() -> None:
+    assert 50 < len(list(leaves())) <= 140
+
+
+def test_flags_win_over_sets_and_sets_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("prefill: {replicas: 2}\ndecode: {replicas: 2}\nrouters: {replicas: 2}\n")
+    config = load(
+        path,
+        ["decode.replicas=3", "routers.replicas=3"],
+        {"routers.replicas": 4, "cluster.port": None},
+    )
+    assert (config.prefill.replicas, config.decode.replicas, config.routers.replicas) == (2, 3, 4)
+    assert config.cluster.port == 8000
+
+
+def test_a_set_value_is_yaml() -> None:
+    config = load(None, ["prefill.resources={rdma: 1}", "decode.resources.nvme=2"])
+    assert config.prefill.resources == {"rdma": 1}
+    assert config.decode.resources == {"nvme": 2}
+
+
+def test_what_is_printed_loads_again(tmp_path: Path) -> None:
+    config = load(None, ["decode.engine.threads=2"])
+    path = tmp_path / "f.yaml"
+    path.write_text(yaml.safe_dump(config.shown()))
+    assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prefill.replica=1", "prefill.replica: unknown key, did you mean prefill.replicas?"),
+        ("page_size=1", "page_size: unknown key, did you mean kv.page_size?"),
+        ("engin.device=cpu", "engin: unknown key, did you mean decode.engine or prefill.engine?"),
+        ("zzz=1", "zzz: unknown key"),
+        ("prefill.replicas=-1", "prefill.replicas: Input should be greater than or equal to 0"),
+        ("prefill.resources={a: b}", "prefill.resources.a: Input should be a valid number, "
+         "unable to parse string as a number"),
+        ("decode.replicas=0", "decode.replicas must be at least 1: decode workers own the "
+         "requests"),
+        ("a", "--set a: expected PATH=VALUE, for example decode.replicas=2"),
+        ("model=3", "model: Input should be a valid dictionary or instance of ModelConfig"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_path(text: str, expected: str) -> None:
+    assert message(text) == expected
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    lines = message("prefill.replicas=-1", "prefil.replicas=1").splitlines()
+    assert len(lines) == 2
+
+
+def test_alternatives_of_a_field_are_one_line() -> None:
+    line = message("prefill.engine.threads=many")
+    assert line.startswith("prefill.engine.threads: Input should be 'auto' or ")
+    assert "\n" not in line
+
+
+def test_a_value_cannot_have_keys_below_it() -> None:
+    assert message("model=tiny", "model.path=tiny").startswith("model.path: model is a value")
+
+
+def test_a_file_that_is_not_there_or_not_yaml(tmp_path: Path) -> None:
+    assert "No such file" in message(path=tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [")
+    assert "not YAML" in message(path=bad)
+    bad.write_text("- 1")
+    assert "expected a mapping at the top, found list" in message(path=bad)
+
+
+def test_a_worker_is_told_its_own_engine_and_the_common_parts() -> None:
+    config = load(None, ["prefill.engine.max_num_reqs=7", "kv.page_size=32"])
+    assert config.worker("prefill").engine.max_num_reqs == 7
+    assert config.worker("decode").engine.max_num_reqs == 64
+    assert config.worker("decode").kv.page_size == 32
+
+
+def test_devices_are_decided_by_what_ray_has() -> None:
+    none, some = (with_devices(Config(), has_gpus=has) for has in (False, True))
+    assert (none.prefill.num_gpus, none.prefill.engine.device) == (0, "cpu")
+    assert (some.decode.num_gpus, some.decode.engine.device) == (1, "auto")
+    assert with_devices(none, has_gpus=True) == none
+    forced = with_devices(load(None, ["decode.engine.device=cpu"]), has_gpus=True)
+    assert (forced.prefill.num_gpus, forced.decode.num_gpus) == (1, 0)
+
+
+def test_shm_is_chosen_only_where_it_reaches_everybody() -> None:
+    cpu = with_devices(Config(), has_gpus=False)
+    gpu = with_devices(Config(), has_gpus=True)
+    assert with_transport(cpu, ["n1", "n1"]).transport.name == "shm"
+    assert with_transport(cpu, ["n1", "n2"]).transport.name == "mooncake"
+    assert with_transport(gpu, ["n1", "n1"]).transport.name == "mooncake"
+    chosen = load(None, ["transport.name=mooncake"])
+    assert with_transport(with_devices(chosen, has_gpus=False), ["n1"]).transport.name == "mooncake"
+
+
+def test_a_bundle_has_no_zeros() -> None:
+    config = with_devices(load(None, ["prefill.resources={rdma: 1}"]), has_gpus=False)
+    bundles = {seat.name: bundle_of(config, seat) for seat in seats_of(config)}
+    assert bundles == {"prefill-0": {"CPU": 1, "rdma": 1}, "decode-0": {"CPU": 1}, "router-0": {}}

@@ -1,0 +1,213 @@
+"""The monitor against doubles: no Ray, no sockets, real asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.monitor import Monitor, Process
+from cluster.seats import Report, Seat, State, backoff_s
+from worker.api import Member, PeerId
+from worker.errors import PeerLost, UserError, WorldError
+
+CONFIG = ClusterConfig(restart_backoff_s=0.01, max_restart_backoff_s=0.05, stop_timeout_s=0.3)
+
+
+@dataclass
+class FakeProcess:
+    name: str
+    incarnation: str
+    log: list[str]
+    place: str = "here"
+    idle: bool = True
+    start_error: Exception | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    dead: bool = False
+    told: list[str] = field(default_factory=list)
+    deaf: bool = False
+
+    async def start(self) -> Member:
+        if self.start_error is not None:
+            raise self.start_error
+        return Member(self.name, "decode", self.incarnation, f"tcp://{self.name}")
+
+    async def run(self) -> None:
+        await self.over.wait()
+        if self.dead:
+            raise PeerLost("its process died")
+
+    async def tell(self, version: int, members: Sequence[Member]) -> None:
+        self.told = [member.name for member in members]
+        self.log.append(f"tell {self.name} {' '.join(self.told)}")
+
+    async def drain(self) -> None:
+        self.log.append(f"drain {self.name}")
+
+    async def report(self) -> Report:
+        return Report(self.idle, {"pages": 0})
+
+    async def stop(self) -> None:
+        self.log.append(f"stop {self.name}")
+        if not self.deaf:
+            self.over.set()
+
+    def die(self) -> None:
+        self.dead = True
+        self.over.set()
+
+
+@dataclass
+class FakeSite:
+    log: list[str] = field(default_factory=list)
+    made: dict[str, list[FakeProcess]] = field(default_factory=dict)
+    start_error: Exception | None = None
+
+    async def create(self, name: str, incarnation: str) -> FakeProcess:
+        process = FakeProcess(name, incarnation, self.log, start_error=self.start_error)
+        self.made.setdefault(name, []).append(process)
+        self.log.append(f"create {name}")
+        return process
+
+    async def fence(self, process: Process) -> None:
+        assert isinstance(process, FakeProcess)
+        await asyncio.sleep(0.01)
+        self.log.append(f"fence {process.name}")
+
+    async def release(self, name: str) -> None:
+        self.log.append(f"release {name}")
+
+
+@dataclass
+class FakeLinks:
+    peers: set[PeerId] = field(default_factory=set)
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        self.peers.add(peer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.peers.discard(peer)
+
+
+class Cluster:
+    def __init__(self, *names: str) -> None:
+        self.site, self.links = FakeSite(), FakeLinks()
+        seats = [Seat(n, "router" if n.startswith("router") else "decode") for n in names]
+        self.monitor = Monitor(seats, self.site, self.links, CONFIG)
+
+    def last(self, name: str) -> FakeProcess:
+        return self.site.made[name][-1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(300):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.site.log)
+
+
+def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_everybody_is_told_of_everybody() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1", "router-0")
+        await cluster.monitor.start()
+        names = ["decode-0", "decode-1", "router-0"]
+        await cluster.until(lambda: all(cluster.last(n).told == names for n in names))
+        assert len(cluster.links.peers) == 3
+
+    run(body)
+
+
+def test_a_death_is_told_before_the_fence_and_the_fence_is_before_the_successor() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1")
+        await cluster.monitor.start()
+        await asyncio.sleep(0.02)
+        cluster.site.log.clear()
+        first = cluster.last("decode-0")
+        first.die()
+        await cluster.until(lambda: len(cluster.links.peers) == 2 and len(cluster.site.log) >= 5)
+        assert cluster.site.log[:3] == ["tell decode-1 decode-1", "fence decode-0",
+                                        "create decode-0"]  # fmt: skip
+        assert cluster.last("decode-0").incarnation != first.incarnation
+        rows = {row.name: row for row in await cluster.monitor.status()}
+        assert (rows["decode-0"].restarts, rows["decode-1"].restarts) == (1, 0)
+
+    run(body)
+
+
+def test_a_silent_process_is_treated_as_dead() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0")
+        await cluster.monitor.start()
+        peer = next(iter(cluster.links.peers))
+        cluster.monitor.lost("decode-0/of-another-time", "silent")
+        cluster.monitor.lost(peer, "silent")
+        cluster.monitor.lost(peer, "silent")
+        await cluster.until(lambda: len(cluster.site.made["decode-0"]) == 2)
+        assert "fence decode-0" in cluster.site.log
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "attempts"),
+    [(UserError("bad"), UserError, 1), (PeerLost("x"), WorldError, 3)],
+)
+def test_a_start_that_fails_is_given_up(error: Exception, kind: type, attempts: int) -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0")
+        cluster.site.start_error = error
+        with pytest.raises(kind, match="decode-0: "):
+            await cluster.monitor.start()
+        assert len(cluster.site.made["decode-0"]) == attempts
+        await cluster.monitor.stop(0.0)
+        assert cluster.site.log[-1] == "release decode-0"
+        assert cluster.site.log.count("fence decode-0") == attempts
+
+    run(body)
+
+
+def test_a_drained_name_finishes_first_and_is_not_filled_again() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1")
+        await cluster.monitor.start()
+        process = cluster.last("decode-0")
+        process.idle = False
+        draining = asyncio.create_task(cluster.monitor.drain(["decode-0"], None))
+        await cluster.until(lambda: "drain decode-0" in cluster.site.log)
+        assert cluster.monitor.seats()[0].state is State.DRAINING
+        assert "stop decode-0" not in cluster.site.log
+        process.idle = True
+        assert await draining
+        assert [seat.name for seat in cluster.monitor.seats()] == ["decode-1"]
+        assert cluster.site.log[-1] == "release decode-0"
+        with pytest.raises(UserError, match="no worker or router is called decode-0"):
+            await cluster.monitor.drain(["decode-0"], None)
+
+    run(body)
+
+
+def test_stop_ends_routers_first_and_what_does_not_listen_is_fenced() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "router-0")
+        await cluster.monitor.start()
+        cluster.last("decode-0").deaf = True
+        cluster.last("router-0").idle = False
+        assert not await cluster.monitor.stop(0.05)
+        log = cluster.site.log
+        assert log.index("release router-0") < log.index("drain decode-0")
+        assert log.index("stop decode-0") < log.index("fence decode-0")
+        assert cluster.monitor.seats() == []
+
+    run(body)
+
+
+def test_back_off_doubles_up_to_its_limit() -> None:
+    assert [backoff_s(n, 0.5, 3.0) for n in (1, 2, 3, 4, 999)] == [0.5, 1.0, 2.0, 3.0, 3.0]

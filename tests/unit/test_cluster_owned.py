@@ -1,0 +1,53 @@
+"""State files and directories that outlive nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.owned import OwnedDirectory, Running, StateFile, find_running
+from worker.errors import UserError
+
+
+def running(address: str) -> Running:
+    return Running(1, address, True, "disabled", ("http://127.0.0.1:8000",))
+
+
+def test_one_running_serve_is_found_and_two_have_to_be_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no kvlane runs here"):
+        find_running(tmp_path)
+    first = StateFile(tmp_path)
+    first.write(running("a:1"))
+    assert find_running(tmp_path) == running("a:1")
+    second = StateFile(tmp_path)
+    second.write(running("b:2"))
+    with pytest.raises(UserError, match="--address a:1"):
+        find_running(tmp_path)
+    assert find_running(tmp_path, "b:2").address == "b:2"
+    second.remove()
+    first.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_file_of_a_dead_serve_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "serve-x.json").write_text('{"pid": 1}')
+    with pytest.raises(UserError, match="no kvlane runs here"):
+        find_running(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_a_dead_serve_is_removed_and_that_of_a_live_one_kept(
+    tmp_path: Path,
+) -> None:
+    dead = tmp_path / "kvlane-dead"
+    dead.mkdir()
+    (dead / ".lock").touch()
+    live = OwnedDirectory.make(tmp_path)
+    other = OwnedDirectory.make(tmp_path)
+    assert not dead.exists()
+    assert live.path.exists()
+    live.remove()
+    live.remove()
+    other.remove()
+    assert list(tmp_path.iterdir()) == []
