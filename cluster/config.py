@@ -237,8 +237,9 @@ def _suggestion(path: str) -> str:
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
     close += [name for name in known if name.rpartition(".")[2] == last]
     if not close:
-        names = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [names[n] for n in difflib.get_close_matches(last, names, n=1, cutoff=0.75)]
+        names = {name.rpartition(".")[2] for name in known}
+        similar = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+        close = [name for name in known if name.rpartition(".")[2] in similar]
     best = list(dict.fromkeys(close))[:3]
     return f", did you mean {' or '.join(best)}?" if best else ""
 

@@ -116,7 +116,7 @@ class Monitor:
         self._version = 0
         self._began_at = time.monotonic()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._up = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -149,7 +149,7 @@ class Monitor:
     async def status(self) -> list[SeatStatus]:
         """One row a name, with counters from those that answer quickly."""
         seats = list(self._seats.values())
-        reports = await asyncio.gather(*(self._report(seat) for seat in seats))
+        reports = await asyncio.gather(*(report_of(seat) for seat in seats))
         return [seat.status(report) for seat, report in zip(seats, reports, strict=True)]
 
     async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
@@ -191,7 +191,8 @@ class Monitor:
             deaths_in_a_row += 1
             hopeless = isinstance(error, UserError) or deaths_in_a_row >= MAX_EARLY_DEATHS
             if hopeless and not self._up:
-                self._fail(seat, error)
+                if not self._failed.done():
+                    self._failed.set_exception(start_failure(seat, error))
                 return
             delay_s = backoff_s(
                 deaths_in_a_row, self._config.restart_backoff_s, self._config.max_restart_backoff_s
@@ -208,48 +209,18 @@ class Monitor:
             self._note(seat, "starting")
             process = seat.process = await self._site.create(seat.name, seat.incarnation)
             self._note(seat, f"loading ({process.place})")
-            member = await self._in_time(process.start(), self._config.start_timeout_s, "start")
+            member = await in_time(process.start(), self._config.start_timeout_s, "start")
             ready_at = time.monotonic()
             self._join(seat, member)
             self._note(seat, f"ready after {ready_at - began_at:.1f} s")
-            await self._until_over(seat, process)
+            await until_over(seat, process, self._config.stop_timeout_s)
             error: KvlaneError = WorldError("it stopped")
         except (WorldError, UserError) as e:
             error = e
         finally:
             self._leave(seat)
-            await self._fence(seat)
+            await fence(self._site, seat)
         return ready_at, error
-
-    async def _fence(self, seat: Seat) -> None:
-        """The seat's process is gone when this returns, even if the task was cancelled."""
-        if seat.process is None:
-            return
-        work = asyncio.create_task(self._site.fence(seat.process))
-        cancelled = False
-        while not work.done():
-            try:
-                await asyncio.wait((work,))
-            except asyncio.CancelledError:
-                cancelled = True
-        work.result()
-        seat.process = None
-        if cancelled:
-            raise asyncio.CancelledError
-
-    async def _until_over(self, seat: Seat, process: Process) -> None:
-        """Returns when it was stopped; raises WorldError when it is dead or silent."""
-        run = asyncio.create_task(process.run())
-        try:
-            await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
-            if run.done():
-                run.result()
-                if seat.stopping is not None:  # it goes on a little after the engine has ended
-                    await asyncio.wait((seat.stopping,), timeout=self._config.stop_timeout_s)
-            else:
-                raise WorldError(f"it does not answer ({seat.silent.result()})")
-        finally:
-            run.cancel()
 
     def _join(self, seat: Seat, member: Member) -> None:
         seat.member, seat.state = member, State.READY
@@ -271,7 +242,9 @@ class Monitor:
         log.debug("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
         for seat in self._seats.values():
             if seat.reachable is not None:
-                self._spawn(seat.reachable.tell(self._version, members), f"members for {seat.name}")
+                self._background.spawn(
+                    seat.reachable.tell(self._version, members), f"members for {seat.name}"
+                )
 
     # The end of a seat.
 
@@ -285,9 +258,9 @@ class Monitor:
         self._note(seat, "draining")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            await self._in_time(process.drain(), REPORT_TIMEOUT_S, "drain")
+            await in_time(process.drain(), REPORT_TIMEOUT_S, "drain")
             while seat.reachable is process:
-                if (await self._in_time(process.report(), REPORT_TIMEOUT_S, "report")).idle:
+                if (await in_time(process.report(), REPORT_TIMEOUT_S, "report")).idle:
                     return True
                 if deadline is not None and time.monotonic() > deadline:
                     return False
@@ -304,7 +277,7 @@ class Monitor:
             await seat.gone.wait()
             return
         if seat.reachable is not None:
-            seat.stopping = self._spawn(seat.reachable.stop(), f"stop of {seat.name}")
+            seat.stopping = self._background.spawn(seat.reachable.stop(), f"stop of {seat.name}")
             await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
         task.cancel()
         await asyncio.wait((task,))
@@ -313,45 +286,86 @@ class Monitor:
         seat.gone.set()
         self._note(seat, "stopped")
 
-    # Small parts.
+    def _note(self, seat: Seat, text: str) -> None:
+        log.debug("%s: %s", seat.name, text)  # `serve` prints the event
+        self.events.append(Event(time.monotonic() - self._began_at, seat.name, seat.state, text))
 
-    async def _report(self, seat: Seat) -> Report | None:
-        process = seat.reachable
-        if process is None:
-            return None
-        try:
-            return await self._in_time(process.report(), REPORT_TIMEOUT_S, "report")
-        except WorldError as error:
-            log.info("%s: %s", seat.name, error)
-            return None
 
-    async def _in_time(self, work: Awaitable[T], timeout_s: float, what: str) -> T:
-        try:
-            return await asyncio.wait_for(work, timeout_s)
-        except TimeoutError:
-            raise WorldError(f"it did not {what} within {timeout_s:g} s") from None
+class Background:
+    """Calls that nobody waits for."""
 
-    def _spawn(self, work: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
         """Run beside; a dead receiver is its own task's business, so that is only logged."""
 
-        async def shielded() -> None:
+        async def logged() -> None:
             try:
                 await work
             except WorldError as error:
                 log.info("%s: %s", what, error)
 
-        task = asyncio.create_task(shielded())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task = asyncio.create_task(logged())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _fail(self, seat: Seat, error: KvlaneError) -> None:
-        if not self._failed.done():
-            kind = UserError if isinstance(error, UserError) else WorldError
-            if isinstance(error, Placement):
-                kind = Placement
-            self._failed.set_exception(kind(f"{seat.name}: {error}"))
 
-    def _note(self, seat: Seat, text: str) -> None:
-        log.debug("%s: %s", seat.name, text)  # `serve` prints the event
-        self.events.append(Event(time.monotonic() - self._began_at, seat.name, seat.state, text))
+async def until_over(seat: Seat, process: Process, stop_timeout_s: float) -> None:
+    """Returns when it was stopped; raises WorldError when it is dead or silent."""
+    run = asyncio.create_task(process.run())
+    try:
+        await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
+        if not run.done():
+            raise WorldError(f"it does not answer ({seat.silent.result()})")
+        run.result()
+        if seat.stopping is not None:  # it goes on a little after the engine has ended
+            await asyncio.wait((seat.stopping,), timeout=stop_timeout_s)
+    finally:
+        run.cancel()
+
+
+async def fence(site: Site, seat: Seat) -> None:
+    """The seat's process is gone when this returns, even if the task was cancelled."""
+    if seat.process is None:
+        return
+    work = asyncio.create_task(site.fence(seat.process))
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError:
+            cancelled = True
+    work.result()
+    seat.process = None
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def report_of(seat: Seat) -> Report | None:
+    """What it says of itself, if it is ready and answers quickly."""
+    process = seat.reachable
+    if process is None:
+        return None
+    try:
+        return await in_time(process.report(), REPORT_TIMEOUT_S, "report")
+    except WorldError as error:
+        log.info("%s: %s", seat.name, error)
+        return None
+
+
+async def in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
+    """Its result. Raises WorldError if there is none after `timeout_s`."""
+    try:
+        return await asyncio.wait_for(work, timeout_s)
+    except TimeoutError:
+        raise WorldError(f"it did not {what} within {timeout_s:g} s") from None
+
+
+def start_failure(seat: Seat, error: KvlaneError) -> KvlaneError:
+    """The error that ends `serve`: of the same family, with the name of who met it."""
+    for kind in (UserError, Placement):
+        if isinstance(error, kind):
+            return kind(f"{seat.name}: {error}")
+    return WorldError(f"{seat.name}: {error}")

@@ -11,10 +11,14 @@ class RouterConfig(Section):
     """How the HTTP front behaves. Limits are per router process."""
 
     policy: str = "least_loaded"  # how workers are chosen: a name of router.policy.POLICIES
-    request_timeout_s: float = Field(600.0, gt=0)  # from arrival to the last token
-    queue_timeout_s: float = Field(60.0, ge=0)  # waiting for a decode worker, then 429 or 503
-    max_inflight: int = Field(4096, ge=1)  # choices in work at a time; beyond: 429 at once
-    keep_alive_s: float = Field(120.0, gt=0)  # an idle HTTP connection is closed after this
-    max_body_bytes: int = Field(32 << 20, ge=1)  # a larger request body gets 413
-    sse_ping_s: float = Field(15.0, gt=0)  # a comment line on a stream that is silent this long
-    stop_timeout_s: float = Field(5.0, gt=0)  # at shutdown, for clients that do not read
+    request_timeout_s: float = Field(default=600.0, gt=0)  # from arrival to the last token
+    queue_timeout_s: float = Field(
+        default=60.0, ge=0
+    )  # waiting for a decode worker, then 429 or 503
+    max_inflight: int = Field(default=4096, ge=1)  # choices in work at a time; beyond: 429 at once
+    keep_alive_s: float = Field(default=120.0, gt=0)  # an idle HTTP connection is closed after this
+    max_body_bytes: int = Field(default=32 << 20, ge=1)  # a larger request body gets 413
+    sse_ping_s: float = Field(
+        default=15.0, gt=0
+    )  # a comment line on a stream that is silent this long
+    stop_timeout_s: float = Field(default=5.0, gt=0)  # at shutdown, for clients that do not read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from tests.support.engines import running
@@ -56,6 +58,7 @@ def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_never_waits_for_the_device() -> None:
     """Everything that launch enqueues, under torch's own detector of host syncs."""
     import torch
@@ -69,6 +72,9 @@ def test_a_step_never_waits_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return run(plan)
+            except BaseException:
+                traceback.print_exc()  # the engine ends the process next
+                raise
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
