@@ -54,7 +54,7 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
     try:
         url = "http://127.0.0.1:8000"
         deadline = time.monotonic() + 120
-        while two_nodes("run", "curl", "-sf", f"{url}/ready").returncode != 0:
+        while two_nodes("get", f"{url}/ready").returncode != 0:
             assert job.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.5)

@@ -4,6 +4,7 @@
 #   two_nodes.sh up               start both; node A is the head, resources {a: 8} and {b: 8}
 #   two_nodes.sh run COMMAND…     run a command on node A, with RAY_ADDRESS of the cluster
 #   two_nodes.sh submit ARG…      ray job submit --working-dir . -- python -m cluster serve ARG…
+#   two_nodes.sh get URL          print what a URL answers on node A; fails if it does not
 #   two_nodes.sh crash            node B dies, with all its processes, as if its power was cut
 #   two_nodes.sh cut | mend       unplug and plug the cable
 #   two_nodes.sh down             end everything; nothing is left
@@ -11,7 +12,7 @@
 # For example, prefill on A and decode on B:
 #   two_nodes.sh up
 #   two_nodes.sh submit --set 'prefill.resources={a: 1}' --set 'decode.resources={b: 1}' &
-#   two_nodes.sh run curl -s http://127.0.0.1:8000/v1/models
+#   two_nodes.sh get http://127.0.0.1:8000/v1/models
 #   two_nodes.sh down
 #
 # Environment: PYTHON_BIN (directory of ray and python; default: that of python on PATH) and
@@ -71,7 +72,7 @@ up() {
     wait_nodes 2
     if python -c 'import aiohttp_cors' 2>/dev/null; then
         for i in $(seq 60); do
-            ! run curl -sfo /dev/null "http://$head:8265/api/version" || break
+            ! get "http://$head:8265/api/version" >/dev/null 2>&1 || break
             [ "$i" -lt 60 ] || echo "the job API does not answer: $dir/a/session_latest/logs"
             sleep 0.5
         done
@@ -79,6 +80,10 @@ up() {
         echo "no job API, submit will not work: pip install 'ray[default]'"
     fi
     echo "two nodes are up, $head:6379; jobs: http://$head:8265"
+}
+
+get() {
+    run python -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())' "$1"
 }
 
 submit() {
@@ -104,10 +109,11 @@ down() {
 case ${1:-} in
     up) up ;;
     run) shift; run "$@" ;;
+    get) shift; get "$1" ;;
     submit) shift; submit "$@" ;;
     crash) crash b ;;
     cut) ip -n kvlb link set vb down ;;
     mend) ip -n kvlb link set vb up ;;
     down) down ;;
-    *) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
