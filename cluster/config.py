@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 
 from router.config import RouterConfig
 from worker.config import (
@@ -39,7 +46,7 @@ class RoleConfig(Section):
 
     replicas: int = Field(default=1, ge=0)
     num_cpus: float = Field(default=1, ge=0)  # reserved in Ray, a worker
-    num_gpus: Auto | float = "auto"  # reserved in Ray, a worker; auto: none on CPU, else one
+    num_gpus: Auto | NonNegativeFloat = "auto"  # reserved, a worker; auto: none on CPU, else one
     resources: Resources = Field(default_factory=dict)  # Ray's custom resources, a worker
     engine: EngineConfig = EngineConfig()
 
@@ -55,8 +62,8 @@ class RoutersConfig(Section):
 class LocalRayConfig(Section):
     """The Ray that `serve` starts when there is none to join."""
 
-    num_cpus: Auto | int = "auto"  # auto: the machine's CPUs, or more if the workers ask for more
-    num_gpus: Auto | int = "auto"  # auto: what Ray finds
+    num_cpus: Auto | NonNegativeInt = "auto"  # auto: the machine's, or more if workers need more
+    num_gpus: Auto | NonNegativeInt = "auto"  # auto: what Ray finds
     object_store_bytes: int = Field(
         default=100_000_000, ge=80_000_000
     )  # kvlane itself stores nothing

@@ -40,6 +40,7 @@ log = logging.getLogger("kvlane.controller")
 NAME = "kvlane-controller"
 NAMESPACE = "kvlane"
 LOCAL_HOST = "127.0.0.1"
+BEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,13 @@ class Controller:
         monitor = Monitor(seats, self._site, wire, self._config.cluster)
         self._wire, self._monitor = wire, monitor
         wire.start()
+        self._beat(loop, wire)
         await monitor.start()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
+        """This loop is alive: a wire whose owner is silent for ping.stall_s ceases to ping."""
+        wire.beat()
+        loop.call_later(BEAT_S, self._beat, loop, wire)
 
     async def progress(self, num_seen: int) -> Progress:
         """What has happened after the first `num_seen` events."""

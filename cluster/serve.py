@@ -85,11 +85,11 @@ class Signals:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        again, self.asked = self.asked, True
         if self.session is None:
-            raise KeyboardInterrupt
-        if self.asked:
+            raise KeyboardInterrupt  # should Ray swallow it, `asked` ends us a little later
+        if again:
             self._now()
-        self.asked = True
 
     def _now(self) -> NoReturn:
         if self.state is not None:

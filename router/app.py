@@ -54,7 +54,7 @@ class RouterServer:
         name: outlives restarts.
         incarnation: does not.
         host: to listen on.
-        port: to listen on, shared with other routers of this host; 0 takes a free one.
+        port: to listen on, nobody else's; 0 takes a free one.
         shown: the resolved configuration, for GET /config.
 
     Raises:
@@ -100,12 +100,17 @@ class RouterServer:
             This router as a member; its address is that of its HTTP socket.
 
         Raises:
-            OSError: the address cannot be bound.
+            UserError: the address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server(
-            (self._host, self._port), family=family, backlog=BACKLOG, reuse_port=True
-        )
+        try:  # never a port that somebody else has: the kernel would share requests out
+            listener = socket.create_server(
+                (self._host, self._port), family=family, backlog=BACKLOG
+            )
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            message = f"cannot listen on {self._host}:{self._port}: {reason}"
+            raise UserError(message, "cluster.port") from error
         self._port = listener.getsockname()[1]
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="kvlane-router", daemon=True
@@ -201,6 +206,7 @@ class RouterServer:
             application(self._front),
             log_config=None,
             access_log=False,
+            log_level=logging.WARNING,  # what it says at its start and end, the monitor says too
             server_header=False,
             lifespan="off",
             ws="none",

@@ -43,5 +43,5 @@ def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
         elif all(0 <= token < text.vocab_size for token in prompt):
             found.append(tuple(prompt))
         else:
-            raise UserError(f"token ids must be in [0, {text.vocab_size})", "prompt")
+            raise UserError(f"prompt: token ids must be in [0, {text.vocab_size})", "prompt")
     return found

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from router.config import RouterConfig
-from router.errors import ApiError
+from router.errors import STATUS, ApiError
 from router.mailbox import Delta, Mailbox
 from router.members import Members
 from router.metrics import RouterMetrics
@@ -209,7 +209,8 @@ class Dispatcher:
         known = self._members.get(peer)
         self._members.lost(peer)
         there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
-        log.warning("%s is lost (%s) with %d requests", peer, reason, len(there))
+        level = logging.WARNING if there else logging.INFO  # a drained one goes without any
+        log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
             self._lose(req, "worker_lost")
         if known is not None and not self._closed:  # the controller still lists it: ask again
@@ -276,7 +277,10 @@ def _failure(error: Error | None) -> ApiError:
     if error is None:
         return ApiError.of("world_error", "the worker gave the request up")
     retry_after_s = 1.0 if error.code in ("busy", "out_of_pages") else None
-    return ApiError.of(error.code, error.message, retry_after_s=retry_after_s)
+    status = STATUS.get(error.code, 500)
+    return ApiError(
+        status, error.code, error.message, param=error.param, retry_after_s=retry_after_s
+    )
 
 
 def _stopping() -> ApiError:

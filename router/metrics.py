@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -30,6 +37,7 @@ class RouterMetrics:
     """
 
     def __init__(self, model: str) -> None:
+        disable_created_metrics()  # else every counter has a twin that says when it began
         self.registry = CollectorRegistry()
         self._values = (model, "router")
         self.requests = self._counter(

@@ -107,7 +107,7 @@ class GenerationBody(Open):
         if self.min_tokens > max_tokens:
             raise invalid(f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens")
         if any(not 0 <= token < vocab_size for token in self.stop_token_ids):
-            raise invalid(f"token ids must be in [0, {vocab_size})", "stop_token_ids")
+            raise invalid(f"stop_token_ids must be in [0, {vocab_size})", "stop_token_ids")
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Sampling(
             max_tokens=max_tokens,
@@ -201,7 +201,8 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
         if first["type"] == "json_invalid":
             raise invalid(f"the body is not valid JSON: {first['msg']}") from None
         param = ".".join(_path(first["loc"])) or None
-        raise invalid(f"{param or 'body'}: {first['msg']}", param) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise invalid(f"{param or 'body'}: {message}", param) from None
     extra = body.model_extra or {}
     for name, harmless in NOT_BUILT.items():
         if name in extra and not harmless(extra[name], extra):

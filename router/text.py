@@ -92,7 +92,7 @@ class Text:
         directory: a Hugging Face model directory; needs config.json and tokenizer.json.
 
     Raises:
-        UserError: a file is missing.
+        UserError: a file is missing or broken.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -102,13 +102,17 @@ class Text:
         config = _json(directory / "config.json")
         config |= config.get("text_config") or {}
         named = _json(directory / "tokenizer_config.json")
-        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._tokenizer = _tokenizer(directory / "tokenizer.json")
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = config.get("vocab_size") or size
         self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
         special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
         source = _template_source(directory, named)
-        self._template = None if source is None else ChatTemplate(source, special)
+        try:
+            self._template = None if source is None else ChatTemplate(source, special)
+        except jinja2.TemplateSyntaxError as error:
+            message = f"{directory}: its chat template is broken: {error}"
+            raise UserError(message, "model.path") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
@@ -171,7 +175,23 @@ class Text:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """A JSON object; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}", "model.path") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object", "model.path")
+    return cast("dict[str, Any]", found)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{path}: not a tokenizer: {error}", "model.path") from error
 
 
 def _content(token: Any) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from worker.api import MAX_STOP_IDS, Generate, PeerId
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId
 from worker.engine import Engine
 from worker.errors import Busy, UserError
+from worker.grammar import Grammars
 from worker.inbound import Inbound
 from worker.peers import PrefillPeers
 from worker.req import Req
@@ -25,6 +26,9 @@ class Admission:
         self, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound, peers: PrefillPeers
     ) -> None:
         self.draining = False
+        self.grammars = Grammars(
+            engine.config.model.directory, engine.spec.vocab_size, engine.spec.eos_token_ids
+        )
         self._engine = engine
         self._scheduler = scheduler
         self._inbound = inbound
@@ -53,6 +57,9 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
         )
+        if message.sampling.grammar:
+            output = message.tokens[message.num_prompt_tokens :]
+            req.matcher = self.grammars.matcher(message.sampling.grammar, output)
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
@@ -105,6 +112,10 @@ class Admission:
             raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
         if max_len > limit:
             raise UserError(f"{max_len} tokens of prompt and output; the limit is {limit}")
+        if not all(0 <= token < vocab_size for token, _ in sampling.logit_bias):
+            raise UserError(f"token ids must be below {vocab_size}", "logit_bias")
+        if not -1 <= sampling.logprobs <= min(MAX_LOGPROBS, vocab_size):
+            raise UserError(f"at most {MAX_LOGPROBS} alternatives", "top_logprobs")
         if not all(0 <= token < vocab_size for token in message.tokens):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
         num_stops = len(sampling.stop_ids) + len(engine.spec.eos_token_ids)

@@ -25,6 +25,7 @@ from typing import Literal
 import msgspec
 
 PeerId = str
+MAX_LOGPROBS = 20  # alternatives reported for one token
 MAX_STOP_IDS = 16  # stop token ids of one request, EOS ids of the model included
 Role = Literal["prefill", "decode", "router", "controller"]
 
@@ -88,8 +89,8 @@ class WorkerStats(Message, frozen=True):
 class Sampling(Message, frozen=True):
     """How tokens of one request are drawn; all limits are checked by the router.
 
-    The second block has its places here and in the step state; the router refuses requests that
-    use them until the sampler applies them.
+    The second block changes logits before temperature and filters, in this order: bias, repetition
+    penalty (over prompt and output), frequency and presence penalty (over output), grammar.
     """
 
     max_tokens: int
@@ -106,8 +107,14 @@ class Sampling(Message, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int = -1  # -1 = none asked
-    grammar: str = ""
+    logprobs: int = -1  # likeliest alternatives wanted beside each token's own; -1 = none at all
+    grammar: str = ""  # llguidance grammar that the output must follow; "" = free
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a row needs counts or biases on the device."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalties) or bool(self.logit_bias)
 
 
 class Candidate(Message, frozen=True):
@@ -129,6 +136,9 @@ class Generate(Message, frozen=True):
     sampling: Sampling
     timeout_s: float
     candidates: tuple[Candidate, ...] = ()
+    # Another choice of the request with this req_id: waits until that one's prompt is in the prefix
+    # tree or that one has ended, and so shares its pages instead of fetching them again.
+    after: str = ""
 
 
 class Stop(Message, frozen=True):
@@ -162,6 +172,13 @@ class Refused(Message, frozen=True):
     retry_after_s: float = 1.0
 
 
+class TokenLogprob(Message, frozen=True):
+    """What the model thought of one token, before any change of its logits."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, best first
+
+
 class TokenChunk(Message, frozen=True):
     """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
 
@@ -175,6 +192,7 @@ class TokenChunk(Message, frozen=True):
     finish_reason: FinishReason | None = None
     error: Error | None = None
     num_cached_tokens: int = 0  # prompt tokens found in a prefix tree, decode's or prefill's
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if they were asked for
 
 
 class Chunks(Message, frozen=True):

@@ -66,6 +66,7 @@ class EngineConfig(Section):
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
     max_prefill_tokens: int = Field(default=512, ge=1)  # tokens of one prefill step (chunk)
     growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
+    penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
     prefix_cache: bool = True
     attention: Auto | str = "auto"
     graph: Auto | str = "auto"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from worker.admission import Admission
 from worker.api import (
     Abort,
@@ -23,14 +25,17 @@ from worker.api import (
     RenewAck,
     Stop,
     TokenChunk,
+    TokenLogprob,
     WorkerStats,
 )
 from worker.engine import Engine
 from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
 from worker.fetch import PullParts
+from worker.followers import Followers
 from worker.inbound import Arrived, Inbound
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.peers import PeerConnected, PeerFailed, PrefillPeers
+from worker.plan import Drawn
 from worker.replies import Replies
 from worker.req import Phase, Req
 from worker.runner import Step
@@ -65,6 +70,7 @@ class DecodeLoop:
         self._inbound = Inbound(incarnation, parts, self._peers)
         self._admission = Admission(engine, scheduler, self._inbound, self._peers)
         self._replies = Replies(thread.send, config.lease.final_resend_s)
+        self._followers = Followers()
         self._reqs: dict[tuple[str, int], Req] = {}
         self._pending: Step | None = None
         self._sweep_at = 0.0
@@ -79,6 +85,7 @@ class DecodeLoop:
             "fetches": self._inbound.num_fetches,
             "pulls": self._inbound.num_pulls,
             "unacknowledged": self._replies.num_unacknowledged,
+            "followers": self._followers.num_held,
         }
 
     def num_peers(self) -> int:
@@ -96,10 +103,15 @@ class DecodeLoop:
             self._handle(peer, event, now)
         for arrived in self._inbound.poll(now):
             self._arrive(arrived)
+        for router, message in self._followers.due(self._reqs.values()):
+            self._admit(router, message, now)
         self._admission.resume_preempted()
         step = self._engine.launch(self._scheduler.plan())
         if self._pending is not None:
             self._settle(self._pending)
+        if step is not None and step.plan.masked:
+            sampled = self._scheduler.sampled(step.plan.step)
+            step.draw(self._admission.grammars.masks([req.matcher for req in sampled]))
         self._pending = step
         self._peers.tend(now, self._inbound.uses)
         self._sweep(now)
@@ -116,6 +128,7 @@ class DecodeLoop:
             case Stop():
                 self._cut(event)
             case Abort():
+                self._followers.abort(event.req_id, event.dispatch)
                 self._abort(self._reqs.get((event.req_id, event.dispatch)))
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
@@ -143,7 +156,7 @@ class DecodeLoop:
 
     def _admit(self, router: PeerId, message: Generate, now: float) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs:
+        if key in self._reqs or self._followers.holds(router, message, self._reqs.values()):
             return
         try:
             req = self._admission.admit(router, message, len(self._reqs), now)
@@ -170,6 +183,7 @@ class DecodeLoop:
         self._inbound.on_lost(peer)
         self._peers.lose(peer)
         self._replies.lost(peer)
+        self._followers.lost(peer)
         for req in [each for each in self._reqs.values() if each.router == peer]:
             self._abort(req)
 
@@ -197,9 +211,9 @@ class DecodeLoop:
     def _settle(self, step: Step) -> None:
         drawn = self._engine.settle(step)
         now = time.monotonic()
-        for req, token, reason in self._scheduler.settle(step.plan.step, drawn):
+        for req, each, reason in self._scheduler.settle(step.plan.step, drawn):
             self._engine.metrics.generated_tokens.inc()
-            self._replies.add(req.router, _chunk(req, (token,), reason), now)
+            self._replies.add(req.router, _chunk(req, each, reason), now)
             if reason is not None:
                 self._end(req, reason)
 
@@ -216,7 +230,7 @@ class DecodeLoop:
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             req.deadline_at = float("inf")  # said once, also while its pulls drain
-            self._replies.add(req.router, _chunk(req, (), FinishReason.ERROR, error), now)
+            self._replies.add(req.router, _chunk(req, None, FinishReason.ERROR, error), now)
             self._abort(req)
 
     def _publish(self) -> None:
@@ -235,9 +249,15 @@ class DecodeLoop:
 
 
 def _chunk(
-    req: Req, tokens: tuple[int, ...], reason: FinishReason | None, error: Error | None = None
+    req: Req, drawn: Drawn | None, reason: FinishReason | None, error: Error | None = None
 ) -> TokenChunk:
-    """`tokens` are the last ones of req.tokens."""
+    """`drawn` is the last of req.tokens; None: nothing new."""
+    tokens = (drawn.token,) if drawn is not None else ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if drawn is not None and drawn.logprob is not None and req.sampling.logprobs >= 0:
+        logprobs = (
+            msgspec.structs.replace(drawn.logprob, top=drawn.logprob.top[: req.sampling.logprobs]),
+        )
     return TokenChunk(
         req.req_id,
         req.dispatch,
@@ -246,4 +266,5 @@ def _chunk(
         reason,
         error,
         req.num_cached_tokens,
+        logprobs,
     )

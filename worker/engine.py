@@ -120,7 +120,14 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     graph.capture()
     page_size = int(config.kv.page_size)
     max_pages = -(-int(config.model.max_model_len) // page_size) + 1
-    state = StepState(engine.max_num_reqs, max_pages, spec.eos_token_ids, device)
+    state = StepState(
+        engine.max_num_reqs,
+        max_pages,
+        spec.eos_token_ids,
+        device,
+        num_extras=engine.penalty_rows if config.role == "decode" else 0,
+        vocab_size=spec.vocab_size,
+    )
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)

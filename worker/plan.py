@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from worker.api import Sampling
+from worker.api import Sampling, TokenLogprob
 
 Tail = Literal["none", "greedy", "random", "filtered"]
 TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serves those before it
@@ -32,6 +32,9 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     active: bool = False
     seq_len: int = 0
     last_token: int = 0
+    extra: int = 0  # place of its penalty counts and biases; 0 = it has none
+    prompt: tuple[int, ...] = ()  # with `extra`: what repetition is counted over
+    output: tuple[int, ...] = ()  # with `extra`: what was drawn before, most often nothing
 
 
 class RowPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -68,6 +71,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     decode: tuple[int, ...] = ()
     tail: Tail = "none"
     max_seq_len_ub: int = 0  # host bound of every row's KV length after this step
+    adjust: bool = False  # some sampled row has an `extra` place
+    num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
+    masked: bool = False  # the tail waits for grammar masks: `Step.draw` launches it
 
     @property
     def sampled_rows(self) -> tuple[int, ...]:
@@ -81,3 +87,4 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     token: int
     valid: bool  # the row was active when the step began
     finished: bool  # the row went inactive with this token
+    logprob: TokenLogprob | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from worker.api import Candidate, FinishReason, PeerId, Sampling
 from worker.cache.book import Hold
@@ -26,6 +27,19 @@ class Phase(Enum):
     RUNNING = auto()  # has an active row
     PREEMPTED = auto()  # gave its pages up; waits for room
     FINISHED = auto()
+
+
+class Follows(Protocol):
+    """Follows a request's output through its grammar; see worker.grammar.Matcher."""
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing may follow any more."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """The output goes on with `token`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +65,7 @@ class Req:
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     num_sent: int = 0  # tokens already reported to the router
     finish_reason: FinishReason | None = None
+    matcher: Follows | None = None  # of its grammar; None = free text
 
     @property
     def max_len(self) -> int:

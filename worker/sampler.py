@@ -17,7 +17,7 @@ from torch import Tensor
 
 from worker.kernels.philox import gumbel_ref
 from worker.plan import Tail
-from worker.state import StepState
+from worker.state import Extras, StepState
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,6 +32,10 @@ class SamplingRows:
     min_p: Tensor  # [n] f32
     min_len: Tensor  # [n] i64
     stop_ids: Tensor  # [n, MAX_STOP_IDS] i64; -1 = unused place
+    presence_penalty: Tensor  # [n] f32
+    frequency_penalty: Tensor  # [n] f32
+    repetition_penalty: Tensor  # [n] f32
+    extra: Tensor  # [n] i64; place in the tables of StepState.extras, 0 = neutral
 
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
@@ -39,21 +43,36 @@ class SamplingRows:
         return cls(
             position, state.seed[rows], state.temperature[rows], state.top_k[rows],
             state.top_p[rows], state.min_p[rows], state.min_len[rows], state.stop_ids[rows],
+            state.presence_penalty[rows], state.frequency_penalty[rows],
+            state.repetition_penalty[rows], state.extra[rows],
         )  # fmt: skip
 
 
-def sample(logits: Tensor, rows: SamplingRows, tail: Tail) -> Tensor:
+def sample(
+    logits: Tensor,
+    rows: SamplingRows,
+    tail: Tail,
+    extras: Extras | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Draw one token a row.
 
     Args:
         logits: [n, vocab] f32.
         rows: parameters of the n rows.
+        extras: penalty counts and biases; None when no row has any.
+        mask: [n, ceil(vocab / 32)] i32, bit v % 32 of word v // 32 set iff the grammar allows token
+            v; None when no row has a grammar.
         tail: "greedy" when all rows are greedy, "random" when no row filters, else "filtered".
 
     Returns:
         [n] i64. A row's token is the same under every tail that serves it.
     """
+    if extras is not None:
+        logits = penalize(logits, rows, extras)
     logits = adjust(logits, rows)
+    if mask is not None:
+        logits = logits.masked_fill(~unpack(mask, logits.shape[1]), float("-inf"))
     if tail == "greedy":
         return logits.argmax(-1)
     greedy = rows.temperature == 0
@@ -72,6 +91,44 @@ def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device
     ).scatter(1, torch.where(too_early, rows.stop_ids, vocab_size), True)
     return logits.masked_fill(banned[:, :vocab_size], float("-inf"))
+
+
+def penalize(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
+    """Bias, then repetition, frequency and presence penalty; neutral rows pass bit for bit.
+
+    Repetition: Keskar et al., "CTRL", 2019 (divide positive logits, multiply negative ones), over
+    prompt and output; frequency and presence: OpenAI's definition, over the output.
+    """
+    counts = extras.counts[rows.extra]
+    logits = logits + extras.bias[rows.extra]
+    repeated = extras.in_prompt[rows.extra] | (counts > 0)
+    factor = torch.where(repeated, rows.repetition_penalty[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - rows.frequency_penalty[:, None] * counts
+    return logits - rows.presence_penalty[:, None] * (counts > 0)
+
+
+def unpack(mask: Tensor, vocab_size: int) -> Tensor:
+    """[n, words] i32 of 32 bits, lowest first, as [n, vocab_size] bool."""
+    bits = (mask[:, :, None] >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def logprobs(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """What the model thought, before any change of `logits`.
+
+    Args:
+        logits: [n, vocab] f32.
+        token: [n] i64, the drawn ones.
+        num_top: likeliest alternatives wanted.
+
+    Returns:
+        Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
+    """
+    all_values = logits.log_softmax(-1)
+    own = all_values.gather(1, token[:, None])
+    top, ids = all_values.topk(num_top, dim=-1)
+    return torch.cat((own, top), 1), torch.cat((token[:, None], ids), 1)
 
 
 def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:

@@ -6,7 +6,8 @@ Row 0 is the sink: inactive and padded rows alias it, so whatever they write is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ class StepState:
     """Tensors by row, [num_rows + 1, ...]; column meanings beside each."""
 
     def __init__(
-        self, num_rows: int, max_pages: int, eos_ids: Sequence[int], device: torch.device
+        self,
+        num_rows: int,
+        max_pages: int,
+        eos_ids: Sequence[int],
+        device: torch.device,
+        *,
+        num_extras: int,
+        vocab_size: int,
     ) -> None:
         n = num_rows + 1
         self.device = device
@@ -45,14 +53,18 @@ class StepState:
         self.top_k = ints()  # 0 = off
         self.top_p = floats(1.0)
         self.min_p = floats(0.0)
-        # Read by sampler.adjust once the API lets requests set them.
         self.presence_penalty = floats(0.0)
         self.frequency_penalty = floats(0.0)
         self.repetition_penalty = floats(1.0)
+        self.extra = ints()  # place in the tables of `extras`; 0 = the neutral one
+        self.extras = Extras(num_extras, vocab_size, device)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without a host sync."""
-        host = torch.tensor(values, dtype=dtype)
+        return self.send(torch.tensor(values, dtype=dtype))
+
+    def send(self, host: Tensor) -> Tensor:
+        """A host tensor on the device, without a host sync."""
         if self.device.type == "cpu":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
@@ -88,11 +100,46 @@ class StepState:
             (self.presence_penalty, [each.presence_penalty for each in sampling]),
             (self.frequency_penalty, [each.frequency_penalty for each in sampling]),
             (self.repetition_penalty, [each.repetition_penalty for each in sampling]),
+            (self.extra, [start.extra for start in starts]),
         ]
         for column, values in columns:
             column[rows] = self.upload(values, column.dtype)
+        for start in starts:
+            if start.extra:
+                self.extras.fill(start, self.upload)
 
     def _stop_ids(self, sampling: Sampling) -> list[int]:
         ids = [*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids)]
         assert len(ids) <= MAX_STOP_IDS
         return ids + [-1] * (MAX_STOP_IDS - len(ids))
+
+
+class Extras:
+    """Per-request tables over the vocabulary, for the few rows that need them.
+
+    Entry 0 is neutral: rows without a place alias it. What such rows add to its counts is never
+    seen, because their penalties are off.
+    """
+
+    def __init__(self, num_extras: int, vocab_size: int, device: torch.device) -> None:
+        shape = num_extras + 1, vocab_size
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
+        self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def fill(
+        self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
+    ) -> None:
+        """Begin a request's entries anew from its history."""
+        at = start.extra
+        for table in (self.in_prompt, self.counts, self.bias):
+            table[at].zero_()
+        if start.prompt:
+            self.in_prompt[at].index_fill_(0, upload(start.prompt, torch.int64), True)
+        drawn = Counter(start.output)
+        if drawn:
+            ids = upload(list(drawn), torch.int64)
+            self.counts[at].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
+        if start.sampling is not None and start.sampling.logit_bias:
+            ids, values = zip(*start.sampling.logit_bias, strict=True)
+            self.bias[at].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))

@@ -166,6 +166,7 @@ class _Links:
         self._listener: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._found: list[Event] = []
+        self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
 
     def listen(self, host: str) -> str:
@@ -236,9 +237,12 @@ class _Links:
 
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
+        late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
+        self._pinged_at = now
         stalled = self._pong() is None
         silence = self._ping.interval_s * self._ping.max_misses
         for peer_id, peer in list(self._peers.items()):
+            peer.heard_at += late_s  # while we did not run, nobody could be heard
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
                 self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")

@@ -169,7 +169,7 @@ class Serve:
 
 
 def processes() -> dict[int, str]:
-    """Pid -> command line of everything in this pid namespace."""
+    """Pid -> command line of what a cluster consists of; outside a namespace others' as well."""
     found: dict[int, str] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -177,7 +177,7 @@ def processes() -> dict[int, str]:
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue
-            if line:
+            if any(word in line for word in ("ray", "gcs_server", "cluster", "kvlane")):
                 found[int(path.name)] = line
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import urllib.request
 from typing import Any
 
@@ -61,6 +62,13 @@ def test_dead_and_hung_workers_are_replaced_and_nothing_is_left(serve: Serve) ->
     assert set(processes()) <= set(before)
     assert shared_memory() == shm_before
     assert serve.leftovers() == []
+
+
+def test_nobody_is_lost_in_a_cluster_that_is_older_than_the_stall_time(serve: Serve) -> None:
+    serve.start("--set", "ping.stall_s=2").wait_ready()
+    time.sleep(8)  # the stall time, and three misses after it
+    assert {row["restarts"] for row in serve.status().values()} == {0}, serve.output
+    assert "lost" not in serve.output
 
 
 def test_drain_of_a_name_removes_it_and_drain_of_all_ends_serve(serve: Serve) -> None:

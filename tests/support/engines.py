@@ -28,6 +28,7 @@ from worker.config import PingConfig, WorkerConfig
 from worker.wire import Wire
 
 HANG_S = 120.0
+PATIENT = {"max_misses": 30}  # a busy machine is not a dead peer
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Client:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self._wire = Wire("client/1", PingConfig(), self._events.put)
+        self._wire = Wire("client/1", PingConfig(**PATIENT), self._events.put)
         self._wire.start()
         self.decodes = [member.peer for member in members if member.role == "decode"]
         self.prefills = [member.peer for member in members if member.role == "prefill"]
@@ -167,7 +168,7 @@ class Running:
 
 def worker_config(role: str, sections: dict[str, dict[str, object]]) -> WorkerConfig:
     """A WorkerConfig from plain sections, for tests."""
-    return WorkerConfig.model_validate({"role": role, **sections})
+    return WorkerConfig.model_validate({"role": role, "ping": PATIENT, **sections})
 
 
 @contextmanager

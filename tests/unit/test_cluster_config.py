@@ -58,6 +58,8 @@ def test_what_is_printed_loads_again(tmp_path: Path) -> None:
         ("prefill.replicas=-1", "prefill.replicas: Input should be greater than or equal to 0"),
         ("prefill.resources={a: b}", "prefill.resources.a: Input should be a valid number, "
          "unable to parse string as a number"),
+        ("decode.num_gpus=-1", "decode.num_gpus: Input should be 'auto' or Input should be greater "
+         "than or equal to 0"),
         ("decode.replicas=0", "decode.replicas must be at least 1: decode workers own the "
          "requests"),
         ("a", "--set a: expected PATH=VALUE, for example decode.replicas=2"),

@@ -484,10 +484,10 @@ class Simulation:
             self.execute(step)
         assert step.drawn is not None
         seen: set[Req] = set()
-        for req, token, reason in self.scheduler.settle(step.plan.step, step.drawn):
+        for req, drawn, reason in self.scheduler.settle(step.plan.step, step.drawn):
             assert req not in seen
             seen.add(req)
-            assert req.tokens[-1] == token
+            assert req.tokens[-1] == drawn.token
             self.verify_text(req, final=reason is not None)
             if reason is not None:
                 assert reason == self.scripts[req].reason

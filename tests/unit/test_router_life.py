@@ -28,6 +28,7 @@ from tests.fault.router_doubles import (
     wait_until,
 )
 from worker.api import Abort, Ack, Error, FinishReason, Member, WorkerStats
+from worker.errors import UserError
 
 LENGTH = FinishReason.LENGTH
 
@@ -190,12 +191,12 @@ def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
         assert "kvlane-router" not in left
 
 
-def test_routers_of_a_host_share_a_port(directory: Path) -> None:
+def test_a_port_that_another_router_has_is_refused_by_name(directory: Path) -> None:
     with serving(directory) as (_, url):
         port = int(url.rsplit(":", 1)[1])
-        with serving(directory, port=port) as (_, other):
-            assert other == url
-            assert {httpx.get(f"{url}/health").status_code for _ in range(10)} == {200}
+        expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        with pytest.raises(UserError, match=expected), serving(directory, port=port):
+            pass
 
 
 def test_member_that_came_back_is_asked_again(

@@ -63,6 +63,7 @@ def test_metrics_parse_and_are_ours(url: str) -> None:
     for name, family in families.items():
         assert name.startswith("kvlane_")
         assert family.documentation
+        assert not name.endswith("_created"), "a twin of every counter"
         for sample in family.samples:
             assert (sample.labels["model"], sample.labels["role"]) == ("small", "router")
     outcomes = {s.labels["outcome"]: s.value for s in families["kvlane_requests"].samples}

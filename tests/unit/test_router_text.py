@@ -199,6 +199,17 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         Text(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
+    directory = make_model(tmp_path)
+    (directory / name).write_text("{% broken", encoding="utf-8")
+    with pytest.raises(UserError, match="broken|not valid JSON|not a tokenizer") as caught:
+        Text(directory)
+    assert str(directory) in str(caught.value)
+
+
 def test_parts_of_a_message_are_joined() -> None:
     assert joined([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
     with pytest.raises(UserError, match="image_url"):

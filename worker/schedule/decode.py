@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
@@ -45,7 +47,7 @@ class DecodeScheduler:
         self._engine = engine
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
-        self._rows = RowTable(engine.max_num_reqs)
+        self._rows = RowTable(engine.max_num_reqs, engine.penalty_rows)
         self._step = 0
         self._arrivals = 0
         self._was_chunk = False
@@ -96,8 +98,12 @@ class DecodeScheduler:
 
     def plan(self) -> Plan | None:
         """The next step; None when nothing can run now, though it may at the very next call."""
-        while self.ready and self._rows.num_free:
-            req = self.ready.popleft()
+        for req in [each for each in self.ready]:
+            if not self._rows.num_free:
+                break
+            if not self._rows.can_take(req.sampling):
+                continue  # waits for a place for its penalties; others may go first
+            self.ready.remove(req)
             self._take_row(req, active=True)
             self._rows.tell_pages(req)
             req.phase = Phase.RUNNING
@@ -107,13 +113,17 @@ class DecodeScheduler:
             plan = self._plan_chunks()
         return plan or self._plan_decode()
 
-    def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, int, FinishReason | None]]:
-        """Step `step` has finished: append its tokens. (request, token, reason) of live ones.
+    def sampled(self, step: int) -> list[Req]:
+        """The requests that step `step`, launched and not settled, draws for, in its order."""
+        return self._launched[step][0]
+
+    def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
+        """Step `step` has finished: append its tokens. (request, drawn, reason) of live ones.
 
         Requests with a reason are not finished here: the caller does that, through `finish`.
         """
         self.book.settled(step)
-        news: list[tuple[Req, int, FinishReason | None]] = []
+        news: list[tuple[Req, Drawn, FinishReason | None]] = []
         sampled, from_chunk = self._launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
@@ -121,12 +131,16 @@ class DecodeScheduler:
                 continue
             assert result.valid, f"{req.key} drew from an inactive row"
             req.tokens.append(result.token)
+            if req.matcher is not None:
+                req.matcher.consume(result.token)
             req.num_computed_tokens = len(req.tokens) - 1
             if from_chunk and req.hold is not None:
                 self.book.commit(req.hold, req.tokens[:-1])
             reason = _reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
-            news.append((req, result.token, reason))
+            if reason is None and req.matcher is not None and req.matcher.stopped:
+                reason = FinishReason.STOP
+            news.append((req, result, reason))
             if req in self._leaving:
                 self._leaving.discard(req)
                 if reason is None:
@@ -161,6 +175,8 @@ class DecodeScheduler:
                 break
             assert req.hold is not None
             if not req.row:
+                if not self._rows.can_take(req.sampling):
+                    continue
                 self._take_row(req, active=False)
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
@@ -171,7 +187,7 @@ class DecodeScheduler:
             req.num_planned_tokens = end
             budget -= end - start
             if last:
-                self.local.popleft()
+                self.local.remove(req)
                 req.phase = Phase.RUNNING
                 self.running[req.row] = req
                 sampled.append(req)
@@ -214,7 +230,19 @@ class DecodeScheduler:
         if sampled:
             tail = TAILS[max(TAILS.index(_tail(req.sampling)) for req in sampled)]
         releases, starts, pages = self._rows.drain()
-        return Plan(self._step, releases, starts, pages, chunks, decode, tail, max_seq_len_ub)
+        return Plan(
+            self._step,
+            releases,
+            starts,
+            pages,
+            chunks,
+            decode,
+            tail,
+            max_seq_len_ub,
+            adjust=any(req.sampling.changes_logits for req in sampled),
+            num_logprobs=max((req.sampling.logprobs for req in sampled), default=-1),
+            masked=any(req.matcher is not None for req in sampled),
+        )
 
     def _ensure_slots(self, req: Req) -> bool:
         """Slots for the bound plus two tokens a step, or somebody is preempted."""
@@ -246,9 +274,13 @@ class DecodeScheduler:
         seq_len = len(req.tokens) - 1 if active else 0
         last_token = req.tokens[-1] if active else 0
         min_len = req.num_prompt_tokens + req.sampling.min_tokens
-        self._rows.start(
-            RowStart(req.row, req.sampling, req.max_len, min_len, active, seq_len, last_token)
-        )
+        start = RowStart(req.row, req.sampling, req.max_len, min_len, active, seq_len, last_token)
+        if req.sampling.changes_logits:
+            num = req.num_prompt_tokens
+            prompt, output = tuple(req.tokens[:num]), tuple(req.tokens[num:])
+            extra = self._rows.take_extra(req.row)
+            start = msgspec.structs.replace(start, extra=extra, prompt=prompt, output=output)
+        self._rows.start(start)
 
     def _leave(self, req: Req) -> None:
         """A victim goes, with nothing of it in flight; it resumes as prompt + output."""

@@ -1,0 +1,74 @@
+"""Grammars on the host: which tokens may follow, as bit masks, by llguidance.
+
+The router has compiled what the user asked for into an llguidance grammar; here one matcher a
+request follows its output. Masks are computed while the forward runs (`DecodeLoop.turn`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance.numpy as bitmask
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from worker.errors import UserError
+
+
+class Matcher:
+    """Follows the output of one request. Host state: it outlives preemption."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing may follow any more, not even an end of sequence."""
+        return self._matcher.is_stopped()
+
+    def consume(self, token: int) -> None:
+        """The output goes on with `token`, which the mask allowed."""
+        if not self.stopped:
+            assert self._matcher.consume_token(token), self._matcher.get_error()
+
+    def fill(self, masks: Tensor, index: int) -> None:
+        """masks[index] = what may follow; a matcher that has stopped allows everything."""
+        if not self.stopped:
+            bitmask.fill_next_token_bitmask(self._matcher, masks.numpy(), index)
+
+
+class Grammars:
+    """Matchers and masks for one tokenizer, which is loaded when the first grammar comes."""
+
+    def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._path = directory / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._tokenizer: LLTokenizer | None = None
+
+    def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
+        """A matcher that has seen `output`.
+
+        Raises:
+            UserError: this is no grammar, or the output does not follow it.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                self._path.read_text(encoding="utf-8"),
+                n_vocab=self._vocab_size,
+                eos_token=self._eos_ids,
+            )
+        matcher = LLMatcher(self._tokenizer, grammar)
+        if matcher.is_error() or (output and not matcher.consume_tokens(list(output))):
+            raise UserError(f"grammar: {matcher.get_error()}", "response_format")
+        return Matcher(matcher)
+
+    def masks(self, matchers: Sequence[Matcher | None]) -> Tensor:
+        """[len(matchers), ceil(vocab / 32)] i32 for sampler.sample; None allows everything."""
+        masks = torch.full((len(matchers), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
+        for index, matcher in enumerate(matchers):
+            if matcher is not None:
+                matcher.fill(masks, index)
+        return masks
