@@ -37,9 +37,6 @@ RAY_SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-# Only for a Ray of our own, whose GCS dies with serve and never comes back: Ray's agents on a node
-# outlive a serve that got SIGKILL for as long as they try to reach it. Ray's default is 60 s.
-LOCAL_RAY_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 FLAGS = {
     "model": "model.path",
     "prefill": "prefill.replicas",
@@ -125,11 +122,9 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    if not address:
-        if not config.model.directory.is_dir():  # on a cluster only the workers' nodes need it
-            raise UserError(f"model.path: there is no directory {config.model.directory}")
-        for name, value in LOCAL_RAY_SETTINGS.items():
-            os.environ.setdefault(name, value)
+    # On a cluster that we join, only the nodes of workers and routers need it.
+    if not address and not config.model.directory.is_dir():
+        raise UserError(f"model.path: there is no directory {config.model.directory}")
     auth_mode = _prepare_environment("" if address else "disabled")
     # Nothing has begun, so Ctrl-C just ends us; imports may swallow a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,6 +13,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,6 +48,7 @@ class RaySession:
     address: str
     local: bool
     temp_dir: OwnedDirectory | None = None
+    watchdog: subprocess.Popen[bytes] | None = None  # sweeps when its stdin, ours, is closed
     closed: bool = field(default=False)
 
     def close(self) -> None:
@@ -75,7 +78,7 @@ def start_local(config: Config, temp_root: Path) -> RaySession:
     """
     root = temp_root if len(str(temp_root)) <= MAX_TEMP_PATH else SHORT_TEMP
     temp_dir = OwnedDirectory.make(root)
-    session = RaySession("", local=True, temp_dir=temp_dir)
+    session = RaySession("", True, temp_dir, start_watchdog(temp_dir.path))
     become_subreaper()
     stay_on_loopback()
     silence_worker_deaths()
@@ -205,6 +208,18 @@ def num_cpus(config: Config) -> int:
 
 
 # Processes.
+
+
+def start_watchdog(directory: Path) -> subprocess.Popen[bytes]:
+    """Cleans up after us should we get SIGKILL; lives for as long as its stdin is held open."""
+    script = Path(__file__).with_name("watchdog.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # whatever a terminal sends
+    )
 
 
 def become_subreaper() -> None:

@@ -56,8 +56,9 @@ class StatusRoutes:
         """GET /ready: requests can be served now."""
         if self._front.draining:
             return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
-        if not self._front.members.live("decode"):
-            reason = "no decode worker has answered yet"
+        decodes = self._front.members.live("decode")
+        if all(known.stats.draining for known in decodes):
+            reason = "every decode worker is draining" if decodes else "no decode worker answers"
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
         return JSONResponse({"status": "ready"})
 

@@ -110,7 +110,7 @@ class DecodeLoop:
         if self._pending is not None:
             self._settle(self._pending)
         if step is not None and step.plan.masked:
-            sampled = self._scheduler.sampled(step.plan.step)
+            sampled, _ = self._scheduler.launched[step.plan.step]
             step.draw(self._admission.grammars.masks([req.matcher for req in sampled]))
         self._pending = step
         self._peers.tend(now, self._inbound.uses)

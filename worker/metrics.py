@@ -11,7 +11,14 @@ from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -21,6 +28,7 @@ class WorkerMetrics:
     """All families of one worker; labels model, role and worker are bound once."""
 
     def __init__(self, *, model: str, role: str, worker: str) -> None:
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._bound = {"model": model, "role": role, "worker": worker}
         self._server: tuple[WSGIServer, Thread] | None = None

@@ -64,6 +64,20 @@ def test_dead_and_hung_workers_are_replaced_and_nothing_is_left(serve: Serve) ->
     assert serve.leftovers() == []
 
 
+def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(serve: Serve) -> None:
+    before, shm_before = processes(), shared_memory()
+    process = serve.start().wait_ready().process
+    assert process is not None
+    process.kill()
+    deadline = time.monotonic() + 15
+    while set(processes()) - set(before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert set(processes()) <= set(before)
+    assert shared_memory() == shm_before
+    assert serve.command("status").returncode == 2
+    assert serve.leftovers() == []
+
+
 def test_nobody_is_lost_in_a_cluster_that_is_older_than_the_stall_time(serve: Serve) -> None:
     serve.start("--set", "ping.stall_s=2").wait_ready()
     time.sleep(8)  # the stall time, and three misses after it

@@ -148,10 +148,15 @@ class DecodeDouble:
         self._wire.send(peer, Chunks((chunk,)))
 
     def refuse(
-        self, peer: str, generate: Generate, code: str = "busy", retry_after_s: float = 0.05
+        self,
+        peer: str,
+        generate: Generate,
+        code: str = "busy",
+        retry_after_s: float = 0.05,
+        param: str | None = None,
     ) -> None:
         """Do not admit a request."""
-        error = Error(code, f"refused: {code}")
+        error = Error(code, f"refused: {code}", param)
         self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 
     def die(self) -> None:

@@ -149,9 +149,12 @@ def test_no_worker_until_the_queue_timeout_is_503(directory: Path, ask: Ask) -> 
 
 @pytest.mark.parametrize("code", ["invalid_value", "unsupported"])
 def test_refusal_that_is_the_users_mistake_is_400(directory: Path, ask: Ask, code: str) -> None:
-    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g, code))
+    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g, code, param="stop_token_ids"))
     with serving(directory, double) as (_, url):
-        assert failed(ask(url))[:2] == (400, code)
+        response = ask(url).result()
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, code)
+        assert error["param"] == "stop_token_ids"
 
 
 def test_lost_before_the_first_token_is_tried_again_unseen(

@@ -191,6 +191,15 @@ def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
         assert "kvlane-router" not in left
 
 
+def test_not_ready_while_every_decode_worker_drains(directory: Path) -> None:
+    double = DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))
+    with serving(directory, double) as (_, url):
+        wait_until(lambda: num_live(url) == 1)
+        ready = httpx.get(f"{url}/ready")
+        assert ready.status_code == 503
+        assert ready.json()["reason"] == "every decode worker is draining"
+
+
 def test_a_port_that_another_router_has_is_refused_by_name(directory: Path) -> None:
     with serving(directory) as (_, url):
         port = int(url.rsplit(":", 1)[1])

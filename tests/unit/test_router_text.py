@@ -205,7 +205,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
     directory = make_model(tmp_path)
     (directory / name).write_text("{% broken", encoding="utf-8")
-    with pytest.raises(UserError, match="broken|not valid JSON|not a tokenizer") as caught:
+    with pytest.raises(UserError, match=r"broken|not valid JSON|not a tokenizer") as caught:
         Text(directory)
     assert str(directory) in str(caught.value)
 

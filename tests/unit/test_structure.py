@@ -33,7 +33,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L4": ("graph.", "spec.", "transfer.", "state", "buffers", "sampler", "grammar", "runner"),
     "L5": ("req", "schedule.", "ranks"),
     "L6": (
-        "loop", "peers", "fetch", "inbound", "outbound", "replies", "engine", "admission",
+        "loop", "peers", "fetch", "inbound", "outbound", "replies", "followers",
+        "engine", "admission",
         "prefill", "decode", "build",
     ),
 }  # fmt: skip

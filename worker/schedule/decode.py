@@ -51,7 +51,7 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._was_chunk = False
-        self._launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
+        self.launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
         self._leaving: set[Req] = set()  # victims with a step in flight
 
     @property
@@ -113,10 +113,6 @@ class DecodeScheduler:
             plan = self._plan_chunks()
         return plan or self._plan_decode()
 
-    def sampled(self, step: int) -> list[Req]:
-        """The requests that step `step`, launched and not settled, draws for, in its order."""
-        return self._launched[step][0]
-
     def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
         """Step `step` has finished: append its tokens. (request, drawn, reason) of live ones.
 
@@ -124,7 +120,7 @@ class DecodeScheduler:
         """
         self.book.settled(step)
         news: list[tuple[Req, Drawn, FinishReason | None]] = []
-        sampled, from_chunk = self._launched.pop(step)
+        sampled, from_chunk = self.launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             if req.phase is Phase.FINISHED:
@@ -224,7 +220,7 @@ class DecodeScheduler:
         self._step += 1
         for req in sampled:
             req.num_in_flight += 1
-        self._launched[self._step] = sampled, bool(chunks)
+        self.launched[self._step] = sampled, bool(chunks)
         self.book.launched(self._step)
         tail: Tail = "none"
         if sampled:
