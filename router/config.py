@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from worker.config import Section
@@ -22,3 +24,6 @@ class RouterConfig(Section):
         default=15.0, gt=0
     )  # a comment line on a stream that is silent this long
     stop_timeout_s: float = Field(default=5.0, gt=0)  # at shutdown, for clients that do not read
+    api_key_file: str = ""  # keys, one a line, read at the start; "" = everyone is served
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"  # auto: by the chat template
+    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # how <think> is told apart

@@ -4,6 +4,7 @@ status  code                     when
 400     invalid_value            a field is wrong; `param` names it
 400     unsupported              a valid wish that is not built
 400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
+401     invalid_api_key          keys are configured and the request has none of them
 404     model_not_found          another model's name
 413     body_too_large           request body over the limit
 429     busy                     no room until the queue timeout; Retry-After
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import math
 from typing import Any
+
+from fastapi.responses import JSONResponse
 
 from worker.errors import KvlaneError
 
@@ -69,6 +72,8 @@ class ApiError(KvlaneError):
     @property
     def kind(self) -> str:
         """OpenAI's `type`."""
+        if self.status == 401:
+            return "authentication_error"
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
@@ -103,3 +108,8 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 def unsupported(message: str, param: str | None = None) -> ApiError:
     """400: a valid wish that this build cannot meet."""
     return ApiError(400, "unsupported", message, param=param)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The HTTP response of a request that has failed."""
+    return JSONResponse(error.body, error.status, error.headers)

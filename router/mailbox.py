@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from router.errors import ApiError
-from worker.api import FinishReason
+from worker.api import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Delta:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
+    scored: tuple[tuple[int, TokenLogprob], ...] = ()  # tokens, if their logprobs are wanted
 
 
 class Mailbox:

@@ -1,12 +1,11 @@
-"""HTTP bodies: what is asked, what is answered, and the one table of what is not built yet.
+"""HTTP bodies: what is asked, and the one table of what is not built.
 
-Requests accept unknown fields, as vLLM does; null means the default. Responses hold every field
-that OpenAI's published schema requires, nulls included; they are written with `to_json`, which
-leaves out what was not set on purpose.
+Requests accept unknown fields, as vLLM does; null means the default. `router.reply` has the answers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
@@ -16,15 +15,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializeAsAny,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
-from router.errors import invalid, unsupported
-from worker.api import Sampling
+from router.errors import ApiError, invalid, unsupported
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_TOOLS = 512
+MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
+FORMS = ("str", "list[", "dict[", "[key]")  # how pydantic tells the forms of a value apart
+MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-4  # below it is greedy: its reciprocal must fit a float32
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
 def _listed(value: Any) -> Any:
@@ -47,6 +54,14 @@ def _prompts(value: Any) -> Any:
         if not isinstance(item, list) or not all(type(i) is int for i in cast("list[Any]", item)):
             raise ValueError("must not mix strings, token ids and lists")
     return items
+
+
+class Contradiction(ValueError):
+    """Two fields that cannot both be meant; `field` is the one to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Open(BaseModel):
@@ -77,15 +92,28 @@ class GenerationBody(Open):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, lt=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], BeforeValidator(_listed)] = Field([], max_length=MAX_STOP_STRINGS)
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=MAX_BIASES
+    )
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
 
@@ -94,24 +122,39 @@ class GenerationBody(Open):
         """The explicit limit of the output, if there is one."""
         return self.max_tokens
 
-    def sampling(self, max_tokens: int, vocab_size: int) -> Sampling:
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives to report beside each token; -1 = no logprobs."""
+        return -1
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to compute for each prompt, of which `n` are given back."""
+        return self.n
+
+    def sampling(self, max_tokens: int, vocab_size: int, grammar: str = "") -> Sampling:
         """The wire's form.
 
         Args:
             max_tokens: the limit that applies to this prompt.
             vocab_size: ids of the model.
+            grammar: what the output must follow.
 
         Raises:
             ApiError: fields contradict each other or name ids that do not exist.
         """
         if self.min_tokens > max_tokens:
             raise invalid(f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens")
-        if any(not 0 <= token < vocab_size for token in self.stop_token_ids):
-            raise invalid(f"stop_token_ids must be in [0, {vocab_size})", "stop_token_ids")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if any(not 0 <= token < vocab_size for token in ids):
+                raise invalid(f"{name} must be in [0, {vocab_size})", name)
+        for name, asked in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if grammar and asked:
+                raise invalid(f"{name} contradicts an output that ends by its form", name)
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Sampling(
             max_tokens=max_tokens,
-            temperature=self.temperature,
+            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
             top_p=self.top_p,
             top_k=max(0, self.top_k),
             min_p=self.min_p,
@@ -119,7 +162,21 @@ class GenerationBody(Open):
             ignore_eos=self.ignore_eos,
             stop_ids=tuple(sorted(set(self.stop_token_ids))),
             min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            logprobs=self.num_logprobs,
+            grammar=grammar,
         )
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """The seed of a choice; the first keeps the one of the request."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
 
 
 class Message(Open):
@@ -127,6 +184,14 @@ class Message(Open):
 
     role: str
     content: str | list[dict[str, Any]] = ""
+    tool_calls: list[dict[str, Any]] = []
+
+    @field_validator("role")
+    @classmethod
+    def _is_known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(f"must be one of {', '.join(sorted(ROLES))}")
+        return role
 
 
 class ChatBody(GenerationBody):
@@ -136,17 +201,56 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise Contradiction("top_logprobs", "needs logprobs = true")
+        return self
 
     @property
     def asked_max_tokens(self) -> int | None:
         """`max_completion_tokens` has replaced `max_tokens` in OpenAI's API; it wins."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int:
+        """See `GenerationBody`."""
+        return self.top_logprobs if self.logprobs else -1
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of < self.n:
+            raise Contradiction("best_of", f"must be at least n ({self.n})")
+        if self.stream and self.num_samples > self.n:
+            raise Contradiction("best_of", "a stream cannot choose: it must be n")
+        if self.echo and self.logprobs is not None:
+            raise Contradiction("echo", "logprobs of the prompt are not computed")
+        return self
+
+    @property
+    def num_logprobs(self) -> int:
+        """See `GenerationBody`."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_samples(self) -> int:
+        """See `GenerationBody`."""
+        return self.best_of or self.n
 
 
 Fields = Mapping[str, Any]
@@ -154,29 +258,13 @@ Fields = Mapping[str, Any]
 # Fields that would change the output and are not built. Each row says when the value is harmless;
 # building one means deleting its row and adding the field above.
 NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
-    "n": lambda value, _: value == 1,
-    "best_of": lambda value, _: value == 1,
     "use_beam_search": lambda value, _: not value,
-    "presence_penalty": lambda value, _: value == 0,
-    "frequency_penalty": lambda value, _: value == 0,
-    "repetition_penalty": lambda value, _: value == 1,
-    "logit_bias": lambda value, _: not value,
     "allowed_token_ids": lambda value, _: not value,
     "bad_words": lambda value, _: not value,
-    "logprobs": lambda value, _: value is False,
-    "top_logprobs": lambda value, _: type(value) is int and value == 0,
     "prompt_logprobs": lambda value, _: False,
-    "tools": lambda value, fields: not value or fields.get("tool_choice") == "none",
     "functions": lambda value, fields: not value or fields.get("function_call") == "none",
-    "response_format": lambda value, _: value == {"type": "text"},
-    "structured_outputs": lambda value, _: not value,
-    "guided_json": lambda value, _: not value,
-    "guided_regex": lambda value, _: not value,
-    "guided_choice": lambda value, _: not value,
-    "guided_grammar": lambda value, _: not value,
     "modalities": lambda value, _: value == ["text"],
     "audio": lambda value, _: not value,
-    "echo": lambda value, _: not value,
     "suffix": lambda value, _: not value,
     "prompt_embeds": lambda value, _: not value,
     "truncate_prompt_tokens": lambda value, _: False,
@@ -186,6 +274,7 @@ NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
 }
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+OpenT = TypeVar("OpenT", bound=Open)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
@@ -197,12 +286,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise invalid(f"the body is not valid JSON: {first['msg']}") from None
-        param = ".".join(_path(first["loc"])) or None
-        message = first["msg"].removeprefix("Value error, ")
-        raise invalid(f"{param or 'body'}: {message}", param) from None
+        raise refused(error) from None
     extra = body.model_extra or {}
     for name, harmless in NOT_BUILT.items():
         if name in extra and not harmless(extra[name], extra):
@@ -214,92 +298,32 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     return body
 
 
+def read(model: type[OpenT], raw: bytes) -> OpenT:
+    """A body that does not ask for generation.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise refused(error) from None
+
+
+def refused(error: ValidationError, prefix: str = "") -> ApiError:
+    """The 400 for the first thing that is wrong; `prefix` is where the value stands."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is not valid JSON: {first['msg']}")
+    reason = first.get("ctx", {}).get("error")
+    path = [reason.field] if isinstance(reason, Contradiction) else _path(first["loc"])
+    param = ".".join([prefix, *path] if prefix else path)[:MAX_PARAM] or None
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{param or 'body'}: {message}", param)
+
+
 def _path(loc: Sequence[int | str]) -> list[str]:
     """Where a value is wrong; what follows the name of a form of it says only which form."""
     parts = [str(part) for part in loc]
-    forms = [i for i, part in enumerate(parts) if part == "str" or part.startswith("list[")]
+    forms = [i for i, part in enumerate(parts) if i and part.startswith(FORMS)]
     return parts[: forms[0]] if forms else parts
-
-
-def to_json(body: BaseModel) -> bytes:
-    """The bytes of a response; fields that were never set are left out."""
-    return body.model_dump_json(exclude_unset=True).encode()
-
-
-class PromptTokensDetails(BaseModel):
-    """How much of the prompt did not have to be computed."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """Tokens of one HTTP request, all its choices together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Counts in, usage out."""
-        return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
-
-
-class AssistantMessage(BaseModel):
-    """A whole answer."""
-
-    role: str
-    content: str
-    refusal: None
-
-
-class Delta(BaseModel):
-    """What a chunk adds to an answer."""
-
-    role: str = ""
-    content: str = ""
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """A choice of a chat completion."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: None
-    finish_reason: str
-
-
-class ChunkChoice(BaseModel):
-    """A choice of a chat completion chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: None
-    finish_reason: str | None
-
-
-class TextChoice(BaseModel):
-    """A choice of a text completion, whole or chunk."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    """Any of the four answers; `object` says which, `choices` holds what belongs to it."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Sequence[SerializeAsAny[BaseModel]]
-    usage: Usage | None = None

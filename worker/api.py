@@ -230,6 +230,7 @@ class KVReady(Message, frozen=True):
     """Prefill to decode: these pages are final and may be pulled while the lease lives.
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
+    Comes again with every renewal, whole: decode takes from it what it has not seen.
     """
 
     xfer: Xfer

@@ -107,8 +107,9 @@ class DecodeLoop:
             self._admit(router, message, now)
         self._admission.resume_preempted()
         step = self._engine.launch(self._scheduler.plan())
-        if self._pending is not None:
-            self._settle(self._pending)
+        settled = self._pending
+        if settled is not None:
+            self._settle(settled)
         if step is not None and step.plan.masked:
             sampled, _ = self._scheduler.launched[step.plan.step]
             step.draw(self._admission.grammars.masks([req.matcher for req in sampled]))
@@ -117,8 +118,8 @@ class DecodeLoop:
         self._sweep(now)
         self._replies.flush(now)
         self._publish()
-        if self._pending is not None or self._scheduler.local or self._scheduler.ready:
-            return 0.0
+        if step is not None or settled is not None or self._scheduler.local:
+            return 0.0  # a step that has settled may have made room for whoever waits
         return PULL_POLL_S if self._inbound.num_pulls else SWEEP_S
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
@@ -150,7 +151,7 @@ class DecodeLoop:
             case DrainAsked():
                 self._admission.draining = True
             case Pong():
-                pass
+                self._peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
@@ -193,7 +194,7 @@ class DecodeLoop:
         if req is None:
             return
         if req.phase is Phase.FETCHING:  # it was preempted and is on its way back
-            self._inbound.abort(req)
+            self._abort(req)
         else:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
@@ -204,6 +205,7 @@ class DecodeLoop:
         if req is None:
             return
         if req.phase is Phase.FETCHING:
+            req.deadline_at = float("inf")  # nothing is to be said any more
             self._inbound.abort(req)
         else:
             self._end(req, FinishReason.ABORT)
@@ -229,7 +231,6 @@ class DecodeLoop:
         self._sweep_at = now + SWEEP_S
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
-            req.deadline_at = float("inf")  # said once, also while its pulls drain
             self._replies.add(req.router, _chunk(req, None, FinishReason.ERROR, error), now)
             self._abort(req)
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.api import AnyMessage, Candidate, KVReady, PeerId, Prefill, Release, Xfer
 from worker.cache.book import PageBook
@@ -49,16 +50,22 @@ class PullParts:
         return f"{self.transport.name}/{self.transport.kind}"
 
 
+class _Ready(NamedTuple):
+    """What may be pulled: pages by their number in the prompt, and the layer groups of them."""
+
+    numbers: tuple[int, ...]
+    remote: tuple[int, ...]  # page ids of the peer
+    groups: range
+
+
 @dataclass(slots=True)
 class _Range:
-    """A pull under way: pages [first_page, first_page + num_pages) of the prompt, some groups."""
+    """A pull under way."""
 
     pull: Pull
     link: Peer
     began_at: float
-    first_page: int
-    num_pages: int
-    num_groups: int
+    ready: _Ready
 
 
 class Fetch:
@@ -68,8 +75,11 @@ class Fetch:
     prompt that are here without a gap, those matched in the tree included.
     """
 
-    def __init__(self, parts: PullParts, req: Req, candidates: list[Candidate], now: float) -> None:
+    def __init__(
+        self, parts: PullParts, req: Req, candidates: list[Candidate], number: int, now: float
+    ) -> None:
         assert req.hold is not None
+        self.xfer_id = f"{req.req_id}:{req.dispatch}:{number}"  # the same over all attempts
         self.req = req
         self.hold = req.hold
         self.candidates = deque(candidates)
@@ -82,14 +92,11 @@ class Fetch:
         self._began_at = now
         self._sent_at = now
         self._window = PullWindow(parts.lease.decode_window_s)
-        self._announced: deque[KVReady] = deque()  # not bound and pulled yet
+        self._announced: deque[_Ready] = deque()  # not bound and pulled yet
         self._ranges: list[_Range] = []
-        self._landed_groups: dict[int, int] = {}  # page of the prompt -> groups
-
-    @property
-    def xfer_id(self) -> str:
-        """The same over all attempts; another one after a preemption."""
-        return f"{self.req.req_id}:{self.req.dispatch}:{len(self.req.tokens)}"
+        # Number of a page in the prompt -> its layer groups, as bits, in this attempt.
+        self._seen_groups: dict[int, int] = {}
+        self._landed_groups: dict[int, int] = {}
 
     @property
     def num_pulls(self) -> int:
@@ -99,7 +106,11 @@ class Fetch:
     @property
     def landed(self) -> bool:
         """All that is wanted is here, read under the lease."""
-        return self.num_landed == self._parts.book.num_pages_for(len(self.req.tokens) - 1)
+        return self.num_landed == self._num_wanted
+
+    @property
+    def _num_wanted(self) -> int:
+        return self._parts.book.num_pages_for(len(self.req.tokens) - 1)
 
     def uses(self, link: Peer) -> bool:
         """Whether a pull over `link` runs."""
@@ -113,18 +124,30 @@ class Fetch:
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, prefill)
         self.peer, self._sent_at = peer, now
         self._window = PullWindow(self._parts.lease.decode_window_s)
+        self._seen_groups.clear()
         self._landed_groups.clear()
         num_matched = self.num_landed * self._parts.book.page_size
         self._parts.send(peer, Prefill(self.xfer, tuple(self.req.tokens), num_matched))
 
     def announced(self, message: KVReady) -> None:
-        """Pages may be pulled; also the acknowledgement of our Prefill."""
+        """Pages may be pulled; also the acknowledgement of our Prefill.
+
+        What was announced before is passed over: every renewal brings it again.
+        """
         self._window.acknowledged(self._sent_at)
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
-        if message.pages:
-            self._announced.append(message)
+        groups = range(message.first_group, message.first_group + message.num_groups)
+        fresh: list[tuple[int, int]] = []
+        for number, remote in enumerate(message.pages, message.first_page):
+            seen = self._seen_groups.get(number, 0)
+            if seen | _bits(groups) != seen and self.num_landed <= number < self._num_wanted:
+                self._seen_groups[number] = seen | _bits(groups)
+                fresh.append((number, remote))
+        if fresh:
+            numbers, pages = zip(*fresh, strict=True)
+            self._announced.append(_Ready(numbers, pages, groups))
 
     def renewed(self, sent_at: float) -> None:
         """The renewal that we sent at `sent_at` was acknowledged."""
@@ -172,18 +195,15 @@ class Fetch:
         book = self._parts.book
         while self._announced and link is not None:
             ready = self._announced[0]
-            end = ready.first_page + len(ready.pages)
             try:
-                book.bind(self.hold, end * book.page_size, for_pull=True)
+                book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
             except OutOfPages:
                 return  # pages still cool; the step in flight settles soon
             self._announced.popleft()
-            pairs = list(zip(self.hold.pages[ready.first_page : end], ready.pages, strict=True))
-            groups = range(ready.first_group, ready.first_group + ready.num_groups)
-            pull = link.pull(plan_runs(self._parts.layout, pairs, groups))
-            self._ranges.append(
-                _Range(pull, link, now, ready.first_page, len(ready.pages), ready.num_groups)
-            )
+            local = [self.hold.pages[number] for number in ready.numbers]
+            pairs = list(zip(local, ready.remote, strict=True))
+            pull = link.pull(plan_runs(self._parts.layout, pairs, ready.groups))
+            self._ranges.append(_Range(pull, link, now, ready))
 
     def _advance_range(self, each: _Range) -> None:
         state = each.pull.poll()
@@ -211,8 +231,13 @@ class Fetch:
         rate = each.pull.num_bytes / max(took_s, 1e-6)
         old = parts.bytes_per_s
         parts.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
-        for page in range(each.first_page, each.first_page + each.num_pages):
-            self._landed_groups[page] = self._landed_groups.get(page, 0) + each.num_groups
-        num_groups = parts.layout.regions[0].num_groups
-        while self._landed_groups.get(self.num_landed, 0) == num_groups:
+        landed = self._landed_groups
+        for number in each.ready.numbers:
+            landed[number] = landed.get(number, 0) | _bits(each.ready.groups)
+        all_groups = _bits(range(parts.layout.regions[0].num_groups))
+        while landed.get(self.num_landed, 0) == all_groups:
             self.num_landed += 1
+
+
+def _bits(groups: range) -> int:
+    return sum(1 << group for group in groups)

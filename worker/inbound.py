@@ -43,6 +43,7 @@ class Inbound:
         self._renew_at = 0.0
         self._renewals: dict[tuple[PeerId, int], tuple[float, tuple[Xfer, ...]]] = {}
         self._seq = 0
+        self._num_started = 0
 
     @property
     def num_fetches(self) -> int:
@@ -51,8 +52,8 @@ class Inbound:
 
     @property
     def num_pulls(self) -> int:
-        """Pulls that run."""
-        return sum(fetch.num_pulls for fetch in self._fetches.values())
+        """Pulls that run; read by other threads too."""
+        return sum(fetch.num_pulls for fetch in list(self._fetches.values()))
 
     @property
     def bytes_per_s(self) -> float:
@@ -65,7 +66,8 @@ class Inbound:
 
     def start(self, req: Req, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask the first candidate that can be pulled from; False when there is none."""
-        fetch = Fetch(self._parts, req, list(candidates), now)
+        self._num_started += 1
+        fetch = Fetch(self._parts, req, list(candidates), self._num_started, now)
         if not self._begin(fetch, now):
             return False
         self._fetches[fetch.xfer_id] = fetch

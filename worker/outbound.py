@@ -2,7 +2,8 @@
 
 A lease begins with `Prefill`, is prolonged by `Renew` and ends with `Release` or by itself. Its
 pages are never preempted or given away before that: a decode worker that has gone silent may still
-be reading them.
+be reading them. Each renewal is answered with all that was announced before, too: an announcement
+that a broken connection swallowed costs no more than the time to the next renewal.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Pinned:
     peer: PeerId
     req: PrefillReq
     lease: PinLease
+    first_page: int  # of the prompt, that decode does not hold itself
 
 
 class Outbound:
@@ -75,12 +77,14 @@ class Outbound:
     def on_prefill(self, peer: PeerId, message: Prefill, now: float) -> None:
         """Admit a prompt and announce what is cached of it; or refuse."""
         xfer = message.xfer
-        if xfer in self._pinned or xfer.prefill != self._incarnation:
+        attempts = [
+            x for x in self._pinned if x.xfer_id == xfer.xfer_id and x.decode == xfer.decode
+        ]
+        known = any(x.attempt >= xfer.attempt for x in attempts)
+        if known or xfer.prefill != self._incarnation:
             self._metrics.dropped("Prefill").inc()
             return
-        for older in [
-            x for x in self._pinned if x.xfer_id == xfer.xfer_id and x.decode == xfer.decode
-        ]:
+        for older in attempts:
             self._drop(self._pinned[older])  # decode asks again only when its pulls are over
         if not 0 <= message.num_matched < len(message.tokens) - 1:
             self._refuse(peer, xfer, UserError("nothing to prefill"))
@@ -92,18 +96,20 @@ class Outbound:
             reason = "draining" if self.draining else "no room"
             self._refuse(peer, xfer, Busy(reason, BUSY_RETRY_S))
             return
-        req.num_announced_pages = message.num_matched // self._page_size
+        first_page = req.num_announced_pages = message.num_matched // self._page_size
         self._metrics.cached_tokens.inc(req.num_computed_tokens)
-        pinned = _Pinned(xfer, peer, req, PinLease(self._window_s, now + self._window_s))
+        lease = PinLease(self._window_s, now + self._window_s)
+        pinned = _Pinned(xfer, peer, req, lease, first_page)
         self._pinned[xfer] = self._by_req[req] = pinned
-        self._announce(pinned, req.num_computed_tokens)
+        self._announce(pinned, first_page)
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
-        """Prolong the leases that live and name them in the answer."""
-        held = [xfer for xfer in message.xfers if xfer in self._pinned]
-        for xfer in held:
-            self._pinned[xfer].lease.renewed(now)
-        self._send(peer, RenewAck(message.seq, tuple(held)))
+        """Prolong the leases that live, say again what is ready, and name them in the answer."""
+        held = [self._pinned[xfer] for xfer in message.xfers if xfer in self._pinned]
+        for pinned in held:
+            pinned.lease.renewed(now)
+            self._announce(pinned, pinned.first_page)
+        self._send(peer, RenewAck(message.seq, tuple(pinned.xfer for pinned in held)))
 
     def on_release(self, message: Release) -> None:
         """Decode has it, or no longer wants it."""
@@ -114,7 +120,7 @@ class Outbound:
     def grown(self, reqs: Sequence[PrefillReq]) -> None:
         """A step has settled: announce the pages that have become final by it."""
         for req in reqs:
-            self._announce(self._by_req[req], 0)
+            self._announce(self._by_req[req], req.num_announced_pages)
 
     def sweep(self, now: float) -> None:
         """Let go of what nobody renewed."""
@@ -123,8 +129,8 @@ class Outbound:
             self._metrics.lease_expired.inc()
             self._drop(pinned)
 
-    def _announce(self, pinned: _Pinned, num_cached: int) -> None:
-        """Whole pages, and the last partial one once everything is computed.
+    def _announce(self, pinned: _Pinned, first: int) -> None:
+        """Whole pages from number `first` on, and the last partial one once all is computed.
 
         The first announcement goes out even without pages: it acknowledges the request.
         """
@@ -133,9 +139,9 @@ class Outbound:
         end = req.num_computed_tokens // self._page_size
         if last:
             end = -(-req.num_computed_tokens // self._page_size)
-        first = req.num_announced_pages
         pages = tuple(req.hold.pages[first:end])
         req.num_announced_pages = max(first, end)
+        num_cached = req.hold.num_matched
         ready = KVReady(pinned.xfer, first, pages, 0, self._num_groups, last, num_cached)
         self._send(pinned.peer, ready)
 

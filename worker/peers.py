@@ -2,7 +2,8 @@
 
 Connecting (probe and warm-up of the transport) runs in a thread of its own for each peer, long
 before a request needs the peer. A peer with another KV layout or transport is never eligible, which
-shows here and in the log, not as a failed request.
+shows here and in the log, not as a failed request. A peer that was lost but is still a member is
+dialled again, and eligible as soon as it has answered a ping.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class PeerFailed:
 
 @dataclass(slots=True)
 class _Known:
-    """One prefill member. `link` is set while it can be pulled from."""
+    """One prefill member."""
 
     member: Member
-    link: Peer | None = None
+    link: Peer | None = None  # what pulls go over, once it was dialled
+    answers: bool = False  # it has sent something since our last connect
     connecting: bool = False
     retry_at: float | None = 0.0  # None: never again
 
@@ -69,18 +71,19 @@ class PrefillPeers:
         self._post = post
         self._connect = connect
         self._disconnect = disconnect
+        self._listed: dict[PeerId, Member] = {}  # by the control plane
         self._known: dict[PeerId, _Known] = {}
         self._closing: list[Peer] = []  # links of lost peers that may still have pulls running
 
     @property
     def num_connected(self) -> int:
         """Peers that can be pulled from."""
-        return sum(known.link is not None for known in self._known.values())
+        return sum(self.link(peer) is not None for peer in list(self._known))
 
     def link(self, peer: PeerId) -> Peer | None:
-        """The transport's connection to `peer`, if it stands."""
+        """The transport's connection to `peer`, if it stands and the peer answers."""
         known = self._known.get(peer)
-        return known.link if known else None
+        return known.link if known is not None and known.answers else None
 
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those of `candidates` that can be pulled from, order kept."""
@@ -88,22 +91,31 @@ class PrefillPeers:
 
     def update(self, members: Sequence[Member]) -> list[PeerId]:
         """Take over the control plane's list; the peers that are gone by it."""
-        listed = {each.peer: each for each in members if each.role == "prefill"}
-        gone = [peer for peer in self._known if peer not in listed]
-        for peer, member in listed.items():
-            if peer not in self._known:
-                self._known[peer] = _Known(member)
-                self._connect(peer, member.address)
-        return gone
+        self._listed = {each.peer: each for each in members if each.role == "prefill"}
+        for peer, member in self._listed.items():
+            self._known.setdefault(peer, _Known(member))
+        return [peer for peer in self._known if peer not in self._listed]
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a peer that died or vanished; its link is closed once no pull uses it."""
+        """A peer died or vanished; its link is closed once no pull uses it.
+
+        Tried again after a while, for as long as the control plane lists it.
+        """
         known = self._known.pop(peer, None)
         if known is None:
             return
         self._disconnect(peer)
         if known.link is not None:
             self._closing.append(known.link)
+        if peer in self._listed:
+            again_at = time.monotonic() + RETRY_S
+            self._known[peer] = _Known(self._listed[peer], retry_at=again_at)
+
+    def heard(self, peer: PeerId) -> None:
+        """`peer` has answered a ping."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.answers = True
 
     def tend(self, now: float, in_use: Callable[[Peer], bool]) -> None:
         """Start connecting where it is due, close what is no longer used; called every turn."""
@@ -114,6 +126,7 @@ class PrefillPeers:
             due = known.retry_at is not None and now >= known.retry_at
             if known.link is None and not known.connecting and due:
                 known.connecting = True
+                self._connect(peer, known.member.address)
                 threading.Thread(
                     target=self._dial, args=(peer, known.member), name=f"dial {peer}", daemon=True
                 ).start()
@@ -121,8 +134,8 @@ class PrefillPeers:
     def connected(self, event: PeerConnected) -> None:
         """A dialling thread succeeded."""
         known = self._known.get(event.peer)
-        if known is None:
-            event.link.close()  # it died meanwhile
+        if known is None or known.link is not None:
+            event.link.close()  # it died meanwhile, or was lost and dialled again
             return
         known.link, known.connecting = event.link, False
         log.info("can pull from %s", event.peer)
@@ -138,6 +151,7 @@ class PrefillPeers:
 
     def close(self) -> None:
         """Let go of all."""
+        self._listed = {}
         for peer in list(self._known):
             self.lose(peer)
         for link in self._closing:

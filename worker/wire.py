@@ -9,6 +9,11 @@ Liveness. The connecting side pings every interval; both sides count silence. Si
 `max_misses` intervals, a full send queue, or a send to a vanished peer delivers `Lost` once.
 A process whose own loop has not called `beat()` for `stall_s` stops answering: to the others a
 hung loop and a dead process are the same.
+
+A link works or is lost, for both sides. Each connect() begins a link with a number of its own; its
+frames are counted. ZeroMQ connects again by itself and forgets what was under way: the gap in the
+count is noticed and loses the peer. Whoever has lost a link does not answer on it any more, so the
+other side loses it too; a new one begins with nothing from before.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from worker.config import PingConfig
 log = logging.getLogger("kvlane.wire")
 
 Event = tuple[PeerId, AnyMessage | Lost]
+_Place = tuple[int, int]  # of a frame: its link, and its number on it from 1 on
 SEND_QUEUE_FRAMES = 10_000
 CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
@@ -151,8 +157,11 @@ class _Peer:
     """One counterpart. `dealer` is set when we connected, None when it did."""
 
     dealer: zmq.Socket[bytes] | None
+    link: int  # chosen by the side that connected; ascends
     heard_at: float
     heard: bool
+    num_sent: int = 0  # frames on this link
+    num_received: int = 0
 
 
 class _Links:
@@ -165,6 +174,7 @@ class _Links:
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
+        self._ended: dict[PeerId, int] = {}  # last link of each that had connected to us
         self._found: list[Event] = []
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
@@ -189,7 +199,7 @@ class _Links:
         dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self.poller.register(dealer, zmq.POLLIN)
-        self._peers[peer] = _Peer(dealer, time.monotonic(), False)
+        self._peers[peer] = _Peer(dealer, time.monotonic_ns(), time.monotonic(), False)
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
@@ -202,13 +212,14 @@ class _Links:
         peer = self._peers.get(peer_id)
         if peer is None:
             return
+        peer.num_sent += 1
+        packed = _pack(self._me, peer_id, (peer.link, peer.num_sent), frame)
         try:
             if peer.dealer is not None:
-                peer.dealer.send(_pack(self._me, peer_id, frame), zmq.NOBLOCK)
+                peer.dealer.send(packed, zmq.NOBLOCK)
             else:
                 assert self._listener is not None
-                parts = [peer_id.encode(), _pack(self._me, peer_id, frame)]
-                self._listener.send_multipart(parts, zmq.NOBLOCK)
+                self._listener.send_multipart([peer_id.encode(), packed], zmq.NOBLOCK)
         except zmq.Again:
             self._lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
@@ -222,13 +233,13 @@ class _Links:
             except zmq.ZMQError:
                 return  # nothing left, or closed since the poller named it
             try:
-                sender, addressee, payload = _unpack(frame)
+                sender, addressee, place, payload = _unpack(frame)
                 message = decode(payload)
             except (msgspec.MsgspecError, ValueError) as error:
                 log.warning("dropped a frame that is not ours: %s", error)
                 continue
             if addressee == self._me:  # else it was meant for who had our address before us
-                self._heard(sender, message, socket)
+                self._heard(sender, place, message, socket)
 
     def take_found(self) -> list[Event]:
         """What arrived or was lost since the last call."""
@@ -252,7 +263,11 @@ class _Links:
     def forget(self, peer_id: PeerId) -> None:
         """Close the link, if there is one."""
         peer = self._peers.pop(peer_id, None)
-        if peer is not None and peer.dealer is not None:
+        if peer is None:
+            return
+        if peer.dealer is None:
+            self._ended[peer_id] = peer.link
+        else:
             self.poller.unregister(peer.dealer)
             peer.dealer.close(CLOSE_LINGER_MS)
 
@@ -260,17 +275,33 @@ class _Links:
         """Close every socket."""
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
-    def _heard(self, sender: PeerId, message: AnyMessage, socket: zmq.Socket[bytes]) -> None:
+    def _heard(
+        self, sender: PeerId, place: _Place, message: AnyMessage, socket: zmq.Socket[bytes]
+    ) -> None:
+        link, number = place
+        if socket is self._listener:
+            self._meet(sender, link)
         peer = self._peers.get(sender)
-        if peer is None:
-            if socket is not self._listener:
-                return  # a link that was closed, or an address that another incarnation took over
-            peer = self._peers[sender] = _Peer(None, 0.0, True)
+        if peer is None or peer.link != link:
+            return  # of a link that is over
+        peer.num_received += 1
+        if number != peer.num_received:
+            self._lose(sender, f"frame {number} came instead of {peer.num_received}")
+            return
         peer.heard_at, peer.heard = time.monotonic(), True
         if not isinstance(message, Ping):
             self._found.append((sender, message))
         elif (pong := self._pong()) is not None:
             self.send(sender, encode(pong))
+
+    def _meet(self, sender: PeerId, link: int) -> None:
+        """Somebody who connected to us speaks; on a newer link than before he starts afresh."""
+        peer = self._peers.get(sender)
+        if peer is not None and link > peer.link:
+            self._lose(sender, "it has connected anew")
+            peer = None
+        if peer is None and link > self._ended.get(sender, 0):
+            self._peers[sender] = _Peer(None, link, 0.0, True)
 
     def _lose(self, peer_id: PeerId, reason: str) -> None:
         log.warning("%s lost: %s", peer_id, reason)
@@ -278,11 +309,15 @@ class _Links:
         self._found.append((peer_id, Lost(reason)))
 
 
-def _pack(sender: PeerId, addressee: PeerId, frame: bytes) -> bytes:
-    """sender NUL addressee NUL message: one zmq part, so that a DEALER also learns who answered."""
-    return b"\0".join((sender.encode(), addressee.encode(), frame))
+def _pack(sender: PeerId, addressee: PeerId, place: _Place, frame: bytes) -> bytes:
+    """sender, addressee, link, number and message with NULs between.
+
+    One zmq part, so that a DEALER also learns who answered.
+    """
+    header = f"{sender}\0{addressee}\0{place[0]}\0{place[1]}\0"
+    return header.encode() + frame
 
 
-def _unpack(frame: bytes) -> tuple[PeerId, PeerId, bytes]:
-    sender, addressee, payload = frame.split(b"\0", 2)
-    return sender.decode(), addressee.decode(), payload
+def _unpack(frame: bytes) -> tuple[PeerId, PeerId, _Place, bytes]:
+    sender, addressee, link, number, payload = frame.split(b"\0", 4)
+    return sender.decode(), addressee.decode(), (int(link), int(number)), payload

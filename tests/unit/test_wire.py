@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -292,7 +293,8 @@ def test_a_message_never_reaches_a_successor(end: Callable[..., End]) -> None:
     successor.nothing(0.5)
 
 
-def test_a_client_that_comes_back_takes_over_its_name(end: Callable[..., End]) -> None:
+def test_a_client_that_comes_back_starts_afresh(end: Callable[..., End]) -> None:
+    """What its former self had asked for is lost, even if nobody had noticed that it went."""
     worker = end("w/1")
     address = worker.wire.start("127.0.0.1")
     for turn in range(3):
@@ -300,10 +302,98 @@ def test_a_client_that_comes_back_takes_over_its_name(end: Callable[..., End]) -
         client.wire.start()
         client.wire.connect("w/1", address)
         client.wire.send("w/1", Stop("r", 1, turn))
+        if turn:
+            assert isinstance(worker.next()[1], Lost)
         assert worker.next() == ("c/1", Stop("r", 1, turn))
         worker.wire.send("c/1", Abort("r", turn))
         assert client.next() == ("w/1", Abort("r", turn))
         client.wire.close()
+
+
+@pytest.mark.parametrize("first", ["worker", "client"])
+def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first: str) -> None:
+    """However it came to that: no side goes on waiting for what the other has given up."""
+    worker, client = pair
+    client.wire.send("w/1", MESSAGES[1])
+    worker.next()
+    loser, other, peer = (worker, client, "c/1") if first == "worker" else (client, worker, "w/1")
+    loser.wire._post(lambda: loser.wire._links._lose(peer, "a test"))
+    assert isinstance(loser.next()[1], Lost)
+    assert isinstance(other.next()[1], Lost)
+    client.wire.send("w/1", MESSAGES[2])
+    worker.nothing(0.3)
+    client.wire.connect("w/1", f"tcp://127.0.0.1:{_port(worker)}")
+    client.wire.send("w/1", MESSAGES[3])
+    assert worker.next() == ("c/1", MESSAGES[3])
+
+
+def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Callable[..., End]) -> None:
+    """ZeroMQ connects again by itself and says nothing about what was under way."""
+    worker, client = end("w/1"), end("c/1")
+    port = int(worker.wire.start("127.0.0.1").rpartition(":")[2])
+    with Relay(port) as relay:
+        client.wire.start()
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{relay.port}")
+        client.wire.send("w/1", MESSAGES[1])
+        assert worker.next() == ("c/1", MESSAGES[1])
+        client.nothing(0.3)
+        relay.swallowing = True
+        client.wire.send("w/1", MESSAGES[2])
+        time.sleep(0.05)
+        relay.swallowing = False
+        relay.cut()
+        assert isinstance(worker.next()[1], Lost)
+        assert isinstance(client.next()[1], Lost)
+
+
+class Relay:
+    """Passes TCP connections on to a port of this host, or swallows what comes over them."""
+
+    def __init__(self, port: int) -> None:
+        self.swallowing = False
+        self._target = port
+        self._sockets: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._passing: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._server.close()
+        self.cut()
+        for each in self._passing:
+            each.join()
+
+    def cut(self) -> None:
+        """End the connections that stand; new ones are accepted."""
+        while self._sockets:
+            with suppress(OSError):
+                self._sockets.pop().shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._sockets += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                self._passing.append(threading.Thread(target=self._pass, args=(source, sink)))
+                self._passing[-1].start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source:
+            while piece := source.recv(1 << 16):
+                if not self.swallowing:
+                    sink.sendall(piece)
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 def test_disconnect_says_nothing_here_and_lost_there(pair: tuple[End, End]) -> None:

@@ -1,0 +1,57 @@
+"""API keys: who may use the endpoints that cost something."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.errors import ApiError, error_response
+from worker.errors import UserError
+
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+BEARER = b"bearer "
+
+
+def read_keys(path: str) -> tuple[bytes, ...]:
+    """The keys of a file, one a line; empty lines do not count. No path, no keys.
+
+    Raises:
+        UserError: the file cannot be read or holds no key.
+    """
+    if not path:
+        return ()
+    try:
+        lines = Path(path).expanduser().read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", "router.api_key_file") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise UserError(f"{path} holds no key", "router.api_key_file")
+    return keys
+
+
+class ApiKeys:
+    """Lets only requests with one of `keys` as their bearer token through to guarded paths."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] == "http" and scope["path"].startswith(GUARDED) and not self._knows(scope):
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            error = ApiError(401, "invalid_api_key", message)
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given: bytes = dict(scope["headers"]).get(b"authorization", b"")
+        if given[: len(BEARER)].lower() != BEARER:
+            return False
+        token = given[len(BEARER) :].strip()
+        # Every key is compared, so that the time taken does not tell which one was close.
+        return any([hmac.compare_digest(token, key) for key in self._keys])

@@ -1,0 +1,402 @@
+"""What a model says, taken apart while it speaks: reasoning, content, tool calls.
+
+Parsers take text in any pieces and hand out what is certain; the parts of an answer do not depend
+on how its text was cut. What looks like a call and is none comes out as content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
+
+MAX_HEAD = 512  # characters of JSON after which it is no call, if it does not look like one
+HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+@dataclass(slots=True)
+class CallPart:
+    """Something new of one tool call; id and name come with its first part."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Said:
+    """What pieces of text turned out to be."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list[CallPart])
+
+    def __iadd__(self, other: Said) -> Said:
+        self.content += other.content
+        self.reasoning += other.reasoning
+        for part in other.calls:
+            last = self.calls[-1] if self.calls else None
+            if last is not None and last.index == part.index:
+                last.arguments += part.arguments
+            else:
+                self.calls.append(part)
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class Parser(Protocol):
+    """One answer's parser."""
+
+    def feed(self, text: str) -> Said:
+        """What `text` adds."""
+        ...
+
+    def finish(self) -> Said:
+        """What was kept back: the text has ended."""
+        ...
+
+
+class Plain:
+    """Everything is content."""
+
+    def feed(self, text: str) -> Said:
+        """See `Parser`."""
+        return Said(text)
+
+    def finish(self) -> Said:
+        """See `Parser`."""
+        return Said()
+
+
+def held(text: str, marker: str) -> int:
+    """How many of the last characters of `text` could be the beginning of `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+class _JsonEnd:
+    """Finds where a JSON object ends that comes in pieces and begins with its brace."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def feed(self, text: str) -> int:
+        """Index just past the object's end in `text`; -1 while it goes on."""
+        for i, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return i + 1
+        return -1
+
+
+class _Call:
+    """One call: its head is awaited, its arguments are passed on as they come."""
+
+    def __init__(self, index: int) -> None:
+        self.started = False
+        self._index = index
+        self._arguments: _JsonEnd | None = None
+
+    def head(self, text: str) -> tuple[Said, int]:
+        """The first part, and where in `text` the arguments begin; or nothing, and 0."""
+        found = HEAD.match(text)
+        name = _loaded(found.group(1)) if found else None
+        if found is None or not isinstance(name, str):
+            return Said(), 0
+        self.started, self._arguments = True, _JsonEnd()
+        return self._first(name, ""), found.end()
+
+    def whole(self, text: str) -> Said | None:
+        """The call in a complete JSON text; None when it is none."""
+        value = _loaded(text)
+        if not isinstance(value, dict):
+            return None
+        fields = cast("dict[str, Any]", value)
+        name = fields.get("name")
+        arguments = fields.get("arguments", fields.get("parameters", {}))
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            return None
+        self.started = True
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return self._first(name, text)
+
+    def arguments(self, text: str) -> tuple[Said, int]:
+        """More of the arguments; how much of `text` they took, all of it unless they ended."""
+        if self._arguments is None:
+            return Said(), 0
+        end = self._arguments.feed(text)
+        if end >= 0:
+            self._arguments = None
+        taken = end if end >= 0 else len(text)
+        part = CallPart(self._index, text[:taken])
+        return Said(calls=[part] if taken else []), taken
+
+    def _first(self, name: str, arguments: str) -> Said:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        return Said(calls=[CallPart(self._index, arguments, call_id, name)])
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+class Hermes:
+    """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
+
+    def __init__(self) -> None:
+        self._text = ""  # not yet understood
+        self._call: _Call | None = None
+        self._num_calls = 0
+        self._speaks = False  # content is out since the last call
+
+    def feed(self, text: str) -> Said:
+        """See `Parser`."""
+        self._text += text
+        said = Said()
+        while (step := self._step()) is not None:
+            said += step
+        return said
+
+    def finish(self) -> Said:
+        """See `Parser`."""
+        said, call = Said(), self._call
+        if call is None:
+            said.content = self._text
+        elif not call.started:
+            said = call.whole(self._text) or Said(CALL + self._text)
+        self._text, self._call = "", None
+        return said
+
+    def _step(self) -> Said | None:
+        """One more thing that is certain; None when the rest has to wait."""
+        call = self._call
+        if call is None:
+            return self._content()
+        if not call.started:
+            said, start = call.head(self._text)
+            if call.started:
+                self._text = self._text[start:]
+                return said
+            body, end, rest = self._text.partition(CALL_END)
+            if not end:
+                return None
+            self._text, self._call = rest, None
+            said = call.whole(body) or Said(CALL + body + CALL_END)
+            self._num_calls += call.started
+            return said
+        said, taken = call.arguments(self._text)
+        self._text = self._text[taken:]
+        if said:
+            return said
+        _, end, rest = self._text.partition(CALL_END)
+        if not end:
+            return None
+        self._num_calls += 1
+        self._text, self._call = rest, None
+        return Said()
+
+    def _content(self) -> Said | None:
+        """White space before, between and after calls only separates them."""
+        if self._num_calls and not self._speaks:
+            self._text = self._text.lstrip()
+        before, marker, after = self._text.partition(CALL)
+        if marker:
+            self._text, self._call, self._speaks = after, _Call(self._num_calls), False
+            return Said(before.rstrip())
+        cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
+        if not cut:
+            return None
+        text, self._text, self._speaks = self._text[:cut], self._text[cut:], True
+        return Said(text)
+
+
+class Llama3:
+    """The answer is calls, {"name": ..., "parameters": {...}} with ; between, or it is content.
+
+    Args:
+        names: of the functions; JSON with another name is content.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._text = ""
+        self._call: _Call | None = None
+        self._num_calls = 0
+        self._is_content = False
+
+    def feed(self, text: str) -> Said:
+        """See `Parser`."""
+        if self._is_content:
+            return Said(text)
+        self._text += text
+        said = Said()
+        while (step := self._step()) is not None:
+            said += step
+        return said
+
+    def finish(self) -> Said:
+        """See `Parser`."""
+        rest, self._text = self._text, ""
+        between = self._num_calls > 0 or self._call is not None
+        return Said("" if between and not rest.strip(" \r\n\t;}") else rest)
+
+    def _step(self) -> Said | None:
+        if self._call is not None:
+            return self._more(self._call)
+        text = self._text.lstrip(" \r\n\t;" if self._num_calls else None)
+        text = text.removeprefix(PYTHON_TAG).lstrip()
+        if PYTHON_TAG.startswith(text):
+            return None
+        if not text.startswith("{"):
+            return self._give_up()
+        call = _Call(self._num_calls)
+        said, start = call.head(text)
+        if not call.started:
+            end = _JsonEnd().feed(text)
+            if end < 0:
+                return None if len(text) < MAX_HEAD else self._give_up()
+            said, start = call.whole(text[:end]) or Said(), end
+        if not said.calls or said.calls[0].name not in self._names:
+            return self._give_up()
+        self._text, self._call = text[start:], call
+        return said
+
+    def _more(self, call: _Call) -> Said | None:
+        said, taken = call.arguments(self._text)
+        self._text = self._text[taken:]
+        if said:
+            return said
+        rest = self._text.lstrip()
+        if not rest:
+            return None
+        self._num_calls += 1
+        self._call = None
+        self._text = rest.removeprefix("}")
+        return Said()
+
+    def _give_up(self) -> Said | None:
+        self._is_content, text, self._text = True, self._text, ""
+        return Said(text)
+
+
+class FirstCallOnly:
+    """For parallel_tool_calls = false: what follows the first call is dropped."""
+
+    def __init__(self, inner: Parser) -> None:
+        self._inner = inner
+
+    def feed(self, text: str) -> Said:
+        """See `Parser`."""
+        return self._first(self._inner.feed(text))
+
+    def finish(self) -> Said:
+        """See `Parser`."""
+        return self._first(self._inner.finish())
+
+    def _first(self, said: Said) -> Said:
+        said.calls = [part for part in said.calls if part.index == 0]
+        return said
+
+
+class Reasoning:
+    """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
+
+    Args:
+        inner: parses the rest.
+        inside: the prompt has opened the reasoning.
+    """
+
+    def __init__(self, inner: Parser, *, inside: bool) -> None:
+        self._inner = inner
+        self._inside: bool | None = True if inside else None  # None = not known yet
+        self._text = ""
+        self._begun = False  # something of the reasoning is out
+        self._stripping = False  # at the beginning of what follows
+
+    def feed(self, text: str) -> Said:
+        """See `Parser`."""
+        if self._inside is False:
+            return self._rest(text)
+        self._text += text
+        if self._inside is None:
+            start = self._text.lstrip()
+            if len(start) < len(THINK) and THINK.startswith(start):
+                return Said()
+            self._inside = start.startswith(THINK)
+            if not self._inside:
+                return self._rest(self._take())
+            self._text = start.removeprefix(THINK)
+        return self._reasoning()
+
+    def finish(self) -> Said:
+        """See `Parser`."""
+        said = Said()
+        if self._inside:
+            said.reasoning = self._trimmed(self._take())
+        else:
+            said += self._rest(self._take())
+        said += self._inner.finish()
+        return said
+
+    def _reasoning(self) -> Said:
+        reasoning, marker, rest = self._text.partition(THINK_END)
+        if marker:
+            self._inside, self._stripping, self._text = False, True, ""
+            said = Said(reasoning=self._trimmed(reasoning))
+            said += self._rest(rest)
+            return said
+        keep = held(reasoning, THINK_END)
+        shown = reasoning[: len(reasoning) - keep].rstrip()
+        self._text = reasoning[len(shown) :]
+        return Said(reasoning=self._trimmed(shown, end=False))
+
+    def _trimmed(self, text: str, *, end: bool = True) -> str:
+        text = text if self._begun else text.lstrip()
+        self._begun = self._begun or bool(text)
+        return text.rstrip() if end else text
+
+    def _rest(self, text: str) -> Said:
+        if self._stripping:
+            text = text.lstrip()
+            self._stripping = not text
+        return self._inner.feed(text) if text else Said()
+
+    def _take(self) -> str:
+        text, self._text = self._text, ""
+        return text
+
+
+ParserMaker = Callable[[], Parser]

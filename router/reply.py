@@ -1,0 +1,153 @@
+"""HTTP bodies: what is answered.
+
+They hold every field that OpenAI's published schema requires, nulls included; they are written with
+`to_json`, which leaves out what was not set on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, SerializeAsAny
+
+
+def to_json(body: BaseModel) -> bytes:
+    """The bytes of a response; fields that were never set are left out."""
+    return body.model_dump_json(exclude_unset=True).encode()
+
+
+class PromptTokensDetails(BaseModel):
+    """How much of the prompt did not have to be computed."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of one HTTP request, all its choices together; a prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        """Counts in, usage out."""
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+
+class TopLogprob(BaseModel):
+    """One of the likeliest tokens at a position of a chat's answer."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ContentLogprob(TopLogprob):
+    """A token of a chat's answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Every token of a chat's answer, whatever became of it: content, reasoning or a call."""
+
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class TextLogprobs(BaseModel):
+    """Every token of a completion; offsets count characters from the start of its own text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class FunctionCall(BaseModel):
+    """Which function, and its arguments as JSON text; in a chunk, what is new of them."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A whole call."""
+
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to a call; id, type and name come once."""
+
+    index: int
+    id: str = ""
+    type: str = ""
+    function: FunctionCall
+
+
+class AssistantMessage(BaseModel):
+    """A whole answer."""
+
+    role: str
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+class DeltaMessage(BaseModel):
+    """What a chunk adds to an answer."""
+
+    role: str = ""
+    content: str = ""
+    refusal: None = None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+
+class ChatChoice(BaseModel):
+    """A choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChunkChoice(BaseModel):
+    """A choice of a chat completion chunk."""
+
+    index: int
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class TextChoice(BaseModel):
+    """A choice of a text completion, whole or chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    """Any of the four answers; `object` says which, `choices` holds what belongs to it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[SerializeAsAny[BaseModel]]
+    usage: Usage | None = None

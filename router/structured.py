@@ -1,0 +1,169 @@
+"""Structured output: what a client asks for, as one llguidance grammar that a worker can follow.
+
+A grammar is checked here against the model's own tokenizer, so that a schema nobody can meet is the
+client's error (400) and never a worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLTokenizer
+
+from router.errors import ApiError, invalid
+from router.schema import GenerationBody
+
+MAX_GRAMMAR_CHARS = 1 << 18
+FIELDS = ("json", "regex", "choice", "grammar")
+THINK_OPENED = r'think[lazy]: /(?s:.*)<\/think>/'
+THINK_OR_NOT = r'think[lazy]: /<think>(?s:.*)<\/think>/'
+SPACE = r"space: /[ \n]{0,4}/"
+
+Part = dict[str, Any]  # an entry of llguidance's list of grammars
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One constraint of the output and the field that asked for it."""
+
+    part: Part
+    param: str
+
+
+def _schema_part(schema: Any, param: str, *, lenient: bool = False) -> Part:
+    """Compact JSON: a model that may add white space sometimes adds it without end."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(f"{param}: not a JSON schema", param) from None
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}: a JSON schema is an object", param)
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
+    return {"json_schema": cast("dict[str, Any]", schema) | {"x-guidance": options}}
+
+
+def quoted(text: str) -> str:
+    """A string of a lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _choice_part(choice: Any, param: str) -> Part:
+    items = cast("list[Any]", choice) if isinstance(choice, list) else []
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise invalid(f"{param}: must be a list of strings, none empty", param)
+    return {"lark_grammar": "start: " + " | ".join(quoted(item) for item in items)}
+
+
+def _part(kind: str, value: Any, param: str) -> Part:
+    if kind == "json":
+        return _schema_part(value, param)
+    if kind == "choice":
+        return _choice_part(value, param)
+    if not isinstance(value, str) or not value:
+        raise invalid(f"{param}: must be a string that is not empty", param)
+    if kind == "regex":
+        found = json.loads(LLMatcher.grammar_from_regex(value))
+        return {"lark_grammar": found["lark_grammar"]}
+    return {"lark_grammar": value}
+
+
+def _response_format(value: dict[str, Any]) -> Wish | None:
+    param = "response_format"
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Wish(_schema_part({"type": "object"}, param), param)
+    if kind != "json_schema":
+        raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
+    wrapped = value.get("json_schema")
+    fields = cast("dict[str, Any]", wrapped) if isinstance(wrapped, dict) else {}
+    schema = fields.get("schema")
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
+    lenient = fields.get("strict") is not True
+    return Wish(_schema_part(schema, param, lenient=lenient), param)
+
+
+def wish(body: GenerationBody) -> Wish | None:
+    """What the output of a request has to look like; None where it is free.
+
+    Raises:
+        ApiError: a constraint is malformed, or there is more than one.
+    """
+    found: list[Wish] = []
+    if body.response_format is not None:
+        formed = _response_format(body.response_format)
+        found += [] if formed is None else [formed]
+    for kind in FIELDS:
+        value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
+        if value is not None:
+            found.append(Wish(_part(kind, value, param), param))
+    for kind in FIELDS:
+        value, param = (body.structured_outputs or {}).get(kind), f"structured_outputs.{kind}"
+        if value is not None:
+            found.append(Wish(_part(kind, value, param), param))
+    if len(found) > 1:
+        message = f"{found[1].param} contradicts {found[0].param}: one constraint is the most"
+        raise invalid(message, found[1].param)
+    return found[0] if found else None
+
+
+def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str | None) -> str:
+    """One grammar of several.
+
+    Args:
+        parts: named grammars, which `rules` mention as @name.
+        rules: lark; `body` is what the answer has to be.
+        think: the rule by which reasoning may or must come first, or None.
+    """
+    start = ["start: body"]
+    if think is not None:
+        optional = "" if think == THINK_OPENED else "?"
+        start = [f"start: (think space){optional} body", think, SPACE]
+    lark = "\n".join([*start, *rules])
+    named = [{"name": name, **part} for name, part in parts]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+
+
+class Validator:
+    """Says whether a model can follow a grammar; loads the tokenizer when the first one comes."""
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._path = directory / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._error = lru_cache(maxsize=256)(self._validate)
+
+    def check(self, grammar: str, param: str) -> None:
+        """Refuse what is no grammar or what nothing can satisfy.
+
+        Raises:
+            ApiError: 400.
+        """
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
+        error = self._error(grammar)
+        if error:
+            raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
+
+    def _validate(self, grammar: str) -> str:
+        with self._lock:
+            if self._tokenizer is None:
+                text = self._path.read_text(encoding="utf-8")
+                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
+            found = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            if found:
+                return found
+            matcher = LLMatcher(self._tokenizer, grammar)
+            return matcher.get_error() if matcher.is_error() else ""

@@ -1,0 +1,138 @@
+"""Tools: which functions a chat may call, and the grammar of a call that is demanded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pydantic import Field, ValidationError
+
+from router.errors import invalid
+from router.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
+from router.schema import ChatBody, Open, refused
+from router.structured import Part, quoted
+
+Format = Literal["hermes", "llama3", "none"]
+
+
+class Function(Open):
+    """A function as OpenAI describes it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Open):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What one request may call."""
+
+    given: list[dict[str, Any]]  # as the client wrote them, for the template
+    functions: tuple[Function, ...] = ()
+    demanded: tuple[Function, ...] = ()  # one of these must be called
+    parallel: bool = True
+
+    @property
+    def demands(self) -> bool:
+        """Whether the answer must be a call."""
+        return bool(self.demanded)
+
+
+def tools_of(body: ChatBody) -> Tools:
+    """The tools of a request, none when its tool_choice says so.
+
+    Raises:
+        ApiError: a tool or the choice among them is malformed.
+    """
+    choice = body.tool_choice
+    if choice == "none" or (not body.tools and choice in (None, "auto")):
+        return Tools([])
+    if not body.tools:
+        raise invalid("tool_choice needs tools", "tool_choice")
+    functions = tuple(_function(i, tool) for i, tool in enumerate(body.tools))
+    demanded: tuple[Function, ...] = ()
+    if choice == "required":
+        demanded = functions
+    elif choice not in (None, "auto"):
+        name = _chosen(choice)
+        demanded = tuple(function for function in functions if function.name == name)[:1]
+        if not demanded:
+            raise invalid(f"tool_choice: no tool has the name {name!r}", "tool_choice")
+    return Tools(body.tools, functions, demanded, body.parallel_tool_calls)
+
+
+def _function(i: int, tool: dict[str, Any]) -> Function:
+    try:
+        return Tool.model_validate(tool).function
+    except ValidationError as error:
+        raise refused(error, f"tools.{i}") from None
+
+
+def _chosen(choice: Any) -> str:
+    fields = cast("dict[str, Any]", choice) if isinstance(choice, dict) else {}
+    function = fields.get("function")
+    named = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    name = named.get("name")
+    if fields.get("type") != "function" or not isinstance(name, str):
+        message = "tool_choice: must be none, auto, required or a function by name"
+        raise invalid(message, "tool_choice")
+    return name
+
+
+def detected(template: str) -> Format:
+    """The format in which a model calls, by what its chat template says."""
+    if CALL in template:
+        return "hermes"
+    return "llama3" if "<|python_tag|>" in template or "ipython" in template else "none"
+
+
+def parser(form: Format, tools: Tools) -> Parser:
+    """What takes calls out of an answer."""
+    if form == "none" or not tools.functions:
+        return Plain()
+    names = [function.name for function in tools.functions]
+    found: Parser = Hermes() if form == "hermes" else Llama3(names)
+    return found if tools.parallel else FirstCallOnly(found)
+
+
+def call_rules(
+    form: Format, tools: Tools, is_special: Callable[[str], bool]
+) -> tuple[list[tuple[str, Part]], list[str]]:
+    """Grammars and rules of the calls that are demanded (else of all): the rule `calls`.
+
+    Raises:
+        ApiError: the model has no format for calls.
+    """
+    if form == "none":
+        message = "no format of tool calls is known for this model (router.tool_parser)"
+        raise invalid(f"tool_choice: {message}", "tool_choice")
+    key = "arguments" if form == "hermes" else "parameters"
+    parts: list[tuple[str, Part]] = []
+    rules: list[str] = []
+    for i, function in enumerate(tools.demanded or tools.functions):
+        options = {"whitespace_flexible": False} | ({} if function.strict else {"lenient": True})
+        schema = (function.parameters or {"type": "object"}) | {"x-guidance": options}
+        parts.append((f"arguments_{i}", {"json_schema": {"type": "object"} | schema}))
+        head = f'{{"name": {json.dumps(function.name)}, "{key}": '
+        rules.append(f'object_{i}: {quoted(head)} @arguments_{i} "}}"')
+    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(parts))))
+    if form == "llama3":
+        call, between = "object", quoted("; ")
+    else:
+        opened, closed = (
+            mark if is_special(mark) else quoted(mark) for mark in (CALL, CALL_END)
+        )
+        call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
+    rules.append(f"call: {call}")
+    rules.append(f"calls: call ({between} call)*" if tools.parallel else "calls: call")
+    return parts, rules

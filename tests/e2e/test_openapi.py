@@ -1,0 +1,68 @@
+"""OpenAI's own document against a real cluster, by schemathesis: no finding."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.harness import REPOSITORY, Serve
+
+DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
+CHECKS = (
+    "not_a_server_error,response_schema_conformance,"
+    "content_type_conformance,status_code_conformance"
+)
+# The document names 200 and 429 only; these are what OpenAI answers to a mistake.
+MISTAKES = {
+    "400": "the request is wrong",
+    "401": "no such key",
+    "404": "no such model or completion",
+    "422": "cannot be processed",
+}
+
+
+def adapted(document: dict) -> dict:
+    """The document with our model's name, so that requests are served, and codes of mistakes."""
+    for schema in document["components"]["schemas"].values():
+        for part in (schema, *schema.get("allOf", ())):
+            if "model" in part.get("properties", {}):
+                part["properties"]["model"] = {"type": "string", "enum": ["tiny"]}
+    for path in document["paths"].values():
+        for method, operation in path.items():
+            if method in ("get", "post", "delete"):
+                for code, text in MISTAKES.items():
+                    operation["responses"].setdefault(code, {"description": text})
+    return document
+
+
+def test_schemathesis_finds_nothing(serve: Serve, tmp_path: Path) -> None:
+    if not DOCUMENT.exists() or importlib.util.find_spec("schemathesis") is None:
+        assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False
+        pytest.skip(f"needs {DOCUMENT} and schemathesis")
+    serve.start("--set", "model.max_model_len=512").wait_ready()
+    schema = tmp_path / "openai.json"
+    schema.write_text(json.dumps(adapted(json.loads(DOCUMENT.read_text()))))
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("schemathesis")), "run", str(schema),
+            "--url", f"{serve.url}/v1", "-n", "25", "--phases", "examples,fuzzing",
+            "--checks", CHECKS, "--seed", "1", "--request-timeout", "60",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    served = 0.0
+    for family in text_string_to_metric_families(httpx.get(f"{serve.url}/metrics").text):
+        if family.name == "kvlane_requests":
+            ends = [s for s in family.samples if s.labels.get("outcome") in ("stop", "length")]
+            served = sum(sample.value for sample in ends)
+    assert served >= 5, "schemathesis has seen mistakes only"
+    serve.wait_idle()

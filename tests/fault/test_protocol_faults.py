@@ -1,0 +1,362 @@
+"""Messages between decode and prefill lost, doubled, late or overtaken; loops stopped; links cut.
+
+Workers and a client in this process, real sockets, short leases. The laws: every request ends
+once, its text is the undisturbed one, all counters are back at zero within lease and sweep, and
+bytes that were read after prefill gave their pages away are never used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import worker.loop
+from tests.support.engines import Running, running
+from tests.support.prompts import problem_ids
+from worker.api import (
+    AnyMessage,
+    KVReady,
+    PeerId,
+    Prefill,
+    PrefillRefused,
+    Release,
+    Renew,
+    RenewAck,
+    Sampling,
+)
+from worker.build import Worker
+from worker.cache.book import Hold
+from worker.config import PingConfig
+from worker.prefill import PrefillLoop
+from worker.transfer.base import PullState, Run
+from worker.transfer.shm import ShmPeer
+from worker.wire import Wire
+
+GREEDY = Sampling(max_tokens=16, temperature=0.0)
+NUM = 6
+WINDOW_S = 2.0  # of prefill's leases
+LIMIT_S = 8.0  # for a request that meets a fault: detection, another attempt, a loaded machine
+IDLE_S = WINDOW_S + 3.0
+
+
+class Faults:
+    """What happens to messages that workers of this process send; reset before every test."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self.kind: type | None = None
+        self.act: Callable[[Callable[[], None]], None] = lambda send: send()
+        self.every = 1
+        self.num_seen = 0
+        self.num_hit = 0
+        self.held: list[Callable[[], None]] = []
+
+    def inflict(self, kind: type, act: str, *, every: int = 1) -> None:
+        """Do `act` to every n-th message of `kind`."""
+        self.kind, self.every = kind, every
+        self.act = {
+            "lost": lambda send: None,
+            "doubled": lambda send: (send(), self._later(send, 0.4)),
+            "late": lambda send: self._later(send, 0.4),
+            "overtaken": lambda send: self.held.append(send),
+        }[act]  # type: ignore[assignment]
+
+    def pass_on(self, message: AnyMessage, send: Callable[[], None]) -> None:
+        with self._lock:
+            held, self.held = self.held, []
+            if self.kind is not None and isinstance(message, self.kind):
+                self.num_seen += 1
+                if self.num_seen % self.every == 0:
+                    self.num_hit += 1
+                    self.act(send)
+                    send = lambda: None  # noqa: E731
+            send()
+            for each in held:
+                each()
+
+    def _later(self, send: Callable[[], None], after_s: float) -> None:
+        timer = threading.Timer(after_s, send)
+        timer.daemon = True
+        timer.start()
+
+
+FAULTS = Faults()
+
+
+class FaultyWire(Wire):
+    """The wire of a worker, with FAULTS on its way out."""
+
+    def send(self, peer: PeerId, message: AnyMessage) -> None:
+        inner = super().send
+        FAULTS.pass_on(message, lambda: inner(peer, message))
+
+
+class SlowPull:
+    """Copies nothing before `delay_s` has passed, then all at once: the latest possible read."""
+
+    def __init__(self, inner: Any, delay_s: float) -> None:
+        self._inner = inner
+        self._ready_at = time.monotonic() + delay_s
+
+    @property
+    def num_bytes(self) -> int:
+        return self._inner.num_bytes
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def poll(self) -> PullState:
+        if time.monotonic() < self._ready_at and not self._inner.over:
+            return PullState.RUNNING
+        while self._inner.poll() is PullState.RUNNING:
+            pass
+        return self._inner.poll()
+
+    def cancel(self) -> None:
+        """What is under way is not stopped by it, as with a network card."""
+
+
+class Delays:
+    """How long pulls take; reset before every test."""
+
+    pull_s = 0.0
+
+
+class Gate:
+    """Stops the loops of prefill workers between two turns, messages in hand."""
+
+    open = threading.Event()
+
+
+Gate.open.set()
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.loop, "Wire", FaultyWire)
+        pull = ShmPeer.pull
+
+        def slow(self: ShmPeer, runs: Sequence[Run]) -> SlowPull:
+            return SlowPull(pull(self, runs), Delays.pull_s)
+
+        patch.setattr(ShmPeer, "pull", slow)
+        turn = PrefillLoop.turn
+
+        def gated(self: PrefillLoop, events: list) -> float:
+            Gate.open.wait()
+            return turn(self, events)
+
+        patch.setattr(PrefillLoop, "turn", gated)
+        yield
+
+
+def sections() -> dict:
+    return {
+        "engine": {
+            "device": "cpu",
+            "threads": 1,
+            "cpu_pool_bytes": 24 << 20,
+            "max_prefill_tokens": 40,
+            "prefix_cache": False,
+        },
+        "kv": {"page_size": 16},
+        "disaggregation": {"mode": "always"},
+        "lease": {
+            "decode_window_s": 1.5,
+            "prefill_window_s": WINDOW_S,
+            "renew_s": 0.3,
+            "final_resend_s": 0.3,
+        },
+    }
+
+
+def spoil_what_is_given_away(prefill: Worker) -> None:
+    """Overwrite pages as soon as nobody holds them: whoever still reads them reads nonsense."""
+    book, pool = prefill.engine.book, prefill.engine.pool
+    close = book.close
+
+    def spoil(hold: Hold) -> None:
+        for page in hold.private:
+            for layer in range(pool.region().num_layers):
+                for side in pool.layer(layer):
+                    side[page].fill_(1e4)
+        close(hold)
+
+    book.close = spoil  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def cluster(patched: None) -> Iterator[Running]:
+    with running(sections(), num_prefill=2) as made:
+        for name, each in made.workers.items():
+            if name.startswith("prefill"):
+                spoil_what_is_given_away(each)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def texts(cluster: Running) -> list[list[int]]:
+    """Undisturbed, prefilled by decode itself."""
+    return [a.tokens for a in cluster.client.generate(problem_ids(NUM), GREEDY, prefills=[])]
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    yield
+    FAULTS.reset()
+    Delays.pull_s = 0.0
+
+
+def lose(side: Any, peer: PeerId) -> None:
+    """`side` finds `peer` silent, which is alive and knows nothing of it."""
+    wire = side._wire if hasattr(side, "_wire") else side._thread._wire
+    wire._post(lambda: wire._links._lose(peer, "a test"))
+
+
+def num_ended(cluster: Running) -> float:
+    family = cluster.workers["decode-0"].engine.metrics.requests
+    return sum(family(reason)._value.get() for reason in ("stop", "length", "abort", "error"))
+
+
+def ask(cluster: Running) -> list[str]:
+    return [cluster.client.submit(prompt, GREEDY) for prompt in problem_ids(NUM)]
+
+
+def check(cluster: Running, sent: list[str], texts: list[list[int]], before: float) -> None:
+    """The laws."""
+    client, limit = cluster.client, time.monotonic() + LIMIT_S
+    while not all(client.answers[each].done for each in sent):
+        assert time.monotonic() < limit, f"hangs: {cluster.counters()}"
+        client.pump()
+    answers = [client.answers[each] for each in sent]
+    assert [answer.error for answer in answers] == [None] * len(sent)
+    assert [answer.tokens for answer in answers] == texts
+    cluster.wait_idle(IDLE_S)
+    assert num_ended(cluster) - before == len(sent)
+    for each in cluster.workers.values():
+        each.engine.book.check([])
+
+
+@pytest.mark.parametrize("act", ["lost", "doubled", "late", "overtaken"])
+@pytest.mark.parametrize("kind", [Prefill, KVReady, Release, Renew, RenewAck])
+def test_messages(kind: type, act: str, cluster: Running, texts: list[list[int]]) -> None:
+    if kind in (Renew, RenewAck):
+        Delays.pull_s = 0.8
+    FAULTS.inflict(kind, act, every=2)
+    before = num_ended(cluster)
+    check(cluster, ask(cluster), texts, before)
+    assert FAULTS.num_hit > 0
+
+
+def test_prefill_loops_that_stop_for_longer_than_a_lease(
+    cluster: Running, texts: list[list[int]]
+) -> None:
+    before = num_ended(cluster)
+    Delays.pull_s = 0.5
+    sent = ask(cluster)
+    time.sleep(0.3)  # some are announced, some are not
+    Gate.open.clear()
+    time.sleep(WINDOW_S + 1.0)
+    Gate.open.set()
+    check(cluster, sent, texts, before)
+
+
+def test_bytes_read_after_the_window_are_never_used(
+    cluster: Running, texts: list[list[int]]
+) -> None:
+    """Decode goes on renewing, nobody acknowledges, prefill gives away and the pull still ends."""
+    before = num_ended(cluster)
+    Delays.pull_s = WINDOW_S + 0.5
+    FAULTS.inflict(Renew, "lost")
+    check(cluster, ask(cluster), texts, before)
+    assert FAULTS.num_hit > 0
+
+
+def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
+    before = num_ended(cluster)
+    Delays.pull_s = 2 * WINDOW_S
+    retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
+    num_revoked = retries("revoked")._value.get()
+    check(cluster, ask(cluster), texts, before)
+    assert retries("revoked")._value.get() == num_revoked
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.02, 0.3])
+def test_a_prefill_worker_that_is_lost_is_asked_again_later(
+    when_s: float, cluster: Running, texts: list[list[int]]
+) -> None:
+    before = num_ended(cluster)
+    Delays.pull_s = 0.2
+    decode = cluster.workers["decode-0"]
+    sent = ask(cluster)
+    time.sleep(when_s)
+    lose(decode, "prefill-0/i0")
+    check(cluster, sent, texts, before)
+    limit = time.monotonic() + LIMIT_S
+    while decode.num_peers() < 2:
+        assert time.monotonic() < limit, "the prefill worker stays forgotten"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("loser", ["decode-0", "client"])
+def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
+    loser: str, cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, decode = cluster.client, cluster.workers["decode-0"]
+    monkeypatch.setattr(client._wire._links, "_ping", PingConfig())
+    decode_peer = client.decodes[0]
+    Delays.pull_s = 0.5
+    sent = ask(cluster)
+    time.sleep(0.2)
+    if loser == "client":
+        lose(client, decode_peer)
+    else:
+        lose(decode, "client/1")
+    limit = time.monotonic() + LIMIT_S
+    while not all(client.answers[each].done for each in sent):
+        assert time.monotonic() < limit, "the router waits for what decode gave up"
+        client.pump()
+    assert {client.answers[each].error.code for each in sent} == {"worker_lost"}
+    address = next(each.address for each in cluster.members if each.peer == decode_peer)
+    client._wire.connect(decode_peer, address)
+    cluster.wait_idle(IDLE_S)
+    before = num_ended(cluster)
+    check(cluster, ask(cluster), texts, before)
+
+
+def test_aborts_while_pulls_run_give_pages_back_only_after_them(
+    cluster: Running, texts: list[list[int]]
+) -> None:
+    Delays.pull_s = 0.6
+    sent = ask(cluster)
+    time.sleep(0.2)
+    for each in sent:
+        cluster.client.abort(each)
+    time.sleep(0.1)
+    assert cluster.workers["decode-0"].counters()["private_pages"] > 0
+    cluster.wait_idle(IDLE_S)
+    Delays.pull_s = 0.0
+    before = num_ended(cluster)
+    check(cluster, ask(cluster), texts, before)
+
+
+def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(
+    cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("prefill-0", "prefill-1"):
+        monkeypatch.setattr(cluster.workers[name]._loop._outbound, "draining", True)
+    for act in ("lost", "doubled", "late"):
+        FAULTS.reset()
+        FAULTS.inflict(PrefillRefused, act, every=2)
+        before = num_ended(cluster)
+        check(cluster, ask(cluster), texts, before)
+        assert FAULTS.num_hit > 0
