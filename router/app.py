@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
+from router.auth import read_keys
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.members import Members
@@ -58,7 +59,7 @@ class RouterServer:
         shown: the resolved configuration, for GET /config.
 
     Raises:
-        UserError: the model directory lacks a file, or no policy has the name asked for.
+        UserError: the model directory or the file of API keys is unfit, or no policy has the name.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RouterServer:
         self._shown = shown
         self._policy = policy(config.policy)
         self._text = Text(model.directory)
+        self._api_keys = read_keys(config.api_key_file)
         self._max_model_len = _max_model_len(model, self._text)
         self._members: tuple[Member, ...] = ()  # the last list, also from before the start
         self._ready = threading.Event()
@@ -191,6 +193,7 @@ class RouterServer:
                 members=members,
                 metrics=metrics,
                 shown=self._shown,
+                api_keys=self._api_keys,
             )
             self._loop = loop
             self._apply_members()

@@ -2,55 +2,180 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from pydantic import BaseModel
 
-from router.schema import AssistantMessage, ChatBody, ChatChoice, ChunkChoice, Delta
+from router.errors import invalid
+from router.logprobs import BytesOf, chat_logprobs
+from router.mailbox import Delta
+from router.parsers import Parser, Said
+from router.reply import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    ChunkChoice,
+    DeltaMessage,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
+)
+from router.schema import Message
 from router.text import Text, joined
+from worker.api import FinishReason
 from worker.errors import UserError
 
 
 class ChatShape:
-    """Chat completions and their chunks."""
+    """Chat completions and their chunks.
+
+    Args:
+        parser: makes the parser of one answer.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, parser: Callable[[], Parser], bytes_of: BytesOf | None) -> None:
+        self._parser = parser
+        self._bytes_of = bytes_of
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()  # choices with a tool call
+
     def opening(self, index: int) -> BaseModel | None:
         """The role comes first, in a chunk of its own."""
-        delta = Delta(role="assistant", content="", refusal=None)
+        delta = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> BaseModel:
+    def chunk(self, delta: Delta) -> BaseModel | None:
         """See `router.sse.Shape`."""
-        delta = Delta(content=text) if text else Delta()
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=finish_reason)
+        said = self._said(delta)
+        if not said and not delta.scored and delta.finish_reason is None:
+            return None
+        return ChunkChoice(
+            index=delta.index,
+            delta=_delta(said),
+            logprobs=self._logprobs(delta),
+            finish_reason=self._reason(delta),
+        )
 
-    def whole(self, index: int, text: str, finish_reason: str) -> BaseModel:
+    def whole(self, index: int, delta: Delta) -> BaseModel:
         """See `router.sse.Shape`."""
-        message = AssistantMessage(role="assistant", content=text, refusal=None)
-        return ChatChoice(index=index, message=message, logprobs=None, finish_reason=finish_reason)
+        said = self._said(delta)
+        content = said.content if said.content or not said.calls else None
+        message = AssistantMessage(role="assistant", content=content, refusal=None)
+        if said.reasoning:
+            message.reasoning_content = said.reasoning
+        if said.calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=call.id,
+                    type="function",
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for call in said.calls
+            ]
+        reason = self._reason(delta)
+        assert reason is not None
+        return ChatChoice(
+            index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
+        )
+
+    def _said(self, delta: Delta) -> Said:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._parser()
+        said = parser.feed(delta.text) if delta.text else Said()
+        if delta.finish_reason is not None:
+            said += parser.finish()
+        if said.calls:
+            self._called.add(delta.index)
+        return said
+
+    def _reason(self, delta: Delta) -> str | None:
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._bytes_of is None or not delta.scored:
+            return None
+        return chat_logprobs(delta.scored, self._bytes_of)
 
 
-def prompts(body: ChatBody, text: Text) -> list[tuple[int, ...]]:
-    """The one prompt of a chat. Templates write special tokens out, so none are added.
+def _delta(said: Said) -> DeltaMessage:
+    """Only what is new is set, so only that is written."""
+    delta = DeltaMessage()
+    if said.content:
+        delta.content = said.content
+    if said.reasoning:
+        delta.reasoning_content = said.reasoning
+    if said.calls:
+        delta.tool_calls = [
+            ToolCallDelta(
+                index=part.index,
+                id=part.id,
+                type="function",
+                function=FunctionCall(name=part.name, arguments=part.arguments),
+            )
+            if part.id
+            else ToolCallDelta(index=part.index, function=FunctionCall(arguments=part.arguments))
+            for part in said.calls
+        ]
+    return delta
+
+
+def rendered(
+    messages: Sequence[Message],
+    text: Text,
+    *,
+    add_generation_prompt: bool,
+    extra: dict[str, Any],
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The prompt of a chat, special tokens written out.
 
     Raises:
         UserError: a content part is not text, or the template refuses the messages.
+        ApiError: a tool call of an earlier answer is malformed.
     """
-    messages: list[dict[str, Any]] = []
-    for i, message in enumerate(body.messages):
+    knows_developer = "developer" in text.template_source
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
         content = message.content
         try:
-            plain = content if isinstance(content, str) else joined(content)
+            shown = content if isinstance(content, str) else joined(content)
         except UserError as error:
             raise UserError(str(error), f"messages.{i}.content") from None
-        messages.append({"role": message.role, "content": plain, **(message.model_extra or {})})
-    prompt = text.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        extra=body.chat_template_kwargs,
-    )
-    return [text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))]
+        role = message.role
+        role = "system" if role == "developer" and not knows_developer else role
+        one = {"role": role, "content": shown, **(message.model_extra or {})}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                _earlier_call(call, f"messages.{i}.tool_calls.{j}")
+                for j, call in enumerate(message.tool_calls)
+            ]
+        plain.append(one)
+    return text.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+
+
+def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates expect."""
+    function = call.get("function")
+    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    if not isinstance(fields.get("name"), str):
+        raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
+    arguments: Any = fields.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise invalid(f"{path}: must be a JSON object, as text", path)
+    return call | {"function": fields | {"arguments": arguments}}

@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel
 
-from router.schema import CompletionBody, TextChoice
+from router.logprobs import BytesOf, text_logprobs
+from router.mailbox import Delta
+from router.reply import TextChoice, TextLogprobs
+from router.schema import CompletionBody
 from router.text import Text
 from worker.errors import UserError
 
 
 class TextShape:
-    """Text completions; chunks have the same form."""
+    """Text completions; chunks have the same form.
+
+    Args:
+        echoes: what each choice says before its own text; empty when there is no echo.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
 
     prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
+        self._echoes = echoes
+        self._bytes_of = bytes_of
+        self._offsets: dict[int, int] = {}  # characters of the tokens that are out
+
     def opening(self, index: int) -> BaseModel | None:
-        """Nothing comes before the text."""
-        return None
+        """The prompt, if it is to be echoed."""
+        if not self._echoes:
+            return None
+        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> BaseModel:
+    def chunk(self, delta: Delta) -> BaseModel | None:
         """See `router.sse.Shape`."""
-        return TextChoice(index=index, text=text, logprobs=None, finish_reason=finish_reason)
+        return TextChoice(
+            index=delta.index,
+            text=delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+        )
 
-    def whole(self, index: int, text: str, finish_reason: str) -> BaseModel:
+    def whole(self, index: int, delta: Delta) -> BaseModel:
         """See `router.sse.Shape`."""
-        return TextChoice(index=index, text=text, logprobs=None, finish_reason=finish_reason)
+        echo = self._echoes[delta.index] if self._echoes else ""
+        return TextChoice(
+            index=index,
+            text=echo + delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+        )
+
+    def _logprobs(self, delta: Delta) -> TextLogprobs | None:
+        if self._bytes_of is None or not delta.scored:
+            return None
+        offset = self._offsets.get(delta.index, 0)
+        found = text_logprobs(delta.scored, self._bytes_of, offset)
+        self._offsets[delta.index] = found.text_offset[-1] + len(found.tokens[-1])
+        return found
 
 
 def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
-    """Every prompt of the request, each of which becomes a choice.
+    """Every prompt of the request.
 
     Raises:
         UserError: a token id does not exist.
@@ -45,3 +81,14 @@ def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
         else:
             raise UserError(f"prompt: token ids must be in [0, {text.vocab_size})", "prompt")
     return found
+
+
+def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
+    """What every choice repeats before its own text; empty without echo."""
+    if not body.echo:
+        return []
+    shown = [
+        prompt if isinstance(prompt, str) else text.decode(tokens)
+        for prompt, tokens in zip(body.prompt, prompts, strict=True)
+    ]
+    return [prompt for prompt in shown for _ in range(body.num_samples)]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from router.config import RouterConfig
 from router.errors import STATUS, ApiError
-from router.mailbox import Delta, Mailbox
+from router.mailbox import Delta, Mailbox, Scored
 from router.members import Members
 from router.metrics import RouterMetrics
 from router.output import OutputText
@@ -36,6 +36,7 @@ from worker.api import (
     Sampling,
     Stop,
     TokenChunk,
+    TokenLogprob,
 )
 from worker.wire import Event, Wire
 
@@ -96,10 +97,14 @@ class Dispatcher:
         sampling: Sampling,
         output: OutputText,
         mailbox: Mailbox,
+        leader: Req | None = None,
     ) -> Req:
-        """Take a request; its deltas, the last with a finish reason, go to `mailbox`."""
+        """Take a request; its deltas, the last with a finish reason, go to `mailbox`.
+
+        It follows `leader`, a choice with the same prompt, to its worker.
+        """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
-        req = Req(index, prompt, sampling, output, mailbox, now, now + timeout_s)
+        req = Req(index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
         self._reqs[req.req_id] = req
         if self._closed:
             self._end(req, FinishReason.ERROR, error=_stopping())
@@ -167,15 +172,16 @@ class Dispatcher:
             self._lose(req, "gap")
             return
         req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
-        tokens = chunk.tokens[max(0, req.position - chunk.position) :]
-        if tokens and self._emit(req, tokens):
+        first = max(0, req.position - chunk.position)
+        tokens = chunk.tokens[first:]
+        if tokens and self._emit(req, tokens, chunk.logprobs[first:]):
             return
         if failed:
             self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
         elif chunk.finish_reason is not None:
             self._end(req, chunk.finish_reason, req.output.finish())
 
-    def _emit(self, req: Req, tokens: tuple[int, ...]) -> bool:
+    def _emit(self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
         now = time.monotonic()
         if req.tokens:
@@ -185,12 +191,13 @@ class Dispatcher:
         req.last_token_at = now
         piece = req.output.feed(tokens)
         req.tokens.extend(tokens[: piece.num_tokens])
+        scored = tuple(zip(tokens[: piece.num_tokens], logprobs, strict=False))
         if piece.stopped:
             assert req.choice is not None
             self._wire.send(req.choice.decode, Stop(req.req_id, req.dispatch, req.position))
-            self._end(req, FinishReason.STOP, piece.text)
-        elif piece.text:
-            req.mailbox.put(Delta(req.index, piece.text))
+            self._end(req, FinishReason.STOP, piece.text, scored=scored)
+        elif piece.text or scored:
+            req.mailbox.put(Delta(req.index, piece.text, scored=scored))
         return piece.stopped
 
     def _on_refused(self, peer: PeerId, refused: Refused) -> None:
@@ -251,6 +258,7 @@ class Dispatcher:
         reason: FinishReason,
         text: str = "",
         error: ApiError | None = None,
+        scored: Scored = (),
     ) -> None:
         """The only exit: frees what `req` holds, counts it and tells the client's task."""
         assert not req.outcome, "a request ends once"
@@ -259,7 +267,7 @@ class Dispatcher:
         for timer in req.timers:
             timer.cancel()
         self._line.leave(req, served=True)
-        req.mailbox.put(Delta(req.index, text, reason, error))
+        req.mailbox.put(Delta(req.index, text, reason, error, scored))
         metrics, now = self._metrics, time.monotonic()
         metrics.ended(req.outcome)
         metrics.e2e.observe(now - req.arrived_at)

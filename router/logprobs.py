@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from router.mailbox import Scored
 from router.reply import ChatLogprobs, ContentLogprob, TextLogprobs, TopLogprob
 from worker.api import TokenLogprob
 
-Scored = Sequence[tuple[int, TokenLogprob]]  # tokens and what the model thought of them
 BytesOf = Callable[[int], bytes]
 
 LOWEST = -9999.0  # JSON has no infinity; vLLM writes this too
@@ -55,7 +55,10 @@ def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprob
         tokens=tokens,
         token_logprobs=[finite(found.logprob) for _, found in scored],
         top_logprobs=[
-            {_shown(bytes_of(i)): finite(value) for i, value in ((token, found.logprob), *found.top)}
+            {
+                _shown(bytes_of(i)): finite(value)
+                for i, value in ((token, found.logprob), *found.top)
+            }
             for token, found in scored
         ],
         text_offset=offsets,

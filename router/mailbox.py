@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from router.errors import ApiError
 from worker.api import FinishReason, TokenLogprob
 
+Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens and what the model thought of them
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -17,7 +19,7 @@ class Delta:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
-    scored: tuple[tuple[int, TokenLogprob], ...] = ()  # tokens, if their logprobs are wanted
+    scored: Scored = ()  # tokens, if their logprobs are wanted
 
 
 class Mailbox:

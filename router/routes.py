@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,16 +14,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router import chat, completions
-from router.errors import ApiError, invalid
-from router.schema import ChatBody, CompletionBody, GenerationBody, parse
-from router.sse import Answer, Prepared, PreparedChoice, Shape, error_response
+from router.auth import ApiKeys
+from router.errors import ApiError, error_response
+from router.prepare import Preparer
+from router.sse import Answer, Prepared
 from router.status import Front, StatusRoutes, version
+from router.structured import Validator
+from router.tokens import Tokens
 from worker.errors import UserError
 
 THREAD_BODY_BYTES = 64 << 10  # a larger body is parsed and tokenized off the loop
+SLOW_FIELDS = (b"response_format", b"guided_", b"structured_outputs", b"tool")
 REQUEST_ID = b"x-request-id"
+NOT_SERVED = (
+    "/v1/embeddings",
+    "/v1/audio/{rest:path}",
+    "/v1/images/{rest:path}",
+    "/v1/responses",
+    "/v1/responses/{rest:path}",
+    "/v1/moderations",
+)
 
+Result = TypeVar("Result")
 Prepare = Callable[[bytes], Prepared]
 
 
@@ -32,14 +44,17 @@ class Routes:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        validator = Validator(front.text.directory, front.text.vocab_size)
+        self._preparer = Preparer(front, validator)
+        self._tokens = Tokens(front, self._preparer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._generate(request, self._prepare_chat)
+        return await self._generate(request, self._preparer.chat)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._generate(request, self._prepare_completion)
+        return await self._generate(request, self._preparer.completion)
 
     async def models(self) -> Response:
         """GET /v1/models: the one that is served."""
@@ -47,19 +62,34 @@ class Routes:
 
     async def one_model(self, name: str) -> Response:
         """GET /v1/models/{name}."""
-        self._check_model(name)
+        self._preparer.check_model(name)
         return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        return JSONResponse(await self._apart(await self._body(request), self._tokens.tokenize))
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return JSONResponse(await self._apart(await self._body(request), self._tokens.detokenize))
+
+    async def not_served(self, request: Request) -> Response:
+        """OpenAI's endpoints for what this server is not."""
+        message = f"{request.url.path} is not served: this server generates text only"
+        raise ApiError(404, "unsupported", message)
+
+    async def _apart(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
+        """What takes long runs in a thread: large bodies, and those with a grammar to build."""
+        if len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_FIELDS):
+            return await asyncio.to_thread(work, raw)
+        return work(raw)
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         front = self._front
         try:
             if front.draining:
                 raise ApiError.of("draining", "the router is draining", retry_after_s=1)
-            raw = await self._body(request)
-            if len(raw) > THREAD_BODY_BYTES:
-                prepared = await asyncio.to_thread(prepare, raw)
-            else:
-                prepared = prepare(raw)
+            prepared = await self._apart(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except (ApiError, UserError) as error:
             front.metrics.ended(error.code)
@@ -83,46 +113,6 @@ class Routes:
                 raise error
         return bytes(body)
 
-    def _prepare_chat(self, raw: bytes) -> Prepared:
-        body = parse(ChatBody, raw)
-        self._check_model(body.model)
-        return self._prepared(body, chat.prompts(body, self._front.text), chat.ChatShape())
-
-    def _prepare_completion(self, raw: bytes) -> Prepared:
-        body = parse(CompletionBody, raw)
-        self._check_model(body.model)
-        prompts = completions.prompts(body, self._front.text)
-        return self._prepared(body, prompts, completions.TextShape())
-
-    def _check_model(self, name: str) -> None:
-        if name and name != self._front.model:
-            message = f"the model {name!r} does not exist; {self._front.model!r} is served here"
-            raise ApiError(404, "model_not_found", message, param="model")
-
-    def _prepared(
-        self, body: GenerationBody, prompts: list[tuple[int, ...]], shape: Shape
-    ) -> Prepared:
-        text, choices = self._front.text, list[PreparedChoice]()
-        for prompt in prompts:
-            max_tokens = allowed_tokens(len(prompt), body.asked_max_tokens, self._front)
-            sampling = body.sampling(max_tokens, text.vocab_size)
-            output = text.output(
-                prompt,
-                stop=body.stop,
-                min_tokens=body.min_tokens,
-                skip_special_tokens=body.skip_special_tokens,
-            )
-            choices.append(PreparedChoice(prompt, sampling, output))
-        options = body.stream_options
-        return Prepared(
-            shape=shape,
-            model=self._front.model,
-            choices=choices,
-            streamed=body.stream,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
-        )
-
     def _model(self) -> dict[str, Any]:
         return {
             "id": self._front.model,
@@ -131,24 +121,6 @@ class Routes:
             "owned_by": "kvlane",
             "max_model_len": self._front.max_model_len,
         }
-
-
-def allowed_tokens(num_prompt_tokens: int, asked: int | None, front: Front) -> int:
-    """How long the output may become.
-
-    Raises:
-        ApiError: 400, there is no prompt or it leaves less than what is asked.
-    """
-    limit = front.max_model_len
-    if num_prompt_tokens == 0:
-        raise invalid("the prompt is empty", "prompt")
-    room = limit - num_prompt_tokens
-    if room >= (asked or 1):
-        return asked or room
-    message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
-    if asked is not None:
-        message += f" and max_tokens is {asked}"
-    raise ApiError(400, "context_length_exceeded", message, param="max_tokens" if asked else None)
 
 
 class RequestId:
@@ -193,6 +165,8 @@ def application(front: Front) -> ASGIApp:
     for path, endpoint in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completions),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     for path, endpoint in (
@@ -205,6 +179,8 @@ def application(front: Front) -> ASGIApp:
         ("/config", status.config),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    for path in NOT_SERVED:
+        app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (ApiError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    return RequestId(app)
+    return RequestId(ApiKeys(app, front.api_keys) if front.api_keys else app)

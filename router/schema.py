@@ -1,6 +1,6 @@
 """HTTP bodies: what is asked, and the one table of what is not built.
 
-Requests accept unknown fields, as vLLM does; null means the default. `router.reply` has the answers.
+Requests accept unknown fields, as vLLM does; null means the default. Answers: `router.reply`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
 MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
-FORMS = ("str", "list[", "dict[", "[key]")  # how pydantic tells the forms of a value apart
+FORMS = ("list[", "dict[", "[key]")  # how pydantic tells the forms of a value apart
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # below it is greedy: its reciprocal must fit a float32
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -325,5 +325,5 @@ def refused(error: ValidationError, prefix: str = "") -> ApiError:
 def _path(loc: Sequence[int | str]) -> list[str]:
     """Where a value is wrong; what follows the name of a form of it says only which form."""
     parts = [str(part) for part in loc]
-    forms = [i for i, part in enumerate(parts) if i and part.startswith(FORMS)]
+    forms = [i for i, part in enumerate(parts) if i and (part == "str" or part.startswith(FORMS))]
     return parts[: forms[0]] if forms else parts

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastapi import Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Dispatcher
-from router.errors import ApiError
+from router.errors import ApiError, error_response
+from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
 from router.output import OutputText
-from router.schema import Completion, Usage, to_json
+from router.reply import Completion, Usage, to_json
 from router.waiting import Req
 from worker.api import FinishReason, Sampling
 
@@ -51,22 +51,23 @@ class Shape(Protocol):
         """A choice to send before the first text, if the endpoint has one."""
         ...
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> BaseModel:
-        """A choice of a chunk."""
+    def chunk(self, delta: Delta) -> BaseModel | None:
+        """What a chunk says of a choice's news; None when nothing is certain yet."""
         ...
 
-    def whole(self, index: int, text: str, finish_reason: str) -> BaseModel:
-        """A choice of a whole answer."""
+    def whole(self, index: int, delta: Delta) -> BaseModel:
+        """A choice of a whole answer; `delta` is all of it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One prompt that is ready to be sent."""
+    """One answer to compute."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     output: OutputText
+    leader: int | None = None  # an earlier choice with the same prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,10 @@ class Prepared:
 
     shape: Shape
     model: str
-    choices: Sequence[PreparedChoice]
+    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
     streamed: bool
+    num_samples: int = 1
+    num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -121,9 +124,15 @@ class Answer(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             for index, choice in enumerate(self._prepared.choices):
+                leader = None if choice.leader is None else self._reqs[choice.leader]
                 self._reqs.append(
                     self._dispatcher.submit(
-                        index, choice.prompt, choice.sampling, choice.output, self._mailbox
+                        index,
+                        choice.prompt,
+                        choice.sampling,
+                        choice.output,
+                        self._mailbox,
+                        leader,
                     )
                 )
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
@@ -166,21 +175,29 @@ class Answer(Response):
         return deltas
 
     async def _whole(self, send: Send) -> None:
-        texts: dict[int, list[str]] = {i: [] for i in range(self._num_open)}
-        reasons: dict[int, str] = {}
+        found: list[Delta] = []
         while self._num_open:
-            for delta in await self._news():
-                texts[delta.index].append(delta.text)
-                if delta.finish_reason is not None:
-                    reasons[delta.index] = delta.finish_reason
-        shape = self._prepared.shape
-        choices = [shape.whole(i, "".join(texts[i]), reasons[i]) for i in texts]
+            found += await self._news()
+        shape, answers = self._prepared.shape, self._kept(_merged(found))
+        choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
         body = to_json(self._completion(shape.whole_object, choices, self._usage()))
         length = str(len(body)).encode()
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
         )
         await send({"type": "http.response.body", "body": body})
+
+    def _kept(self, answers: Sequence[Delta]) -> list[Delta]:
+        """The answers to give back: of each prompt's samples the best, best first."""
+        ordered = sorted(answers, key=lambda answer: answer.index)
+        size, kept = self._prepared.num_samples, self._prepared.num_kept
+        if kept == size:
+            return ordered
+        found: list[Delta] = []
+        for start in range(0, len(ordered), size):
+            samples = ordered[start : start + size]
+            found += sorted(samples, key=lambda answer: -mean(answer.scored))[:kept]
+        return found
 
     async def _stream(self, send: Send) -> None:
         prepared = self._prepared
@@ -199,9 +216,11 @@ class Answer(Response):
                 opened.add(delta.index)
                 if opening is not None:
                     events.append(self._chunk([opening]))
-                chunk = shape.chunk(delta.index, delta.text, delta.finish_reason)
-                events.append(self._chunk([chunk]))
-            await _send(send, b"".join(events))
+                chunk = shape.chunk(delta)
+                if chunk is not None:
+                    events.append(self._chunk([chunk]))
+            if events:
+                await _send(send, b"".join(events))
         last = self._chunk([], self._usage()) if prepared.include_usage else b""
         await _send(send, last + DONE, more=False)
 
@@ -239,9 +258,9 @@ class Answer(Response):
     def _usage(self) -> Usage:
         reqs = self._reqs
         return Usage.of(
-            sum(len(req.prompt) for req in reqs),
+            sum(len(req.prompt) for req in reqs if req.leader is None),
             sum(len(req.tokens) for req in reqs),
-            sum(req.num_cached_tokens for req in reqs),
+            sum(req.num_cached_tokens for req in reqs if req.leader is None),
         )
 
 
@@ -250,16 +269,14 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """One delta a choice, however many have piled up; those that say nothing are left out."""
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, FinishReason] = {}
+    """One delta a choice, however many have piled up."""
+    piled: dict[int, list[Delta]] = {}
     for delta in deltas:
-        texts.setdefault(delta.index, []).append(delta.text)
-        if delta.finish_reason is not None:
-            reasons[delta.index] = delta.finish_reason
-    return [Delta(i, "".join(text), reasons.get(i)) for i, text in texts.items()]
+        piled.setdefault(delta.index, []).append(delta)
+    return [_sum(found) if len(found) > 1 else found[0] for found in piled.values()]
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """The HTTP response of a request that has failed."""
-    return JSONResponse(error.body, error.status, error.headers)
+def _sum(deltas: Sequence[Delta]) -> Delta:
+    text = "".join(delta.text for delta in deltas)
+    scored = tuple(each for delta in deltas for each in delta.scored)
+    return Delta(deltas[0].index, text, deltas[-1].finish_reason, None, scored)

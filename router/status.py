@@ -33,6 +33,7 @@ class Front:
     metrics: RouterMetrics
     shown: Mapping[str, object]
     started_at: int = field(default_factory=lambda: int(time.time()))
+    api_keys: tuple[bytes, ...] = ()  # one of them is needed, if there are any
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
 

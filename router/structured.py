@@ -21,8 +21,8 @@ from router.schema import GenerationBody
 
 MAX_GRAMMAR_CHARS = 1 << 18
 FIELDS = ("json", "regex", "choice", "grammar")
-THINK_OPENED = r'think[lazy]: /(?s:.*)<\/think>/'
-THINK_OR_NOT = r'think[lazy]: /<think>(?s:.*)<\/think>/'
+THINK_OPENED = r"think[lazy]: /(?s:.*)<\/think>/"
+THINK_OR_NOT = r"think[lazy]: /<think>(?s:.*)<\/think>/"
 SPACE = r"space: /[ \n]{0,4}/"
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
@@ -72,7 +72,7 @@ def _part(kind: str, value: Any, param: str) -> Part:
         raise invalid(f"{param}: must be a string that is not empty", param)
     if kind == "regex":
         found = json.loads(LLMatcher.grammar_from_regex(value))
-        return {"lark_grammar": found["lark_grammar"]}
+        return {"lark_grammar": found["grammars"][0]["lark_grammar"]}
     return {"lark_grammar": value}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer
 from router.output import ByteDetokenizer, Detokenizer, OutputText, WindowDetokenizer, token_bytes
 from worker.errors import UserError
 
+BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
+WORD_MARK = "\u2581"
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -70,18 +73,19 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt of a chat.
 
         Raises:
             UserError: the template refuses these messages.
         """
-        names: dict[str, Any] = {"tools": None, "documents": None} | self._special
-        names |= dict(extra or {})
+        names: dict[str, Any] = {"documents": None} | self._special
+        names |= dict(extra or {}) | {"tools": list(tools) or None}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a program of the model's, run on the client's values
             raise UserError(f"the chat template refused: {error}", "messages") from error
 
 
@@ -99,6 +103,7 @@ class Text:
         for name in ("config.json", "tokenizer.json"):
             if not (directory / name).is_file():
                 raise UserError(f"{directory} has no {name}", "model.path")
+        self.directory = directory
         config = _json(directory / "config.json")
         config |= config.get("text_config") or {}
         named = _json(directory / "tokenizer_config.json")
@@ -108,12 +113,14 @@ class Text:
         self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
         special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
         source = _template_source(directory, named)
+        self.template_source = source or ""
         try:
             self._template = None if source is None else ChatTemplate(source, special)
         except jinja2.TemplateSyntaxError as error:
             message = f"{directory}: its chat template is broken: {error}"
             raise UserError(message, "model.path") from error
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
@@ -134,6 +141,7 @@ class Text:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt of a chat, special tokens written out.
 
@@ -143,7 +151,7 @@ class Text:
         if self._template is None:
             raise UserError("this model has no chat template; use /v1/completions", "messages")
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, extra=extra
+            messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools
         )
 
     def output(
@@ -153,10 +161,29 @@ class Text:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
     ) -> OutputText:
-        """The text side of one answer to `prompt`."""
+        """The text side of one answer to `prompt`; tokens in `shown` are written out anyway."""
         skip = self._special_ids if skip_special_tokens else frozenset[int]()
+        skip = frozenset(token for token in skip if self._added[token] not in shown)
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens)
+
+    def is_special(self, content: str) -> bool:
+        """Whether a special token has this content."""
+        return any(self._added[token] == content for token in self._special_ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes for which a token stands, alone."""
+        if token in self._added or self._is_byte_level:
+            return self._token_bytes(token)
+        piece = self.piece(token)
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(WORD_MARK, " ").encode()
+
+    def piece(self, token: int) -> str:
+        """The vocabulary's own word for a token; empty when there is none."""
+        return (self._tokenizer.id_to_token(token) if token < self.vocab_size else None) or ""
 
     def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:
         if self._is_byte_level:
@@ -166,8 +193,7 @@ class Text:
     def _token_bytes(self, token: int) -> bytes:
         found = self._bytes.get(token)
         if found is None:
-            piece = self._tokenizer.id_to_token(token) if token < self.vocab_size else None
-            found = self._bytes[token] = token_bytes(piece or "")
+            found = self._bytes[token] = token_bytes(self.piece(token))
         return found
 
     def _decode_all(self, tokens: Sequence[int]) -> str:

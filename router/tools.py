@@ -22,7 +22,7 @@ class Function(Open):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     strict: bool = False
 
 
@@ -129,9 +129,7 @@ def call_rules(
     if form == "llama3":
         call, between = "object", quoted("; ")
     else:
-        opened, closed = (
-            mark if is_special(mark) else quoted(mark) for mark in (CALL, CALL_END)
-        )
+        opened, closed = (mark if is_special(mark) else quoted(mark) for mark in (CALL, CALL_END))
         call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
     rules.append(f"call: {call}")
     rules.append(f"calls: call ({between} call)*" if tools.parallel else "calls: call")

@@ -12,11 +12,11 @@ import random
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.mailbox import Mailbox
-from router.members import Members
+from router.members import Known, Members
 from router.output import OutputText
 from router.policy.base import Asked, Choice, Policy
 from worker.api import Abort, Generate, PeerId, Sampling
@@ -37,6 +37,7 @@ class Req:
     mailbox: Mailbox
     arrived_at: float
     deadline: float
+    leader: Req | None = None  # another choice with the same prompt, dispatched before this one
     req_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokens: list[int] = field(default_factory=list[int])  # emitted so far
     dispatch: int = 0
@@ -120,7 +121,9 @@ class Line:
             _, req = self._waiting.popitem(last=False)
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = self._members.open_prefill()
-            self._send(req, self._policy.choose(req.asked, preferred or decode, prefill))
+            at, after = _beside(req, decode)
+            choice = self._policy.choose(req.asked, at or preferred or decode, prefill)
+            self._send(req, choice, after)
 
     def leave(self, req: Req, *, served: bool) -> None:
         """`req` is no longer where it is: it is done, or refused or lost there."""
@@ -148,7 +151,7 @@ class Line:
         if not req.outcome and req.choice is None and req.waiting_since == since:
             self._expired(req)
 
-    def _send(self, req: Req, choice: Choice) -> None:
+    def _send(self, req: Req, choice: Choice, after: str) -> None:
         now = time.monotonic()
         req.dispatch += 1
         req.choice = choice
@@ -163,5 +166,18 @@ class Line:
             sampling=req.sampling,
             timeout_s=max(0.001, req.deadline - now),
             candidates=choice.candidates,
+            after=after,
         )
         self._wire.send(choice.decode, generate)
+
+
+def _beside(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
+    """The worker where this choice can share its leader's prompt, and the leader's req_id.
+
+    Nothing when there is no such worker, or once this choice was out: then it goes its own way.
+    """
+    leader = req.leader
+    if leader is None or leader.choice is None or req.dispatch > 0:
+        return [], ""
+    at = [known for known in decode if known.peer == leader.choice.decode]
+    return at, leader.req_id if at else ""

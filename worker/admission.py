@@ -56,6 +56,7 @@ class Admission:
             message.sampling,
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
+            is_follower=bool(message.after),
         )
         if message.sampling.grammar:
             output = message.tokens[message.num_prompt_tokens :]
@@ -81,7 +82,8 @@ class Admission:
             kv_bytes_per_token=self._engine.layout.page_bytes // self._engine.book.page_size,
             pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
         )
-        if prefills_locally(cost, candidates, config):
+        is_rest = req.is_follower and num_uncached < self._engine.book.page_size
+        if is_rest or prefills_locally(cost, candidates, config):
             self.place_locally(req, "local" if candidates else "alone")
         elif self._inbound.start(req, candidates, time.monotonic()):
             self._count("remote")

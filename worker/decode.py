@@ -215,7 +215,11 @@ class DecodeLoop:
         now = time.monotonic()
         for req, each, reason in self._scheduler.settle(step.plan.step, drawn):
             self._engine.metrics.generated_tokens.inc()
-            self._replies.add(req.router, _chunk(req, each, reason), now)
+            error = None
+            if req.matcher is not None and req.matcher.error:
+                reason = FinishReason.ERROR
+                error = Error(UserError.code, f"grammar: {req.matcher.error}", "response_format")
+            self._replies.add(req.router, _chunk(req, each, reason, error), now)
             if reason is not None:
                 self._end(req, reason)
 

@@ -28,10 +28,16 @@ class Matcher:
         """Nothing may follow any more, not even an end of sequence."""
         return self._matcher.is_stopped()
 
+    @property
+    def error(self) -> str:
+        """Why it cannot be followed any further (it is too complex); "" = it can."""
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        return error.partition("\n<state>")[0]  # what follows is its inner state and the grammar
+
     def consume(self, token: int) -> None:
         """The output goes on with `token`, which the mask allowed."""
         if not self.stopped:
-            assert self._matcher.consume_token(token), self._matcher.get_error()
+            self._matcher.consume_token(token)
 
     def fill(self, masks: Tensor, index: int) -> None:
         """masks[index] = what may follow; a matcher that has stopped allows everything."""

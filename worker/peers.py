@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from worker.api import Candidate, Member, PeerId
-from worker.errors import Incompatible, TransferError
+from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer
 
 log = logging.getLogger("kvlane.peers")
@@ -167,5 +167,7 @@ class PrefillPeers:
             link = self._transport.connect(_decode_endpoint(member.endpoint), self._timeout_s)
         except TransferError as error:
             self._post(PeerFailed(peer, error))
+        except OSError as error:  # no descriptors or memory left: may pass
+            self._post(PeerFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
         else:
             self._post(PeerConnected(peer, link))

@@ -37,6 +37,11 @@ class Follows(Protocol):
         """Nothing may follow any more."""
         ...
 
+    @property
+    def error(self) -> str:
+        """Why it cannot be followed any further; "" = it can."""
+        ...
+
     def consume(self, token: int) -> None:
         """The output goes on with `token`."""
         ...
@@ -65,6 +70,7 @@ class Req:
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     num_sent: int = 0  # tokens already reported to the router
     finish_reason: FinishReason | None = None
+    is_follower: bool = False  # it came with Generate.after
     matcher: Follows | None = None  # of its grammar; None = free text
 
     @property

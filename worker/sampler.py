@@ -70,9 +70,10 @@ def sample(
     """
     if extras is not None:
         logits = penalize(logits, rows, extras)
-    logits = adjust(logits, rows)
+    allowed = adjust(logits, rows)
     if mask is not None:
-        logits = logits.masked_fill(~unpack(mask, logits.shape[1]), float("-inf"))
+        allowed = follow(mask, allowed, logits)
+    logits = allowed
     if tail == "greedy":
         return logits.argmax(-1)
     greedy = rows.temperature == 0
@@ -106,6 +107,17 @@ def penalize(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     logits = logits - rows.frequency_penalty[:, None] * counts
     return logits - rows.presence_penalty[:, None] * (counts > 0)
+
+
+def follow(mask: Tensor, adjusted: Tensor, logits: Tensor) -> Tensor:
+    """`adjusted` with -inf for what the grammar forbids.
+
+    Where it leaves nothing but stop tokens it goes before min_len: these come from `logits`.
+    """
+    forbidden = ~unpack(mask, logits.shape[1])
+    left = adjusted.masked_fill(forbidden, float("-inf"))
+    stuck = left.amax(-1, keepdim=True) == float("-inf")
+    return torch.where(stuck, logits.masked_fill(forbidden, float("-inf")), left)
 
 
 def unpack(mask: Tensor, vocab_size: int) -> Tensor:

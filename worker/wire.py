@@ -207,8 +207,11 @@ class _Links:
             return
         self.send(peer, encode(Ping(self._me)))
 
-    def send(self, peer_id: PeerId, frame: bytes) -> None:
-        """Send or lose the peer; a peer that is unknown has been lost before, and it was said."""
+    def send(self, peer_id: PeerId, frame: bytes, *, answer: bool = False) -> None:
+        """Send or lose the peer; a peer that is unknown has been lost before, and it was said.
+
+        An answer to one who has gone by now loses nobody: his last words are still to be read.
+        """
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -223,7 +226,8 @@ class _Links:
         except zmq.Again:
             self._lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
-            self._lose(peer_id, f"send failed: {error}")
+            if not answer:
+                self._lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
         """Take everything that `socket` has."""
@@ -292,7 +296,7 @@ class _Links:
         if not isinstance(message, Ping):
             self._found.append((sender, message))
         elif (pong := self._pong()) is not None:
-            self.send(sender, encode(pong))
+            self.send(sender, encode(pong), answer=True)
 
     def _meet(self, sender: PeerId, link: int) -> None:
         """Somebody who connected to us speaks; on a newer link than before he starts afresh."""

@@ -31,6 +31,7 @@ from worker.api import (
     Refused,
     Role,
     TokenChunk,
+    TokenLogprob,
     WorkerStats,
 )
 from worker.config import ModelConfig, PingConfig
@@ -51,7 +52,7 @@ CORPUS = [
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, template: str = CHATML, words: Sequence[str] = ()) -> Path:
     """A byte-level BPE of a few hundred entries with a ChatML template, in Hugging Face's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,13 +64,24 @@ def make_model(directory: Path) -> Path:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"vocab_size": 512, "max_position_embeddings": MAX_MODEL_LEN}
     (directory / "config.json").write_text(json.dumps(config))
-    named = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": CHATML}
+    named = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return directory
+
+
+def scores(tokens: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Logprobs that tell which token they belong to: -token / 8; the next ids are as likely."""
+    if num_top < 0:
+        return ()
+    return tuple(
+        TokenLogprob(-token / 8, tuple((token + i, -token / 8 - i) for i in range(num_top)))
+        for token in tokens
+    )
 
 
 Script = Callable[["DecodeDouble", str, Generate], None]
@@ -144,6 +156,7 @@ class DecodeDouble:
             finish_reason=finish,
             error=error,
             num_cached_tokens=cached,
+            logprobs=scores(tokens, generate.sampling.logprobs),
         )
         self._wire.send(peer, Chunks((chunk,)))
 

@@ -22,13 +22,15 @@ from worker.api import (
     Refused,
     Sampling,
     TokenChunk,
+    TokenLogprob,
 )
 from worker.build import Worker, build_worker
 from worker.config import PingConfig, WorkerConfig
 from worker.wire import Wire
 
 HANG_S = 120.0
-PATIENT = {"max_misses": 30}  # a busy machine is not a dead peer
+# A busy machine is not a dead peer, and a client that waits for its test is not a hung one.
+PATIENT = {"max_misses": 30, "stall_s": 3600.0}
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Answer:
     error: Error | None = None
     num_cached_tokens: int = 0
     num_finals: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -50,9 +53,10 @@ class Answer:
 class Client:
     """A router reduced to its wire: sends Generate, checks the order of chunks, acknowledges."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], peer: str = "client/1") -> None:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self._wire = Wire("client/1", PingConfig(**PATIENT), self._events.put)
+        self._name = peer
+        self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put)
         self._wire.start()
         self.decodes = [member.peer for member in members if member.role == "decode"]
         self.prefills = [member.peer for member in members if member.role == "prefill"]
@@ -70,21 +74,28 @@ class Client:
         *,
         decode: str | None = None,
         prefills: Sequence[str] | None = None,
+        after: str = "",
+        num_prompt_tokens: int | None = None,
     ) -> str:
-        """Send one request; its id."""
+        """Send one request; its id. `tokens` beyond `num_prompt_tokens` were drawn elsewhere."""
         number = next(self._ids)
-        req_id = f"r{number}"
+        req_id = f"{self._name}-{number}"
         wanted = self.prefills if prefills is None else prefills
         wanted = [*wanted[number % max(1, len(wanted)) :], *wanted[: number % max(1, len(wanted))]]
         message = Generate(
-            req_id, 1, tuple(tokens), len(tokens), sampling, 100.0,
-            tuple(Candidate(peer) for peer in wanted),
+            req_id, 1, tuple(tokens), num_prompt_tokens or len(tokens), sampling, 100.0,
+            tuple(Candidate(peer) for peer in wanted), after,
         )  # fmt: skip
         peer = decode or self.decodes[number % len(self.decodes)]
         self.answers[req_id] = Answer(num_prompt_tokens=len(tokens))
         self._requests[req_id] = peer, message, 0.0
         self._wire.send(peer, message)
         return req_id
+
+    def repeat(self, req_id: str) -> None:
+        """Send the same message once more."""
+        peer, message, _ = self._requests[req_id]
+        self._wire.send(peer, message)
 
     def abort(self, req_id: str) -> None:
         """The client is gone."""
@@ -142,6 +153,7 @@ class Client:
         if chunk.tokens:
             assert chunk.position == expected, "gap"
         answer.tokens.extend(chunk.tokens)
+        answer.logprobs.extend(chunk.logprobs)
         answer.num_cached_tokens = chunk.num_cached_tokens
         answer.finish_reason = chunk.finish_reason or answer.finish_reason
         answer.error = chunk.error or answer.error

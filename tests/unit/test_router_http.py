@@ -303,18 +303,13 @@ def test_wrong_values_are_400_and_name_the_field(
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "n": 2,
-    "best_of": 2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"1": 2},
-    "logprobs": True,
-    "top_logprobs": 2,
-    "tools": [{"type": "function"}],
-    "response_format": {"type": "json_object"},
-    "echo": True,
+    "use_beam_search": True,
+    "allowed_token_ids": [1],
+    "bad_words": ["a"],
+    "prompt_logprobs": 1,
+    "functions": [{"name": "f"}],
     "suffix": "b",
+    "include_stop_str_in_output": True,
 }
 
 

@@ -1,4 +1,4 @@
-"""`sample` against the exact distribution, with every filter alone and all together."""
+"""`sample` against the exact distribution, with every filter and penalty alone and all together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -16,8 +17,8 @@ from worker import sampler
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.kernels.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.sampler import SamplingRows, sample
-from worker.state import StepState
+from worker.sampler import SamplingRows, logprobs, penalize, sample, unpack
+from worker.state import Extras, StepState
 
 VOCAB = 24
 DRAWS = 40_000
@@ -35,7 +36,27 @@ class Case:
     min_p: float = 0.0
     stops: tuple[int, ...] = ()
     masked: bool = False  # all positions are below min_len
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()  # by the grammar; () = there is none
 
+    @property
+    def has_extra(self) -> bool:
+        return bool(self.presence or self.frequency or self.repetition != 1 or self.bias)
+
+    def start(self, extra: int) -> RowStart:
+        """What tells the device of its history and biases."""
+        sampling = Sampling(max_tokens=1, logit_bias=self.bias)
+        return RowStart(1, sampling, 9, 0, extra=extra, prompt=self.prompt, output=self.output)
+
+
+PROMPT, OUTPUT = (1, 4, 4, 9, 13, 20), (4, 6, 6, 6, 13, 2)
+TEXT = {"prompt": PROMPT, "output": OUTPUT}
+BIAS = ((4, 1.5), (9, -2.5), (13, 2.0), (17, 3.0), (0, -100.0))
 
 CASES = {
     "plain": Case(),
@@ -50,7 +71,21 @@ CASES = {
     "stops masked": Case(stops=(0, 3, 5), masked=True),
     "top_k and top_p": Case(top_k=8, top_p=0.8),
     "all": Case(1.5, 10, 0.9, 0.05, (2, 7), masked=True),
-}
+    "presence": Case(presence=1.2, **TEXT),
+    "frequency": Case(frequency=0.6, **TEXT),
+    "negative presence and frequency": Case(presence=-0.7, frequency=-0.4, **TEXT),
+    "repetition": Case(repetition=1.8, **TEXT),
+    "repetition below one": Case(repetition=0.7, **TEXT),
+    "bias": Case(bias=BIAS),
+    "bias and repetition": Case(bias=BIAS, repetition=1.6, **TEXT),
+    "penalties, cold": Case(0.6, presence=0.5, frequency=0.5, repetition=1.3, **TEXT),
+    "grammar": Case(allowed=(0, 3, 5, 8, 11, 23)),
+    "grammar and stops masked": Case(stops=(3, 5), masked=True, allowed=(0, 3, 5, 8, 11, 23)),
+    "everything": Case(
+        1.6, 9, 0.92, 0.03, (2, 7), masked=True, presence=0.4, frequency=0.3, repetition=1.4,
+        bias=BIAS, allowed=tuple(i for i in range(24) if i % 5), **TEXT,
+    ),
+}  # fmt: skip
 
 
 def logits_of(seed: int, vocab: int = VOCAB) -> Tensor:
@@ -74,26 +109,66 @@ def rows_of(cases: list[Case], seed: Tensor, position: Tensor) -> SamplingRows:
         min_p=column("min_p", torch.float32),
         min_len=torch.where(masked, position + 1, position),
         stop_ids=torch.tensor(stops),
+        presence_penalty=column("presence", torch.float32),
+        frequency_penalty=column("frequency", torch.float32),
+        repetition_penalty=column("repetition", torch.float32),
+        extra=torch.tensor([i + 1 if case.has_extra else 0 for i, case in enumerate(cases)]),
     )
 
 
-def exact(logits: Tensor, case: Case) -> Tensor:
-    """The distribution, one token at a time and in float64."""
-    values = logits.double().clone()
+def extras_of(cases: list[Case], vocab: int = VOCAB) -> Extras:
+    """Tables of `rows_of(cases)`; the neutral entry has been written to by others."""
+    extras = Extras(len(cases), vocab, CPU)
+    extras.counts[0] = torch.arange(vocab)
+    for index, case in enumerate(cases):
+        if case.has_extra:
+            extras.fill(case.start(index + 1), lambda v, dtype: torch.tensor(v, dtype=dtype))
+    return extras
+
+
+def mask_of(cases: list[Case], vocab: int = VOCAB) -> Tensor:
+    """Bit masks as `Grammars.masks` makes them."""
+    bits = np.zeros((len(cases), -(-vocab // 32) * 32), bool)
+    for index, case in enumerate(cases):
+        bits[index, list(case.allowed) if case.allowed else slice(None)] = True
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+def change(values: np.ndarray, case: Case) -> np.ndarray:
+    """float64 logits after bias, penalties, the ban of stop tokens and the grammar."""
+    values = values.copy()
+    for token, bias in case.bias:
+        values[token] += bias
+    for token in {*case.prompt, *case.output}:
+        by = case.repetition
+        values[token] = values[token] / by if values[token] > 0 else values[token] * by
+    for token in case.output:  # once for each time that it was drawn
+        values[token] -= case.frequency
+    for token in set(case.output):
+        values[token] -= case.presence
     if case.masked:
-        values[list(case.stops)] = float("-inf")
-    p = (values / case.temperature).softmax(-1)
+        values[list(case.stops)] = -np.inf
+    if case.allowed:
+        values[[i for i in range(len(values)) if i not in case.allowed]] = -np.inf
+    return values
+
+
+def exact(logits: Tensor, case: Case) -> np.ndarray:
+    """The distribution, one token at a time and in float64."""
+    values = change(logits.numpy().astype(np.float64), case) / case.temperature
+    p = np.exp(values - values.max())
+    p /= p.sum()
     kept = [i for i in range(len(p)) if p[i] >= case.min_p * p.max() and p[i] > 0]
     kept.sort(key=lambda i: -p[i])
     if case.top_k:
         kept = kept[: case.top_k]
-    total, mass, nucleus = sum(float(p[i]) for i in kept), 0.0, []
+    total, mass, nucleus = sum(p[i] for i in kept), 0.0, []
     for i in kept:
         nucleus.append(i)
-        mass += float(p[i]) / total
+        mass += p[i] / total
         if mass >= case.top_p:
             break
-    out = torch.zeros_like(p)
+    out = np.zeros_like(p)
     out[nucleus] = p[nucleus]
     return out / out.sum()
 
@@ -111,12 +186,14 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
             if getattr(rows, each.name).shape[0] == 1
         },
     )
-    tokens = sample(logits.repeat(DRAWS, 1), rows, tail)
-    counts = torch.bincount(tokens, minlength=len(logits)).double()
+    extras = extras_of([case]) if case.has_extra else None
+    mask = mask_of([case]).expand(DRAWS, -1) if case.allowed else None
+    tokens = sample(logits.repeat(DRAWS, 1), rows, tail, extras, mask)
+    counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
     expected = exact(logits, case) * DRAWS
     if counts[expected == 0].sum() > 0:
         return 0.0
-    order = expected.argsort(descending=True)
+    order = (-expected).argsort()
     big = [int(i) for i in order if expected[i] >= 5]
     rest = [int(i) for i in order if 0 < expected[i] < 5]
     seen = [*counts[big].tolist(), float(counts[rest].sum())]
@@ -135,7 +212,9 @@ def test_tokens_follow_the_exact_distribution(name: str) -> None:
     assert value > REJECT
 
 
-@pytest.mark.parametrize("name", ["plain", "cold", "hot", "stops masked"])
+@pytest.mark.parametrize(
+    "name", ["plain", "cold", "hot", "stops masked", "penalties, cold", "grammar"]
+)
 def test_the_random_tail_follows_it_too(name: str) -> None:
     assert p_value(logits_of(2), CASES[name], "random") > REJECT
 
@@ -152,29 +231,83 @@ def too_small_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     return gumbel_ref(seed, position, vocab_size) * 0.9
 
 
-def changed(**change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, SamplingRows], Tensor]:
-    """keep_likely with other parameters than those of the row."""
-    original = sampler.keep_likely
+def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """`sampler.attribute(values, rows, ...)` with other parameters than those of the row."""
+    original = getattr(sampler, attribute)
 
-    def keep(scaled: Tensor, rows: SamplingRows) -> Tensor:
-        values = {name: f(getattr(rows, name)) for name, f in change.items()}
-        return original(scaled, replace(rows, **values))
+    def call(values: Tensor, rows: SamplingRows, *more: object) -> Tensor:
+        new = {name: f(getattr(rows, name)) for name, f in change.items()}
+        return original(values, replace(rows, **new), *more)
 
-    return keep
+    return call
+
+
+def with_tables(change: Callable[[Extras], None]) -> Callable[..., Tensor]:
+    """`penalize` with other tables than those of the rows."""
+
+    def call(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
+        change(extras)
+        return penalize(logits, rows, extras)
+
+    return call
+
+
+def bias_last(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
+    bias = extras.bias.clone()
+    extras.bias.zero_()
+    return penalize(logits, rows, extras) + bias[rows.extra]
+
+
+def divides_all(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
+    seen = extras.in_prompt[rows.extra] | (extras.counts[rows.extra] > 0)
+    return torch.where(seen, logits / rows.repetition_penalty[:, None], logits)
+
+
+def counts_prompt(extras: Extras) -> None:
+    extras.counts += extras.in_prompt
+
+
+def counts_once(extras: Extras) -> None:
+    extras.counts.clamp_(max=1)
+
+
+def forgets_prompt(extras: Extras) -> None:
+    extras.in_prompt.zero_()
+
+
+def neighbours(mask: Tensor, vocab_size: int) -> Tensor:
+    return unpack(mask, vocab_size).roll(1, 1)
+
+
+def half_a_mask(mask: Tensor, vocab_size: int) -> Tensor:
+    return unpack(mask, vocab_size) | (torch.arange(vocab_size) >= vocab_size // 2)
 
 
 BROKEN = {
     "halves of the vocabulary share noise": ("plain", "gumbel_ref", halves_share_noise),
     "one seed for all": ("plain", "gumbel_ref", noise_without_position),
     "noise too small": ("plain", "gumbel_ref", too_small_noise),
-    "top_k one too many": ("top_k", "keep_likely", changed(top_k=lambda k: k + 1)),
-    "top_k one too few": ("top_k", "keep_likely", changed(top_k=lambda k: k - 1)),
-    "top_p off": ("top_p", "keep_likely", changed(top_p=torch.ones_like)),
-    "top_p too low": ("top_p", "keep_likely", changed(top_p=lambda p: p * 0.9)),
-    "min_p off": ("min_p", "keep_likely", changed(min_p=torch.zeros_like)),
-    "min_p squared": ("min_p", "keep_likely", changed(min_p=lambda p: p * p)),
+    "top_k one too many": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k + 1)),
+    "top_k one too few": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k - 1)),
+    "top_p off": ("top_p", "keep_likely", changed("keep_likely", top_p=torch.ones_like)),
+    "top_p too low": ("top_p", "keep_likely", changed("keep_likely", top_p=lambda p: p * 0.9)),
+    "min_p off": ("min_p", "keep_likely", changed("keep_likely", min_p=torch.zeros_like)),
+    "min_p squared": ("min_p", "keep_likely", changed("keep_likely", min_p=lambda p: p * p)),
     "stops not masked": ("stops masked", "adjust", lambda logits, rows: logits),
-}
+    "presence for the prompt too": ("presence", "penalize", with_tables(counts_prompt)),
+    "presence off": ("presence", "penalize", changed("penalize", presence_penalty=lambda p: p * 0)),
+    "frequency once": ("frequency", "penalize", with_tables(counts_once)),
+    "frequency for the prompt too": ("frequency", "penalize", with_tables(counts_prompt)),
+    "repetition over output alone": ("repetition", "penalize", with_tables(forgets_prompt)),
+    "repetition divides negative logits": ("repetition", "penalize", divides_all),
+    "bias after repetition": ("bias and repetition", "penalize", bias_last),
+    "bias off": ("bias", "penalize", with_tables(lambda extras: extras.bias.zero_())),
+    "everything but the frequency": (
+        "everything", "penalize", changed("penalize", frequency_penalty=lambda p: p * 0),
+    ),
+    "grammar of the neighbour": ("grammar", "unpack", neighbours),
+    "half a grammar": ("grammar", "unpack", half_a_mask),
+}  # fmt: skip
 
 
 @contextmanager
@@ -191,8 +324,10 @@ def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
 
 
 def mixed_batch() -> tuple[Tensor, SamplingRows, list[Case]]:
+    """Every case many times, the penalised and the masked ones without that."""
+    plain = [case for case in CASES.values() if not case.has_extra and not case.allowed]
     greedy = [Case(temperature=0.0), Case(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)]
-    cases = [*CASES.values(), *greedy] * 40
+    cases = [*plain, *greedy] * 40
     logits = torch.stack([logits_of(i, 96) for i in range(len(cases))])
     number = torch.arange(len(cases))
     return logits, rows_of(cases, number * 31, number * 7 + 3), cases
@@ -267,10 +402,104 @@ def test_the_position_changes_the_draw_and_a_replay_does_not() -> None:
     assert len(first.unique()) > 5
 
 
+def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Extras, Tensor]:
+    """Neutral rows beside penalised and masked ones, greedy ones among both."""
+    greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
+    cases = [*CASES.values(), *greedy] * 12
+    logits = torch.stack([logits_of(i, 70) for i in range(len(cases))])
+    number = torch.arange(len(cases))
+    rows = rows_of(cases, number * 31, number * 7 + 3)
+    return logits, rows, cases, extras_of(cases, 70), mask_of(cases, 70)
+
+
+def test_rows_beside_penalised_and_masked_ones_keep_every_bit() -> None:
+    logits, rows, cases, extras, mask = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", extras, mask)
+    neutral = [i for i, case in enumerate(cases) if not case.has_extra]
+    bits = penalize(logits, rows, extras)[neutral].view(torch.int32)
+    assert torch.equal(bits, logits[neutral].view(torch.int32))
+    free = [i for i in neutral if not cases[i].allowed]
+    alone = sample(logits[free].clone(), pick(rows, free), "filtered")
+    assert torch.equal(tokens[free], alone)
+    unmasked = [i for i, case in enumerate(cases) if not case.allowed]
+    without = sample(logits[unmasked].clone(), pick(rows, unmasked), "filtered", extras)
+    assert torch.equal(tokens[unmasked], without)
+
+
+def test_a_penalised_row_does_not_depend_on_its_batch() -> None:
+    logits, rows, cases, extras, mask = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", extras, mask)
+    assert not torch.equal(tokens, sample(logits.clone(), rows, "filtered"))
+    for i, case in enumerate(cases):
+        alone = sample(
+            logits[[i]].clone(), pick(rows, [i]), "filtered",
+            extras if case.has_extra else None, mask[[i]] if case.allowed else None,
+        )  # fmt: skip
+        assert alone.item() == tokens[i], case
+
+
+def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
+    logits, rows, cases, extras, mask = changed_batch()
+    for tail in TAILS[1:]:
+        tokens = sample(logits.clone(), rows, tail, extras, mask)
+        for i, case in enumerate(cases):
+            if case.temperature == 0:
+                assert tokens[i] == change(logits[i].numpy().astype(np.float64), case).argmax()
+
+
+def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
+    case, next_case = CASES["everything"], Case(presence=0.5, output=(3,))
+    used, fresh = extras_of([case]), extras_of([next_case])
+    used.fill(next_case.start(1), lambda v, dtype: torch.tensor(v, dtype=dtype))
+    for name in ("in_prompt", "counts", "bias"):
+        assert torch.equal(getattr(used, name)[1], getattr(fresh, name)[1]), name
+
+
+@pytest.mark.parametrize("tail", TAILS[1:])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(
+    tail: Tail, temperature: float
+) -> None:
+    stuck = Case(temperature, 4, 0.9, 0.1, stops=(3, 5), masked=True, allowed=(3, 5))
+    beside = replace(stuck, allowed=(3, 5, 8))
+    number = torch.arange(400)
+    rows = rows_of([stuck, beside] * 200, number, number + 5)
+    logits = logits_of(4).repeat(400, 1)
+    tokens = sample(logits, rows, tail, None, mask_of([stuck, beside] * 200))
+    assert set(tokens[::2].tolist()) <= {3, 5}
+    assert set(tokens[1::2].tolist()) == {8}
+
+
+@pytest.mark.parametrize("vocab", [24, 32, 70, 96])
+def test_masks_are_unpacked_lowest_bit_first(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    cases = [Case(allowed=tuple(np.flatnonzero(rng.random(vocab) < 0.5))) for _ in range(20)]
+    found = unpack(mask_of(cases, vocab), vocab)
+    assert [tuple(row.nonzero().flatten().tolist()) for row in found] == [c.allowed for c in cases]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
+    logits, rows, _, extras, mask = changed_batch()
+    before = logits.clone()
+    token = sample(logits, rows, "filtered", extras, mask)
+    assert torch.equal(logits, before)
+    values, ids = logprobs(logits, token, num_top)
+    raw = logits.numpy().astype(np.float64)
+    expected = raw - np.log(np.exp(raw).sum(-1, keepdims=True))
+    order = (-raw).argsort(-1)[:, :num_top]
+    assert ids.tolist() == np.concatenate((token[:, None].numpy(), order), 1).tolist()
+    np.testing.assert_allclose(values, np.take_along_axis(expected, ids.numpy(), 1), atol=1e-5)
+
+
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
-    state = StepState(4, 2, [7], CPU)
-    sampling = Sampling(9, 0.5, 0.25, 6, 0.125, 99, stop_ids=(3,))
-    plan = Plan(1, starts=(RowStart(2, sampling, 30, 12),))
+    state = StepState(4, 2, [7], CPU, num_extras=2, vocab_size=VOCAB)
+    sampling = Sampling(
+        9, 0.5, 0.25, 6, 0.125, 99, stop_ids=(3,), presence_penalty=0.5, frequency_penalty=0.25,
+        repetition_penalty=1.5, logit_bias=((8, 2.0),),
+    )  # fmt: skip
+    start = RowStart(2, sampling, 30, 12, extra=2, prompt=(5, 6), output=(6, 7, 7))
+    plan = Plan(1, starts=(start,))
     state.apply(plan)
     rows = SamplingRows.gather(state, torch.tensor([2, 0]), torch.tensor([20, 1]))
     assert rows.position.tolist() == [20, 1]
@@ -282,3 +511,12 @@ def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
     assert rows.min_len.tolist() == [12, 0]
     assert rows.stop_ids[0].tolist() == [3, 7, *[-1] * (MAX_STOP_IDS - 2)]
     assert set(rows.stop_ids[1].tolist()) == {-1}
+    assert rows.presence_penalty.tolist() == [0.5, 0.0]
+    assert rows.frequency_penalty.tolist() == [0.25, 0.0]
+    assert rows.repetition_penalty.tolist() == [1.5, 1.0]
+    assert rows.extra.tolist() == [2, 0]
+    tables = state.extras
+    assert tables.in_prompt.nonzero().tolist() == [[2, 5], [2, 6]]
+    assert tables.counts.nonzero().tolist() == [[2, 6], [2, 7]]
+    assert tables.counts[2, [6, 7]].tolist() == [1, 2]
+    assert tables.bias.nonzero().tolist() == [[2, 8]]

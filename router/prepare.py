@@ -1,0 +1,173 @@
+"""Requests made ready: every check between a body and the first token. Runs on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from router import chat, completions
+from router.errors import ApiError, invalid
+from router.parsers import MARKERS, THINK, THINK_END, Parser, Plain, Reasoning
+from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
+from router.sse import Prepared, PreparedChoice, Shape
+from router.status import Front
+from router.structured import THINK_OPENED, THINK_OR_NOT, Validator, composed, wish
+from router.tools import Format, Tools, call_rules, detected, parser, tools_of
+
+ThinkState = str | None  # THINK_OPENED, THINK_OR_NOT, or None: nothing is reasoned
+
+
+class Preparer:
+    """Turns bodies into prepared requests.
+
+    Args:
+        front: tokenizer, limits and configuration.
+        validator: of grammars.
+    """
+
+    def __init__(self, front: Front, validator: Validator) -> None:
+        self._front = front
+        self._validator = validator
+        template, config = front.text.template_source, front.config
+        asked = config.tool_parser
+        self._format: Format = detected(template) if asked == "auto" else asked
+        reasons = THINK in template if config.reasoning_parser == "auto" else True
+        self._reasons = reasons and config.reasoning_parser != "none"
+
+    def chat(self, raw: bytes) -> Prepared:
+        """POST /v1/chat/completions.
+
+        Raises:
+            ApiError: as all methods here: what is wrong, and which field.
+            UserError: likewise.
+        """
+        body = parse(ChatBody, raw)
+        self.check_model(body.model)
+        text, tools = self._front.text, tools_of(body)
+        prompt = chat.rendered(
+            body.messages,
+            text,
+            add_generation_prompt=body.add_generation_prompt,
+            extra=body.chat_template_kwargs,
+            tools=tools.given,
+        )
+        think = self._think(prompt)
+        tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+        shape = chat.ChatShape(
+            self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
+        )
+        grammar = self._grammar(body, tools, think)
+        markers = MARKERS if tools.functions or think is not None else ()
+        return self._prepared(body, [tokens], shape, grammar, markers, "messages")
+
+    def completion(self, raw: bytes) -> Prepared:
+        """POST /v1/completions."""
+        body = parse(CompletionBody, raw)
+        self.check_model(body.model)
+        limit = self._front.config.max_inflight
+        if len(body.prompt) * body.num_samples > limit:
+            raise invalid(f"prompt: at most {limit} choices", "prompt")
+        text = self._front.text
+        prompts = completions.prompts(body, text)
+        shape = completions.TextShape(
+            completions.echoes(body, prompts, text),
+            text.token_bytes if body.num_logprobs >= 0 else None,
+        )
+        grammar = self._grammar(body, Tools([]), None)
+        return self._prepared(body, prompts, shape, grammar, (), "prompt")
+
+    def check_model(self, name: str) -> None:
+        """Refuse another model's name; none at all is this one's."""
+        if name and name != self._front.model:
+            message = f"the model {name!r} does not exist; {self._front.model!r} is served here"
+            raise ApiError(404, "model_not_found", message, param="model")
+
+    def _think(self, prompt: str) -> ThinkState:
+        """Whether an answer to `prompt` reasons first; templates may open or close it already."""
+        if not self._reasons:
+            return None
+        end = prompt.rstrip()
+        if end.endswith(THINK_END):
+            return None
+        return THINK_OPENED if end.endswith(THINK) else THINK_OR_NOT
+
+    def _parser(self, tools: Tools, think: ThinkState) -> Callable[[], Parser]:
+        def make() -> Parser:
+            inner = parser(self._format, tools)
+            return inner if think is None else Reasoning(inner, inside=think == THINK_OPENED)
+
+        return make if tools.functions or think is not None else Plain
+
+    def _grammar(self, body: GenerationBody, tools: Tools, think: ThinkState) -> str:
+        """What the output has to follow: calls that are demanded, or the form asked for."""
+        form = wish(body)
+        if form is None and not tools.demands:
+            return ""
+        may_call = tools.demands or (tools.functions and self._format != "none")
+        parts, rules = (
+            call_rules(self._format, tools, self._front.text.is_special) if may_call else ([], [])
+        )
+        ways = ["calls"] if may_call else []
+        if form is not None and not tools.demands:
+            parts, ways = [*parts, ("form", form.part)], ["@form", *ways]
+        grammar = composed(parts, [*rules, "body: " + " | ".join(ways)], think)
+        param = "tools" if form is None or tools.demands else form.param
+        self._validator.check(grammar, param)
+        return grammar
+
+    def _prepared(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[tuple[int, ...]],
+        shape: Shape,
+        grammar: str,
+        markers: Sequence[str],
+        param: str,
+    ) -> Prepared:
+        text, choices = self._front.text, list[PreparedChoice]()
+        for prompt in prompts:
+            max_tokens = allowed_tokens(len(prompt), body.asked_max_tokens, self._front, param)
+            sampling = body.sampling(max_tokens, text.vocab_size, grammar)
+            if body.num_samples > body.n:  # the best are chosen by their logprobs
+                sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
+            leader = len(choices)
+            for i in range(body.num_samples):
+                output = text.output(
+                    prompt,
+                    stop=body.stop,
+                    min_tokens=body.min_tokens,
+                    skip_special_tokens=body.skip_special_tokens,
+                    shown=markers,
+                )
+                own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
+                choices.append(PreparedChoice(prompt, own, output, leader if i else None))
+        options = body.stream_options
+        return Prepared(
+            shape=shape,
+            model=self._front.model,
+            choices=choices,
+            streamed=body.stream,
+            num_samples=body.num_samples,
+            num_kept=body.n,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+        )
+
+
+def allowed_tokens(num_prompt_tokens: int, asked: int | None, front: Front, param: str) -> int:
+    """How long the output may become.
+
+    Raises:
+        ApiError: 400, there is no prompt or it leaves less than what is asked.
+    """
+    limit = front.max_model_len
+    if num_prompt_tokens == 0:
+        raise invalid("the prompt is empty", param)
+    room = limit - num_prompt_tokens
+    if room >= (asked or 1):
+        return asked or room
+    message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
+    if asked is not None:
+        message += f" and max_tokens is {asked}"
+    raise ApiError(400, "context_length_exceeded", message, param="max_tokens" if asked else None)

@@ -1,0 +1,488 @@
+"""Penalties, biases, grammars, logprobs and further choices: the same whatever serves them.
+
+The oracle of greedy ids and of all logprobs is `transformers` with the changes of the logits made
+in float64; that of seeded ids is one request at a time in one process. All in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+from collections.abc import Iterator
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from transformers import Qwen3ForCausalLM
+
+from tests.support.engines import Answer, Client, Running, running
+from tests.support.prompts import TINY, problem_ids, tokenizer
+from worker.api import FinishReason, Sampling
+
+NUM = 18
+VOCAB, EOS = 1024, 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "total": {"type": "integer", "minimum": 0, "maximum": 500},
+        "unit": {"enum": ["kg", "km", "none"]},
+    },
+    "required": ["name", "total", "unit"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+GRAMMARS = {
+    "free": "",
+    "schema": LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)),
+    "regex": LLMatcher.grammar_from_regex(r"[A-Z][a-z]{3,12}( [0-9]{1,4}){2,5}\."),
+    "choice": LLMatcher.grammar_from_lark('start: "yes" | "no" | "one hundred and twelve apples"'),
+}
+
+
+def engine(**changes: object) -> dict[str, object]:
+    return {
+        "device": "cpu",
+        "threads": 1,
+        "cpu_pool_bytes": 48 << 20,
+        "max_num_reqs": 80,
+        **changes,
+    }
+
+
+def sections(mode: str = "always", **changes: object) -> dict:
+    return {"engine": engine(**changes), "disaggregation": {"mode": mode}}
+
+
+def token_of(text: str) -> int:
+    return tokenizer().encode(text, add_special_tokens=False).ids[0]
+
+
+def wish(rng: random.Random, grammar: str, num_top: int) -> Sampling:
+    """One request with most of what an API client can ask for."""
+    biased = rng.sample(range(3, VOCAB), 6)
+    return Sampling(
+        max_tokens=rng.choice([24, 36]),
+        temperature=rng.choice([0.0, 0.7, 1.2]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 40]),
+        min_p=rng.choice([0.0, 0.02]),
+        seed=rng.getrandbits(62),
+        ignore_eos=rng.random() < 0.2,
+        stop_ids=tuple(rng.choice([(), (token_of("."), token_of(" the")), (token_of("5"),)])),
+        min_tokens=rng.choice([0, 0, 9]),
+        presence_penalty=rng.choice([0.0, 0.9, -0.4]),
+        frequency_penalty=rng.choice([0.0, 0.5, -0.2]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.9]),
+        logit_bias=tuple((i, rng.uniform(-4, 6)) for i in biased) if rng.random() < 0.4 else (),
+        logprobs=num_top,
+        grammar=GRAMMARS[grammar],
+    )
+
+
+@functools.cache
+def wishes() -> tuple[Sampling, ...]:
+    rng = random.Random(23)
+    kinds = list(GRAMMARS)
+    made = tuple(wish(rng, kinds[i % len(kinds)], [-1, 0, 3][i % 3]) for i in range(NUM))
+    assert 5 < sum(each.changes_logits for each in made) < NUM
+    assert sum(each.temperature == 0 for each in made) > 3
+    return made
+
+
+def ended(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        assert answer.error is None
+        assert answer.num_finals == 1
+    return answers
+
+
+def same(found: list[Answer], expected: list[Answer]) -> None:
+    """Ids and reasons equal, logprobs as near as float32 in another batch allows."""
+    for one, other in zip(ended(found), expected, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        assert len(one.logprobs) == len(other.logprobs)
+        for each, wanted in zip(one.logprobs, other.logprobs, strict=True):
+            assert each.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert [i for i, _ in each.top] == [i for i, _ in wanted.top]
+            assert [v for _, v in each.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Running]:
+    """One process, no prefill worker, no prefix cache, whole prompts."""
+    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Running) -> list[Answer]:
+    """Every wish, one request at a time."""
+    return [
+        ended(alone.client.generate([prompt], sampling))[0]
+        for prompt, sampling in zip(problem_ids(NUM), wishes(), strict=True)
+    ]
+
+
+def check(cluster: Running, expected: list[Answer], rounds: int = 2) -> None:
+    """All at once, cold and then with whatever the prefix trees kept."""
+    for _ in range(rounds):
+        same(cluster.client.generate(problem_ids(NUM), wishes()), expected)
+    cluster.wait_idle()
+
+
+# The oracle.
+
+
+def changed(
+    logits: np.ndarray, prompt: tuple[int, ...], output: list[int], sampling: Sampling
+) -> np.ndarray:
+    """float64 logits of the next token with bias, penalties, min_tokens and grammar."""
+    logits = logits.astype(np.float64)
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+    for token in {*prompt, *output}:
+        by = sampling.repetition_penalty
+        logits[token] *= 1 / by if logits[token] > 0 else by
+    for token in output:
+        logits[token] -= sampling.frequency_penalty
+    for token in set(output):
+        logits[token] -= sampling.presence_penalty
+    forbidden = set() if not sampling.grammar else {*range(VOCAB)} - allowed(sampling, output)
+    early = {*sampling.stop_ids, *(() if sampling.ignore_eos else (EOS,))}
+    if len(output) >= sampling.min_tokens or len(early | forbidden) == VOCAB:
+        early = set()
+    logits[[*forbidden, *early]] = -np.inf
+    return logits
+
+
+@functools.cache
+def ll_tokenizer() -> LLTokenizer:
+    return LLTokenizer((TINY / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=[EOS])
+
+
+def allowed(sampling: Sampling, output: list[int]) -> set[int]:
+    matcher = LLMatcher(ll_tokenizer(), sampling.grammar)
+    assert matcher.consume_tokens(output), "the output breaks its grammar"
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
+
+
+def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    num_logprobs = num_greedy = 0
+    for prompt, sampling, answer in zip(problem_ids(NUM), wishes(), expected, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+        logits = logits[len(prompt) - 1 : -1]
+        thought = logits.double().log_softmax(-1)
+        assert len(answer.logprobs) == (len(answer.tokens) if sampling.logprobs >= 0 else 0)
+        for at, each in enumerate(answer.logprobs):
+            assert each.logprob == pytest.approx(thought[at, answer.tokens[at]].item(), abs=1e-4)
+            values, ids = thought[at].topk(sampling.logprobs)
+            assert [i for i, _ in each.top] == ids.tolist()
+            assert [v for _, v in each.top] == pytest.approx(values.tolist(), abs=1e-4)
+            num_logprobs += 1
+        for at, token in enumerate(answer.tokens):
+            left = changed(logits[at].numpy(), prompt, answer.tokens[:at], sampling)
+            assert math.isfinite(left[token]), (at, token)
+            if sampling.temperature == 0:
+                assert token == left.argmax()
+                num_greedy += 1
+    assert num_logprobs > 100
+    assert num_greedy > 50
+
+
+def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
+    """What is tested here would show: hardly any text is that of the same request without it."""
+    plain = [
+        msgspec.structs.replace(
+            each, grammar="", logit_bias=(), presence_penalty=0.0, frequency_penalty=0.0,
+            repetition_penalty=1.0, min_tokens=0,
+        )
+        for each in wishes()
+    ]  # fmt: skip
+    others = ended(alone.client.generate(problem_ids(NUM), plain))
+    pairs = zip(others, expected, strict=True)
+    assert sum(one.tokens == other.tokens for one, other in pairs) < NUM // 4
+    reasons = {each.finish_reason for each in expected}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+# Whatever serves them.
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_the_place_of_prefill_changes_nothing(mode: str, expected: list[Answer]) -> None:
+    with running(sections(mode)) as cluster:
+        check(cluster, expected)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_chunks_change_nothing(mode: str, expected: list[Answer]) -> None:
+    with running(sections(mode, max_prefill_tokens=23)) as cluster:
+        check(cluster, expected)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_preemption_changes_nothing(mode: str, expected: list[Answer]) -> None:
+    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
+    few = {"engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}}
+    with running(sections(mode), decode_sections=few) as cluster:
+        check(cluster, expected)
+        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+        assert preempted > 0, "the pool was not small enough to show anything"
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_waiting_for_the_only_penalty_place_changes_nothing(
+    mode: str, expected: list[Answer]
+) -> None:
+    with running(sections(mode, penalty_rows=1)) as cluster:
+        check(cluster, expected)
+
+
+def test_one_penalty_place_and_preemption_change_nothing(expected: list[Answer]) -> None:
+    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
+    few = {
+        "engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1, "penalty_rows": 1},
+    }
+    with running(sections("never", max_prefill_tokens=23), decode_sections=few) as cluster:
+        check(cluster, expected)
+
+
+def test_mooncake_changes_nothing(expected: list[Answer]) -> None:
+    config = sections()
+    config["transport"] = {"name": "mooncake", "kind": "tcp"}
+    with running(config) as cluster:
+        check(cluster, expected, rounds=1)
+
+
+def test_alone_equals_among_40_others(expected: list[Answer]) -> None:
+    rng = random.Random(3)
+    others = [tuple(reversed(prompt)) for prompt in problem_ids(40)]
+    kinds = list(GRAMMARS)
+    with running(sections()) as cluster:
+        client = cluster.client
+        crowd = [
+            client.submit(prompt, wish(rng, kinds[i % 4], rng.choice([-1, 0, 5, 20])))
+            for i, prompt in enumerate(others)
+        ]
+        pairs = list(zip(problem_ids(NUM), wishes(), strict=True))[:8]
+        sent = [client.submit(prompt, sampling) for prompt, sampling in pairs]
+        same(client.wait(sent), expected[:8])
+        ended(client.wait(crowd))
+        cluster.wait_idle()
+
+
+def test_going_on_elsewhere_changes_nothing(alone: Running, expected: list[Answer]) -> None:
+    """Another worker gets prompt + output so far: counts and grammar are rebuilt from these."""
+    for prompt, sampling, whole in zip(problem_ids(NUM), wishes(), expected, strict=True):
+        cut = len(whole.tokens) // 2
+        if cut:
+            tokens = [*prompt, *whole.tokens[:cut]]
+            sent = alone.client.submit(tokens, sampling, num_prompt_tokens=len(prompt))
+            answer = ended(alone.client.wait([sent]))[0]
+            assert answer.tokens == whole.tokens[cut:]
+            assert answer.finish_reason == whole.finish_reason
+
+
+def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:
+    """Nothing but a stop token may follow, and it is too early for one."""
+    prompt = problem_ids(1)[0]
+    ends = LLMatcher.grammar_from_regex("yes(  )?")
+    needs = LLMatcher.grammar_from_regex("yyy(  )?")
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(20, temperature, 0.9, min_tokens=15, stop_ids=(token_of("y"),))
+        for grammar in (ends, needs):
+            asked = msgspec.structs.replace(sampling, grammar=grammar)
+            answer = ended(alone.client.generate([prompt], asked))[0]
+            text = tokenizer().decode(answer.tokens).strip()
+            assert text == ("yes" if grammar == ends else "yyy")
+            assert answer.finish_reason is FinishReason.STOP
+    alone.wait_idle()
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
+    alone: Running, expected: list[Answer]
+) -> None:
+    prompts = problem_ids(2)
+    limits = LLParserLimits(max_lexer_states=3)
+    with mock.patch("worker.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
+        sampling = Sampling(40, 0.0, grammar=GRAMMARS["schema"])
+        sent = [alone.client.submit(prompts[0], sampling)]
+        sent.append(alone.client.submit(prompts[0], wishes()[0]))
+        cut, free = alone.client.wait(sent)
+    assert cut.error is not None
+    assert (cut.error.code, cut.finish_reason) == ("invalid_value", FinishReason.ERROR)
+    assert cut.num_finals == 1
+    assert "<state>" not in cut.error.message
+    same([free], expected[:1])
+    alone.wait_idle()
+
+
+def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
+    cases = {
+        "response_format": Sampling(5, grammar="this is no grammar"),
+        "logit_bias": Sampling(5, logit_bias=((VOCAB, 1.0),)),
+        "top_logprobs": Sampling(5, logprobs=21),
+        "stop_token_ids": Sampling(5, stop_ids=(-1,)),
+    }
+    for param, sampling in cases.items():
+        answer = alone.client.generate([problem_ids(1)[0]], sampling)[0]
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.param) == ("invalid_value", param)
+    alone.wait_idle()
+
+
+# Further choices of a request.
+
+
+def choices(num: int = 5) -> list[Sampling]:
+    rng = random.Random(31)
+    kinds = ["free", "schema", "free", "regex", "choice"]
+    return [
+        msgspec.structs.replace(wish(rng, kinds[i % 5], 3), temperature=1.1, seed=77 + i)
+        for i in range(num)
+    ]
+
+
+LONG = tuple(i % 900 + 50 for i in range(1500))
+
+
+@pytest.fixture(scope="module")
+def separate(alone: Running) -> dict[tuple[int, ...], list[Answer]]:
+    """The choices of two prompts, asked for one by one and without `after`."""
+    return {
+        prompt: [ended(alone.client.generate([prompt], each))[0] for each in choices()]
+        for prompt in (problem_ids(3)[2], LONG)
+    }
+
+
+def ask(client: Client, prompt: tuple[int, ...]) -> list[str]:
+    """All choices at once, the others after the first."""
+    first, *others = choices()
+    parent = client.submit(prompt, first)
+    return [parent, *(client.submit(prompt, each, after=parent) for each in others)]
+
+
+def until_held(cluster: Running, num: int) -> None:
+    while cluster.workers["decode-0"].counters()["followers"] != num:
+        cluster.client.pump(0.001)
+        assert cluster.workers["decode-0"].counters()["requests"] <= 1, "the first was too fast"
+
+
+@pytest.mark.parametrize("transport", ["shm", "mooncake"])
+def test_choices_pull_their_prompt_once(transport: str, separate: dict) -> None:
+    prompt = problem_ids(3)[2]
+    config = sections()
+    kind = "shm" if transport == "shm" else "tcp"
+    config["transport"] = {"name": transport, "kind": kind}
+    with running(config) as cluster:
+        answers = cluster.client.wait(ask(cluster.client, prompt))
+        same(answers, separate[prompt])
+        whole = (len(prompt) - 1) // 16 * 16
+        assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
+        decode, prefill = (cluster.workers[f"{role}-0"].engine for role in ("decode", "prefill"))
+        pulled = decode.metrics.pulled_bytes(f"{transport}/{kind}")._value.get()
+        assert pulled == -(-(len(prompt) - 1) // 16) * decode.layout.page_bytes
+        assert prefill.metrics.prompt_tokens._value.get() == len(prompt) - 1
+        assert decode.metrics.prompt_tokens._value.get() == 4 * (len(prompt) - whole)
+        cluster.wait_idle()
+
+
+def test_choices_compute_their_prompt_once(separate: dict) -> None:
+    with running(sections("never", max_prefill_tokens=64)) as cluster:
+        metrics = cluster.workers["decode-0"].engine.metrics
+        for prompt, expected in separate.items():
+            before = metrics.prompt_tokens._value.get()
+            answers = cluster.client.wait(ask(cluster.client, prompt))
+            same(answers, expected)
+            whole = (len(prompt) - 1) // 16 * 16
+            assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
+            computed = metrics.prompt_tokens._value.get() - before
+            assert computed == len(prompt) + 4 * (len(prompt) - whole)
+        cluster.wait_idle()
+
+
+def test_choices_without_a_prefix_tree(separate: dict) -> None:
+    prompt = problem_ids(3)[2]
+    with running(sections("always", prefix_cache=False)) as cluster:
+        answers = cluster.client.wait(ask(cluster.client, prompt))
+        same(answers, separate[prompt])
+        cluster.wait_idle()
+
+
+def test_choices_that_are_preempted(separate: dict) -> None:
+    prompt = problem_ids(3)[2]
+    few = {"engine": {"num_pages": -(-len(prompt) // 16) + 6, "growth_tokens": 1}}
+    config = sections("always")
+    config["model"] = {"max_model_len": len(prompt) + 40}
+    with running(config, decode_sections=few) as cluster:
+        for _ in range(2):
+            same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
+        assert cluster.workers["decode-0"].engine.metrics.preemptions._value.get() > 0
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_the_first_choice_goes_while_others_wait(mode: str, separate: dict) -> None:
+    with running(sections(mode, max_prefill_tokens=8)) as cluster:
+        client = cluster.client
+        parent, *others = ask(client, LONG)
+        until_held(cluster, 4)
+        client.repeat(others[0])
+        client.abort(others[3])
+        client.abort(parent)
+        same(client.wait(others[:3]), separate[LONG][1:4])
+        cluster.wait_idle()
+        assert client.answers[parent].num_finals == 0
+        assert client.answers[others[3]].tokens == []
+        same(client.wait(others[:3]), separate[LONG][1:4])
+
+
+def test_the_router_goes_while_choices_wait(separate: dict) -> None:
+    config = sections("never", max_prefill_tokens=8)
+    config["ping"] = {"interval_s": 0.25, "max_misses": 8}
+    prompt = problem_ids(3)[2]
+    with running(config) as cluster:
+        other = Client(cluster.members, "other/1")
+        ask(other, LONG)
+        until_held(cluster, 4)
+        other.close()
+        until_gone = cluster.workers["decode-0"]
+        for _ in range(200):
+            cluster.client.pump()
+            if until_gone.idle():
+                break
+        cluster.wait_idle(1.0)
+        assert until_gone.engine.metrics.generated_tokens._value.get() >= 0
+        same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
+        cluster.wait_idle()
+
+
+def test_a_first_choice_that_is_not_there(separate: dict) -> None:
+    prompt = problem_ids(3)[2]
+    first, *others = choices()
+    expected = separate[prompt]
+    with running(sections("always")) as cluster:
+        client = cluster.client
+        refused = client.submit(prompt, msgspec.structs.replace(first, grammar="no grammar"))
+        sent = [client.submit(prompt, each, after=refused) for each in others]
+        same(client.wait(sent), expected[1:])
+        assert client.wait([refused])[0].error is not None
+        parent = client.submit(prompt, first)
+        same(client.wait([parent]), expected[:1])
+        sent = [client.submit(prompt, each, after=parent) for each in others]
+        same(client.wait(sent), expected[1:])
+        assert {client.answers[each].num_cached_tokens for each in sent} == {
+            (len(prompt) - 1) // 16 * 16
+        }
+        sent = [client.submit(prompt, each, after="nobody") for each in others]
+        same(client.wait(sent), expected[1:])
+        cluster.wait_idle()

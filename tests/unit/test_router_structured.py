@@ -1,0 +1,174 @@
+"""Structured output: grammars that the model's tokenizer can follow, and 400 for those it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
+
+from router.structured import MAX_GRAMMAR_CHARS
+from router.text import Text
+from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from worker.api import FinishReason, Generate
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+class Step(BaseModel):
+    why: str
+    then: int
+
+
+class Plan(BaseModel):
+    steps: list[Step]
+    name: str
+
+
+PLAN = '{"steps":[{"why":"so","then":1}],"name":"é"}'
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: Text) -> LLTokenizer:
+    return LLTokenizer((text.directory / "tokenizer.json").read_text(), n_vocab=text.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def served(text: Text) -> Iterator[tuple[DecodeDouble, str]]:
+    double = DecodeDouble()
+    with serving(text.directory, double) as (_, url):
+        yield double, url
+
+
+@pytest.fixture
+def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
+    def keep(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        double.taken.put((peer, generate))
+        double.chunk(peer, generate, finish=FinishReason.STOP)
+
+    served[0].script = keep
+    return served[0]
+
+
+@pytest.fixture
+def client(served: tuple[DecodeDouble, str]) -> Iterator[openai.OpenAI]:
+    url = f"{served[1]}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=HANG_S) as found:
+        yield found
+
+
+def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(output)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def format_of(model: type[BaseModel], **more: Any) -> dict[str, Any]:
+    schema = {"name": "plan", "schema": model.model_json_schema(), **more}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+LOOSE = {"type": "object", "properties": {"a": {"type": "string", "format": "phone-ish"}}}
+GRAMMARS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, ['{"a":1}', "{}"], ["1", '{ "a": 1}', ""]),
+    ({"response_format": format_of(Plan, strict=True)}, [PLAN], ['{"steps":[]}', "{}"]),
+    ({"response_format": format_of(Plan)}, [PLAN], ['{"name":3,"steps":[]}']),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOSE}}},
+        ['{"a":"b"}'],
+        ['{"a":1}'],
+    ),
+    ({"guided_json": Step.model_json_schema()}, ['{"why":"","then":-3}'], ["{}"]),
+    ({"guided_json": json.dumps({"type": "integer"})}, ["12"], ["a", "1.5"]),
+    ({"guided_regex": "[ab]+/c?"}, ["ab/", "b/c"], ["c", "ab"]),
+    ({"guided_choice": ["yes", "no way", 'é"\n']}, ["yes", "no way", 'é"\n'], ["ye", "nope"]),
+    ({"guided_grammar": 'start: "a" more\nmore: /b+/'}, ["abb"], ["a", "b"]),
+    ({"structured_outputs": {"json": {"type": "boolean"}}}, ["true"], ["1"]),
+    ({"structured_outputs": {"regex": "a|b"}}, ["b"], ["ab"]),
+    ({"structured_outputs": {"choice": ["x"]}}, ["x"], ["y"]),
+    ({"structured_outputs": {"grammar": 'start: "x"'}}, ["x"], ["y"]),
+]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(("wish", "good", "bad"), GRAMMARS, ids=str)
+def test_wishes_become_grammars(
+    served: tuple[DecodeDouble, str],
+    double: DecodeDouble,
+    tokenizer: LLTokenizer,
+    wish: dict[str, Any],
+    good: list[str],
+    bad: list[str],
+    path: str,
+) -> None:
+    asked = {"messages": HELLO} if path.startswith("chat") else {"prompt": "a"}
+    response = httpx.post(f"{served[1]}/v1/{path}", json=asked | wish, timeout=HANG_S)
+    assert response.status_code == 200, response.text
+    grammar = double.take()[1].sampling.grammar
+    assert [output for output in good if not accepts(tokenizer, grammar, output)] == []
+    assert [output for output in bad if accepts(tokenizer, grammar, output)] == []
+
+
+IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(90):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
+        "response_format",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": "json_object"}, "response_format"),
+    ({"guided_json": IMPOSSIBLE}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": {"type": "strin"}}, "guided_json"),
+    ({"guided_json": DEEP}, "guided_json"),
+    ({"guided_regex": "a("}, "guided_regex"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex"),
+    ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [1]}, "guided_choice.0"),
+    ({"guided_grammar": "no grammar"}, "guided_grammar"),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+]
+
+
+@pytest.mark.parametrize(("wish", "param"), BAD, ids=lambda value: str(value)[:60])
+def test_what_nothing_can_satisfy_is_400(
+    served: tuple[DecodeDouble, str], wish: dict[str, Any], param: str
+) -> None:
+    body = {"messages": HELLO} | wish
+    response = httpx.post(f"{served[1]}/v1/chat/completions", json=body, timeout=HANG_S)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_parse_of_the_client_plain_and_streamed(
+    client: openai.OpenAI, double: DecodeDouble, text: Text, served: tuple[DecodeDouble, str]
+) -> None:
+    double.script = speak(text.encode(PLAN, add_special_tokens=False))
+    asked: Any = {"model": "small", "messages": HELLO, "response_format": Plan}
+    found = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert found == Plan.model_validate_json(PLAN)
+    with client.chat.completions.stream(**asked) as stream:
+        for event in stream:
+            if event.type == "chunk":
+                ChatCompletionChunk.model_validate(event.chunk.model_dump())
+        assert stream.get_final_completion().choices[0].message.parsed == found
