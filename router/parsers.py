@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -329,74 +329,3 @@ class FirstCallOnly:
     def _first(self, said: Said) -> Said:
         said.calls = [part for part in said.calls if part.index == 0]
         return said
-
-
-class Reasoning:
-    """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
-
-    Args:
-        inner: parses the rest.
-        inside: the prompt has opened the reasoning.
-    """
-
-    def __init__(self, inner: Parser, *, inside: bool) -> None:
-        self._inner = inner
-        self._inside: bool | None = True if inside else None  # None = not known yet
-        self._text = ""
-        self._begun = False  # something of the reasoning is out
-        self._stripping = False  # at the beginning of what follows
-
-    def feed(self, text: str) -> Said:
-        """See `Parser`."""
-        if self._inside is False:
-            return self._rest(text)
-        self._text += text
-        if self._inside is None:
-            start = self._text.lstrip()
-            if len(start) < len(THINK) and THINK.startswith(start):
-                return Said()
-            self._inside = start.startswith(THINK)
-            if not self._inside:
-                return self._rest(self._take())
-            self._text = start.removeprefix(THINK)
-        return self._reasoning()
-
-    def finish(self) -> Said:
-        """See `Parser`."""
-        said = Said()
-        if self._inside:
-            said.reasoning = self._trimmed(self._take())
-        else:
-            said += self._rest(self._take())
-        said += self._inner.finish()
-        return said
-
-    def _reasoning(self) -> Said:
-        reasoning, marker, rest = self._text.partition(THINK_END)
-        if marker:
-            self._inside, self._stripping, self._text = False, True, ""
-            said = Said(reasoning=self._trimmed(reasoning))
-            said += self._rest(rest)
-            return said
-        keep = held(reasoning, THINK_END)
-        shown = reasoning[: len(reasoning) - keep].rstrip()
-        self._text = reasoning[len(shown) :]
-        return Said(reasoning=self._trimmed(shown, end=False))
-
-    def _trimmed(self, text: str, *, end: bool = True) -> str:
-        text = text if self._begun else text.lstrip()
-        self._begun = self._begun or bool(text)
-        return text.rstrip() if end else text
-
-    def _rest(self, text: str) -> Said:
-        if self._stripping:
-            text = text.lstrip()
-            self._stripping = not text
-        return self._inner.feed(text) if text else Said()
-
-    def _take(self) -> str:
-        text, self._text = self._text, ""
-        return text
-
-
-ParserMaker = Callable[[], Parser]

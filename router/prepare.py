@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import msgspec
 
 from router import chat, completions
 from router.errors import ApiError, invalid
-from router.parsers import MARKERS, THINK, THINK_END, Parser, Plain, Reasoning
+from router.parsers import MARKERS, THINK, THINK_END, Parser, Plain
+from router.reasoning import Reasoning
 from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.sse import Prepared, PreparedChoice, Shape
 from router.status import Front
-from router.structured import THINK_OPENED, THINK_OR_NOT, Validator, composed, wish
+from router.structured import Validator, composed, think_rules, wish
 from router.tools import Format, Tools, call_rules, detected, parser, tools_of
 
-ThinkState = str | None  # THINK_OPENED, THINK_OR_NOT, or None: nothing is reasoned
+
+class Think(Enum):
+    """What a prompt leaves of reasoning to its answer."""
+
+    NEVER = "never"
+    MAYBE = "maybe"  # the answer may open it
+    OPENED = "opened"  # the prompt has
 
 
 class Preparer:
@@ -53,12 +61,13 @@ class Preparer:
             tools=tools.given,
         )
         think = self._think(prompt)
+        check_size(prompt, self._front)
         tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         shape = chat.ChatShape(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
         grammar = self._grammar(body, tools, think)
-        markers = MARKERS if tools.functions or think is not None else ()
+        markers = MARKERS if tools.functions or think is not Think.NEVER else ()
         return self._prepared(body, [tokens], shape, grammar, markers, "messages")
 
     def completion(self, raw: bytes) -> Prepared:
@@ -69,12 +78,14 @@ class Preparer:
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
         text = self._front.text
+        for prompt in body.prompt:
+            check_size(prompt, self._front)
         prompts = completions.prompts(body, text)
         shape = completions.TextShape(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
-        grammar = self._grammar(body, Tools([]), None)
+        grammar = self._grammar(body, Tools([]), Think.NEVER)
         return self._prepared(body, prompts, shape, grammar, (), "prompt")
 
     def check_model(self, name: str) -> None:
@@ -83,35 +94,48 @@ class Preparer:
             message = f"the model {name!r} does not exist; {self._front.model!r} is served here"
             raise ApiError(404, "model_not_found", message, param="model")
 
-    def _think(self, prompt: str) -> ThinkState:
+    def _think(self, prompt: str) -> Think:
         """Whether an answer to `prompt` reasons first; templates may open or close it already."""
         if not self._reasons:
-            return None
+            return Think.NEVER
         end = prompt.rstrip()
         if end.endswith(THINK_END):
-            return None
-        return THINK_OPENED if end.endswith(THINK) else THINK_OR_NOT
+            return Think.NEVER
+        return Think.OPENED if end.endswith(THINK) else Think.MAYBE
 
-    def _parser(self, tools: Tools, think: ThinkState) -> Callable[[], Parser]:
+    def _parser(self, tools: Tools, think: Think) -> Callable[[], Parser]:
         def make() -> Parser:
             inner = parser(self._format, tools)
-            return inner if think is None else Reasoning(inner, inside=think == THINK_OPENED)
+            if think is Think.NEVER:
+                return inner
+            return Reasoning(inner, inside=think is Think.OPENED)
 
-        return make if tools.functions or think is not None else Plain
+        return make if tools.functions or think is not Think.NEVER else Plain
 
-    def _grammar(self, body: GenerationBody, tools: Tools, think: ThinkState) -> str:
+    def _is_token(self, mark: str) -> bool:
+        token = self._front.text.token_of(mark)
+        return token is not None and self._validator.is_apart(token)
+
+    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> str:
         """What the output has to follow: calls that are demanded, or the form asked for."""
         form = wish(body)
         if form is None and not tools.demands:
             return ""
         may_call = tools.demands or (tools.functions and self._format != "none")
-        parts, rules = (
-            call_rules(self._format, tools, self._front.text.is_special) if may_call else ([], [])
-        )
+        parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
         ways = ["calls"] if may_call else []
         if form is not None and not tools.demands:
             parts, ways = [*parts, ("form", form.part)], ["@form", *ways]
-        grammar = composed(parts, [*rules, "body: " + " | ".join(ways)], think)
+        if think is not Think.NEVER:
+            first = think_rules(
+                THINK,
+                THINK_END,
+                opened=think is Think.OPENED,
+                as_tokens=self._is_token(THINK) and self._is_token(THINK_END),
+            )
+        else:
+            first = ""
+        grammar = composed(parts, [*rules, "body: " + " | ".join(ways)], first)
         param = "tools" if form is None or tools.demands else form.param
         self._validator.check(grammar, param)
         return grammar
@@ -153,6 +177,18 @@ class Preparer:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
         )
+
+
+def check_size(prompt: str | list[int], front: Front) -> None:
+    """Refuse a text that is too long however it is cut into tokens, before it is cut.
+
+    Raises:
+        ApiError: 400.
+    """
+    limit = front.max_model_len
+    if isinstance(prompt, str) and len(prompt) > limit * front.text.max_token_chars:
+        message = f"the model's context is {limit} tokens; the prompt has {len(prompt)} characters"
+        raise ApiError(400, "context_length_exceeded", message)
 
 
 def allowed_tokens(num_prompt_tokens: int, asked: int | None, front: Front, param: str) -> int:

@@ -7,6 +7,7 @@ client's error (400) and never a worker's.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,7 @@ from router.schema import GenerationBody
 
 MAX_GRAMMAR_CHARS = 1 << 18
 FIELDS = ("json", "regex", "choice", "grammar")
-THINK_OPENED = r"think[lazy]: /(?s:.*)<\/think>/"
-THINK_OR_NOT = r"think[lazy]: /<think>(?s:.*)<\/think>/"
-SPACE = r"space: /[ \n]{0,4}/"
+THOUGHT = r"(?s:.*)"
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
@@ -118,21 +117,38 @@ def wish(body: GenerationBody) -> Wish | None:
     return found[0] if found else None
 
 
-def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str | None) -> str:
+def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
     """One grammar of several.
 
     Args:
         parts: named grammars, which `rules` mention as @name.
         rules: lark; `body` is what the answer has to be.
-        think: the rule by which reasoning may or must come first, or None.
+        think: the rules of `think`, which comes first; "" = nothing does.
     """
-    start = ["start: body"]
-    if think is not None:
-        optional = "" if think == THINK_OPENED else "?"
-        start = [f"start: (think space){optional} body", think, SPACE]
-    lark = "\n".join([*start, *rules])
+    start = "start: think body" if think else "start: body"
+    lark = "\n".join([start, *([think] if think else []), *rules])
     named = [{"name": name, **part} for name, part in parts]
     return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+
+
+def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
+    """The rules of reasoning before an answer.
+
+    Args:
+        begin: what opens it, as text.
+        end: what closes it.
+        opened: the prompt has opened it; else there may be none.
+        as_tokens: both are tokens of their own, which no text matches.
+    """
+    space = r"space: /[ \n]{0,4}/"
+    if as_tokens:
+        inner = f"{'' if opened else begin} thought {end} space"
+        think = f"think: {inner}" if opened else f"think: ({inner})?"
+        return "\n".join([think, f"thought: /{THOUGHT}/", space])
+    close = THOUGHT + re.escape(end).replace("/", r"\/")
+    text = close if opened else re.escape(begin).replace("/", r"\/") + close
+    think = "think: thought space" if opened else "think: (thought space)?"
+    return "\n".join([think, f"thought[lazy]: /{text}/", space])
 
 
 class Validator:
@@ -157,13 +173,21 @@ class Validator:
         if error:
             raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
 
+    def is_apart(self, token: int) -> bool:
+        """Whether a grammar has to name a token, because no text of a grammar matches it."""
+        return self._loaded().is_special_token(token)
+
     def _validate(self, grammar: str) -> str:
+        tokenizer = self._loaded()
+        found = LLMatcher.validate_grammar(grammar, tokenizer)
+        if found:
+            return found
+        matcher = LLMatcher(tokenizer, grammar)
+        return matcher.get_error() if matcher.is_error() else ""
+
+    def _loaded(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
                 text = self._path.read_text(encoding="utf-8")
                 self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
-            found = LLMatcher.validate_grammar(grammar, self._tokenizer)
-            if found:
-                return found
-            matcher = LLMatcher(self._tokenizer, grammar)
-            return matcher.get_error() if matcher.is_error() else ""
+            return self._tokenizer

@@ -109,6 +109,7 @@ class Text:
         named = _json(directory / "tokenizer_config.json")
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.vocab_size: int = config.get("vocab_size") or size
         self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
         special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
@@ -121,6 +122,7 @@ class Text:
             raise UserError(message, "model.path") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
+        self._added_ids = {content: i for i, content in self._added.items()}
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
@@ -168,9 +170,9 @@ class Text:
         skip = frozenset(token for token in skip if self._added[token] not in shown)
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens)
 
-    def is_special(self, content: str) -> bool:
-        """Whether a special token has this content."""
-        return any(self._added[token] == content for token in self._special_ids)
+    def token_of(self, content: str) -> int | None:
+        """The added token with this content."""
+        return self._added_ids.get(content)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes for which a token stands, alone."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from router import chat
 from router.errors import invalid
-from router.prepare import Preparer
+from router.prepare import Preparer, check_size
 from router.schema import Message, Open, read
 from router.status import Front
 
@@ -59,8 +59,10 @@ class Tokens:
                 extra=body.chat_template_kwargs,
                 tools=body.tools,
             )
+            check_size(prompt, self._front)
             tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         else:
+            check_size(body.prompt or "", self._front)
             add_special = body.add_special_tokens is not False
             tokens = text.encode(body.prompt or "", add_special_tokens=add_special)
         return {

@@ -90,10 +90,13 @@ def _chosen(choice: Any) -> str:
 
 
 def detected(template: str) -> Format:
-    """The format in which a model calls, by what its chat template says."""
+    """The format in which a model calls, by its chat template; Hermes' where it does not say.
+
+    A call that is demanded follows its grammar, so even a model without tools keeps to the format.
+    """
     if CALL in template:
         return "hermes"
-    return "llama3" if "<|python_tag|>" in template or "ipython" in template else "none"
+    return "llama3" if "<|python_tag|>" in template or "ipython" in template else "hermes"
 
 
 def parser(form: Format, tools: Tools) -> Parser:
@@ -106,7 +109,7 @@ def parser(form: Format, tools: Tools) -> Parser:
 
 
 def call_rules(
-    form: Format, tools: Tools, is_special: Callable[[str], bool]
+    form: Format, tools: Tools, is_token: Callable[[str], bool]
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and rules of the calls that are demanded (else of all): the rule `calls`.
 
@@ -129,7 +132,7 @@ def call_rules(
     if form == "llama3":
         call, between = "object", quoted("; ")
     else:
-        opened, closed = (mark if is_special(mark) else quoted(mark) for mark in (CALL, CALL_END))
+        opened, closed = (mark if is_token(mark) else quoted(mark) for mark in (CALL, CALL_END))
         call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
     rules.append(f"call: {call}")
     rules.append(f"calls: call ({between} call)*" if tools.parallel else "calls: call")

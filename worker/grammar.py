@@ -14,7 +14,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from worker.errors import UserError
+from worker.errors import Unsupported, UserError
 
 
 class Matcher:
@@ -59,17 +59,21 @@ class Grammars:
 
         Raises:
             UserError: this is no grammar, or the output does not follow it.
+            Unsupported: llguidance cannot use this model's tokenizer.
         """
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
-                self._path.read_text(encoding="utf-8"),
-                n_vocab=self._vocab_size,
-                eos_token=self._eos_ids,
-            )
+            self._tokenizer = self._load()
         matcher = LLMatcher(self._tokenizer, grammar)
         if matcher.is_error() or (output and not matcher.consume_tokens(list(output))):
             raise UserError(f"grammar: {matcher.get_error()}", "response_format")
         return Matcher(matcher)
+
+    def _load(self) -> LLTokenizer:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+        except (OSError, ValueError) as error:
+            raise Unsupported(f"no grammars for this model: {error}", "response_format") from error
 
     def masks(self, matchers: Sequence[Matcher | None]) -> Tensor:
         """[len(matchers), ceil(vocab / 32)] i32 for sampler.sample; None allows everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Step:
     def __init__(self, plan: Plan, runner: ModelRunner) -> None:
         self.plan = plan
         self._runner = runner
-        self._running: Future[Result | None] | None = None
+        self._running: Future[Any] | None = None  # of Result | None; of the body: None
         self._result: Result | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -69,7 +70,9 @@ class Step:
         """Block until the device is through; the tokens of plan.sampled_rows."""
         if self._event is not None:
             self._event.synchronize()
-        result = self._running.result() if self._running is not None else self._result
+        result: Result | None = self._result
+        if self._running is not None:
+            result = self._running.result()
         return result.read() if result is not None else []
 
 
@@ -133,7 +136,7 @@ class ModelRunner:
         self._hidden = self._forward(plan)
 
     @torch.inference_mode()
-    def _tail(self, plan: Plan, body: Future[None] | None, masks: Tensor) -> Result:
+    def _tail(self, plan: Plan, body: Future[Any] | None, masks: Tensor) -> Result:
         if body is not None:
             body.result()  # it ran before us on this stream; its error is ours
         hidden, self._hidden = self._hidden, None

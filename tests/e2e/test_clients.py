@@ -16,7 +16,8 @@ OPENAI2 = REPOSITORY / ".tools" / "openai2" / "bin" / "python"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     serve = Serve(tmp_path_factory.mktemp("clients"), port=8200)
-    yield serve.start("--decode", "2", "--set", "disaggregation.mode=always").wait_ready()
+    arguments = ("--decode", "2", "--set", "disaggregation.mode=always")
+    yield serve.start(*arguments, "--set", "router.tool_parser=hermes").wait_ready()
     serve.end()
 
 

@@ -1,7 +1,7 @@
 """Penalties, biases, grammars, logprobs and further choices: the same whatever serves them.
 
-The oracle of greedy ids and of all logprobs is `transformers` with the changes of the logits made
-in float64; that of seeded ids is one request at a time in one process. All in float32.
+One request at a time in one process is compared with `transformers`, the changes of its logits made
+in float64; everything else with one request at a time. All in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from transformers import Qwen3ForCausalLM
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from worker.api import FinishReason, Sampling
+from worker.errors import Unsupported
+from worker.grammar import Grammars
+from worker.kernels.philox import gumbel_ref
 
 NUM = 18
 VOCAB, EOS = 1024, 2
@@ -173,9 +176,28 @@ def allowed(sampling: Sampling, output: list[int]) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
 
 
+def draw(values: np.ndarray, sampling: Sampling, position: int) -> int:
+    """The token that the noise of this seed and position picks."""
+    if sampling.temperature == 0:
+        return int(values.argmax())
+    values = values / sampling.temperature
+    p = np.exp(values - values.max())
+    p[p < sampling.min_p * p.max()] = 0.0
+    order = (-p).argsort(kind="stable")
+    if sampling.top_k:
+        p[order[sampling.top_k :]] = 0.0
+    p /= p.sum()
+    before = p[order].cumsum() - p[order]
+    if sampling.top_p < 1:
+        p[order[before >= sampling.top_p]] = 0.0
+    values[p == 0] = -np.inf
+    noise = gumbel_ref(torch.tensor([sampling.seed]), torch.tensor([position]), VOCAB)[0]
+    return int((values + noise.double().numpy()).argmax())
+
+
 def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    num_logprobs = num_greedy = 0
+    num_logprobs = num_tokens = 0
     for prompt, sampling, answer in zip(problem_ids(NUM), wishes(), expected, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
@@ -191,11 +213,10 @@ def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
         for at, token in enumerate(answer.tokens):
             left = changed(logits[at].numpy(), prompt, answer.tokens[:at], sampling)
             assert math.isfinite(left[token]), (at, token)
-            if sampling.temperature == 0:
-                assert token == left.argmax()
-                num_greedy += 1
+            assert token == draw(left, sampling, len(prompt) + at)
+            num_tokens += 1
     assert num_logprobs > 100
-    assert num_greedy > 50
+    assert num_tokens > 200
 
 
 def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
@@ -209,7 +230,7 @@ def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
     ]  # fmt: skip
     others = ended(alone.client.generate(problem_ids(NUM), plain))
     pairs = zip(others, expected, strict=True)
-    assert sum(one.tokens == other.tokens for one, other in pairs) < NUM // 4
+    assert sum(one.tokens == other.tokens for one, other in pairs) < NUM // 2
     reasons = {each.finish_reason for each in expected}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -244,7 +265,7 @@ def test_waiting_for_the_only_penalty_place_changes_nothing(
     mode: str, expected: list[Answer]
 ) -> None:
     with running(sections(mode, penalty_rows=1)) as cluster:
-        check(cluster, expected)
+        check(cluster, expected, rounds=1)
 
 
 def test_one_penalty_place_and_preemption_change_nothing(expected: list[Answer]) -> None:
@@ -253,7 +274,7 @@ def test_one_penalty_place_and_preemption_change_nothing(expected: list[Answer])
         "engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1, "penalty_rows": 1},
     }
     with running(sections("never", max_prefill_tokens=23), decode_sections=few) as cluster:
-        check(cluster, expected)
+        check(cluster, expected, rounds=1)
 
 
 def test_mooncake_changes_nothing(expected: list[Answer]) -> None:
@@ -340,6 +361,15 @@ def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
     alone.wait_idle()
 
 
+def test_a_tokenizer_that_llguidance_cannot_use_is_said() -> None:
+    grammars = Grammars(TINY, VOCAB // 2, [EOS])
+    with pytest.raises(Unsupported, match="vocab size"):
+        grammars.matcher(GRAMMARS["choice"], ())
+    grammars = Grammars(TINY / "nowhere", VOCAB, [EOS])
+    with pytest.raises(Unsupported, match="nowhere"):
+        grammars.matcher(GRAMMARS["choice"], ())
+
+
 # Further choices of a request.
 
 
@@ -347,11 +377,15 @@ def choices(num: int = 5) -> list[Sampling]:
     rng = random.Random(31)
     kinds = ["free", "schema", "free", "regex", "choice"]
     return [
-        msgspec.structs.replace(wish(rng, kinds[i % 5], 3), temperature=1.1, seed=77 + i)
+        msgspec.structs.replace(
+            wish(rng, kinds[i % 5], 3), temperature=1.1, seed=77 + i, min_tokens=22, stop_ids=()
+        )
         for i in range(num)
     ]
 
 
+# Its KV ends within a page, so that every choice has a rest of its own to prefill.
+SHORT = next(prompt for prompt in problem_ids(9) if (len(prompt) - 1) % 16 > 2)
 LONG = tuple(i % 900 + 50 for i in range(1500))
 
 
@@ -360,7 +394,7 @@ def separate(alone: Running) -> dict[tuple[int, ...], list[Answer]]:
     """The choices of two prompts, asked for one by one and without `after`."""
     return {
         prompt: [ended(alone.client.generate([prompt], each))[0] for each in choices()]
-        for prompt in (problem_ids(3)[2], LONG)
+        for prompt in (SHORT, LONG)
     }
 
 
@@ -379,7 +413,7 @@ def until_held(cluster: Running, num: int) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 def test_choices_pull_their_prompt_once(transport: str, separate: dict) -> None:
-    prompt = problem_ids(3)[2]
+    prompt = SHORT
     config = sections()
     kind = "shm" if transport == "shm" else "tcp"
     config["transport"] = {"name": transport, "kind": kind}
@@ -411,7 +445,7 @@ def test_choices_compute_their_prompt_once(separate: dict) -> None:
 
 
 def test_choices_without_a_prefix_tree(separate: dict) -> None:
-    prompt = problem_ids(3)[2]
+    prompt = SHORT
     with running(sections("always", prefix_cache=False)) as cluster:
         answers = cluster.client.wait(ask(cluster.client, prompt))
         same(answers, separate[prompt])
@@ -419,10 +453,10 @@ def test_choices_without_a_prefix_tree(separate: dict) -> None:
 
 
 def test_choices_that_are_preempted(separate: dict) -> None:
-    prompt = problem_ids(3)[2]
-    few = {"engine": {"num_pages": -(-len(prompt) // 16) + 6, "growth_tokens": 1}}
+    prompt = SHORT
+    few = {"engine": {"num_pages": -(-len(prompt) // 16) + 4, "growth_tokens": 1}}
     config = sections("always")
-    config["model"] = {"max_model_len": len(prompt) + 40}
+    config["model"] = {"max_model_len": len(prompt) + 36}
     with running(config, decode_sections=few) as cluster:
         for _ in range(2):
             same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
@@ -438,6 +472,7 @@ def test_the_first_choice_goes_while_others_wait(mode: str, separate: dict) -> N
         until_held(cluster, 4)
         client.repeat(others[0])
         client.abort(others[3])
+        until_held(cluster, 3)
         client.abort(parent)
         same(client.wait(others[:3]), separate[LONG][1:4])
         cluster.wait_idle()
@@ -449,25 +484,19 @@ def test_the_first_choice_goes_while_others_wait(mode: str, separate: dict) -> N
 def test_the_router_goes_while_choices_wait(separate: dict) -> None:
     config = sections("never", max_prefill_tokens=8)
     config["ping"] = {"interval_s": 0.25, "max_misses": 8}
-    prompt = problem_ids(3)[2]
+    prompt = SHORT
     with running(config) as cluster:
         other = Client(cluster.members, "other/1")
         ask(other, LONG)
         until_held(cluster, 4)
         other.close()
-        until_gone = cluster.workers["decode-0"]
-        for _ in range(200):
-            cluster.client.pump()
-            if until_gone.idle():
-                break
-        cluster.wait_idle(1.0)
-        assert until_gone.engine.metrics.generated_tokens._value.get() >= 0
+        cluster.wait_idle()
         same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
         cluster.wait_idle()
 
 
 def test_a_first_choice_that_is_not_there(separate: dict) -> None:
-    prompt = problem_ids(3)[2]
+    prompt = SHORT
     first, *others = choices()
     expected = separate[prompt]
     with running(sections("always")) as cluster:

@@ -52,7 +52,12 @@ CORPUS = [
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def make_model(directory: Path, template: str = CHATML, words: Sequence[str] = ()) -> Path:
+def make_model(
+    directory: Path,
+    template: str = CHATML,
+    words: Sequence[str] = (),
+    max_len: int = MAX_MODEL_LEN,
+) -> Path:
     """A byte-level BPE of a few hundred entries with a ChatML template, in Hugging Face's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,7 +72,7 @@ def make_model(directory: Path, template: str = CHATML, words: Sequence[str] = (
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"vocab_size": 512, "max_position_embeddings": MAX_MODEL_LEN}
+    config = {"vocab_size": 512, "max_position_embeddings": max_len}
     (directory / "config.json").write_text(json.dumps(config))
     named = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))

@@ -160,7 +160,10 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own(
 def test_followers_go_to_their_leader_and_on_their_own_when_it_refuses(text: Text) -> None:
     first, second = DecodeDouble("decode-0"), DecodeDouble("decode-1")
     doubles = (first, second)
-    with serving(text.directory, *doubles) as (_, url), httpx.Client(timeout=HANG_S) as http:
+    with (
+        serving(text.directory, *doubles, sse_ping_s=0.05) as (_, url),
+        httpx.Client(timeout=HANG_S) as http,
+    ):
         future_body = {"prompt": "hello", "n": 3, "stream": True}
         with http.stream("POST", f"{url}/v1/completions", json=future_body) as response:
             busy = first if not first.taken.empty() else second

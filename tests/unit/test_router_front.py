@@ -91,7 +91,7 @@ def test_api_keys(text: Text, tmp_path: Path) -> None:
     ):
         for open_path in ("/health", "/ready", "/metrics", "/config"):
             assert httpx.get(f"{url}{open_path}").status_code == 200
-        for header in (None, "first", "Basic first", "Bearer wrong", "Bearer ", "Bearer firs"):
+        for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
             headers = {} if header is None else {"authorization": header}
             for guarded in ("/v1/models", "/tokenize", "/detokenize", "/v1/nothing"):
                 response = httpx.get(f"{url}{guarded}", headers=headers)

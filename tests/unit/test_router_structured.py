@@ -1,4 +1,4 @@
-"""Structured output: grammars that the model's tokenizer can follow, and 400 for those it cannot."""
+"""Structured output: grammars that the tokenizer can follow, and 400 for those it cannot."""
 
 from __future__ import annotations
 
