@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from worker.api import Candidate, FinishReason, PeerId, Sampling
 from worker.cache.book import Hold
+
+if TYPE_CHECKING:
+    from worker.grammar import Matcher
 
 
 class Phase(Enum):
@@ -27,24 +30,6 @@ class Phase(Enum):
     RUNNING = auto()  # has an active row
     PREEMPTED = auto()  # gave its pages up; waits for room
     FINISHED = auto()
-
-
-class Follows(Protocol):
-    """Follows a request's output through its grammar; see worker.grammar.Matcher."""
-
-    @property
-    def stopped(self) -> bool:
-        """Nothing may follow any more."""
-        ...
-
-    @property
-    def error(self) -> str:
-        """Why it cannot be followed any further; "" = it can."""
-        ...
-
-    def consume(self, token: int) -> None:
-        """The output goes on with `token`."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +56,7 @@ class Req:
     num_sent: int = 0  # tokens already reported to the router
     finish_reason: FinishReason | None = None
     is_follower: bool = False  # it came with Generate.after
-    matcher: Follows | None = None  # of its grammar; None = free text
+    matcher: Matcher | None = None  # of its grammar; None = free text
 
     @property
     def max_len(self) -> int:

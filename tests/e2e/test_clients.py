@@ -17,7 +17,7 @@ OPENAI2 = REPOSITORY / ".tools" / "openai2" / "bin" / "python"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     serve = Serve(tmp_path_factory.mktemp("clients"), port=8200)
     arguments = ("--decode", "2", "--set", "disaggregation.mode=always")
-    yield serve.start(*arguments, "--set", "router.tool_parser=hermes").wait_ready()
+    yield serve.start(*arguments).wait_ready()
     serve.end()
 
 
