@@ -63,7 +63,7 @@ class Grammars:
         """
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, grammar)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error() or (output and not matcher.consume_tokens(list(output))):
             raise UserError(f"grammar: {matcher.get_error()}", "response_format")
         return Matcher(matcher)

@@ -21,7 +21,9 @@ class PrefillLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
-        self._scheduler = PrefillScheduler(engine.book, engine.config.engine)
+        self._scheduler = PrefillScheduler(
+            engine.book, engine.config.engine, int(engine.config.model.max_model_len)
+        )
         self._outbound = Outbound(
             incarnation,
             self._scheduler,

@@ -225,3 +225,11 @@ def test_nothing_waits_behind_a_dropped_prompt() -> None:
     plan = scheduler.plan()
     assert plan is not None
     assert [chunk.tokens for chunk in plan.chunks] == [tuple(range(19))]
+
+
+def test_a_prompt_that_no_row_can_hold_is_refused() -> None:
+    book = PageBook(50, 16)
+    scheduler = PrefillScheduler(book, EngineConfig(), max_len=32)
+    assert scheduler.admit("long", range(33)) is None
+    assert book.num_holds == 0
+    assert scheduler.admit("fits", range(32)) is not None

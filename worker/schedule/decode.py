@@ -134,8 +134,8 @@ class DecodeScheduler:
                 self.book.commit(req.hold, req.tokens[:-1])
             reason = _reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
-            if reason is None and req.matcher is not None and req.matcher.stopped:
-                reason = FinishReason.STOP
+            if req.matcher is not None and req.matcher.stopped:
+                reason = FinishReason.STOP  # complete, also where it took the last token allowed
             news.append((req, result, reason))
             if req in self._leaving:
                 self._leaving.discard(req)

@@ -17,12 +17,13 @@ from worker.schedule.rows import RowTable
 
 
 class PrefillScheduler:
-    """Admission and chunking of one prefill worker."""
+    """Admission and chunking of one prefill worker, for prompts of up to `max_len` tokens."""
 
-    def __init__(self, book: PageBook, engine: EngineConfig) -> None:
+    def __init__(self, book: PageBook, engine: EngineConfig, max_len: int = 1 << 62) -> None:
         self.book = book
         self.waiting: deque[PrefillReq] = deque()  # not all planned yet, in order of arrival
         self._engine = engine
+        self._max_len = max_len  # what a row of the device's page table can hold
         self._rows = RowTable(engine.max_num_reqs)
         self._step = 0
         self._launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
@@ -33,7 +34,9 @@ class PrefillScheduler:
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
     def admit(self, key: str, tokens: Sequence[int]) -> PrefillReq | None:
-        """Take a prompt of at least two tokens, or None when there is no room."""
+        """Take a prompt of at least two tokens, or None when there is no room for it."""
+        if len(tokens) > self._max_len:
+            return None
         if len(self.waiting) >= self._engine.max_num_reqs + self._engine.max_waiting:
             return None
         target = len(tokens) - 1
