@@ -142,7 +142,10 @@ class Generate(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Router to decode: a stop string matched; nothing from `at_position` on counts."""
+    """Router to decode: a stop string matched; nothing from `at_position` on counts.
+
+    No final chunk follows: the router has ended the request.
+    """
 
     req_id: str
     dispatch: int

@@ -53,7 +53,6 @@ class Req:
     num_table_pages: int = 0  # pages the device table knows
     num_in_flight: int = 0  # launched steps that have not settled
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
-    num_sent: int = 0  # tokens already reported to the router
     finish_reason: FinishReason | None = None
     is_follower: bool = False  # it came with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
