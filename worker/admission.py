@@ -23,9 +23,15 @@ class Admission:
     """The door of one decode worker."""
 
     def __init__(
-        self, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound, peers: PrefillPeers
+        self,
+        me: PeerId,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        inbound: Inbound,
+        peers: PrefillPeers,
     ) -> None:
         self.draining = False
+        self._me = me
         self.grammars = Grammars(
             engine.config.model.directory, engine.spec.vocab_size, engine.spec.eos_token_ids
         )
@@ -71,6 +77,7 @@ class Admission:
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
             self._count("none")
+            req.marks.landed_at = req.marks.landed_at or time.monotonic()
             self._scheduler.commit(req)
             return
         candidates = self._peers.eligible(req.candidates)
@@ -93,6 +100,8 @@ class Admission:
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`: local (cheaper), alone (nobody to ask), fallback."""
         self._count(why)
+        if not req.marks.row_at:
+            req.marks.prefilled_by = self._me
         self._scheduler.prefill_locally(req)
 
     def resume_preempted(self) -> None:

@@ -182,6 +182,21 @@ class TokenLogprob(Message, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, best first
 
 
+class Stages(Message, frozen=True):
+    """Where the time from a Generate's arrival to its first token went, in seconds.
+
+    The stages follow one another and add up to that time. What a prefill worker says of itself is a
+    duration by its own clock; everything else is by decode's.
+    """
+
+    prefill_queue_s: float  # asking for the prefill, and waiting for its first step
+    prefill_s: float  # from its first step to its last; a local one draws the first token, too
+    transfer_s: float  # from the last page's announcement until all pages had landed
+    decode_queue_s: float  # from then on, waiting for a row
+    first_step_s: float  # in a row, until the first token was on the host
+    prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
+
+
 class TokenChunk(Message, frozen=True):
     """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
 
@@ -196,6 +211,7 @@ class TokenChunk(Message, frozen=True):
     error: Error | None = None
     num_cached_tokens: int = 0  # prompt tokens found in a prefix tree, decode's or prefill's
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if they were asked for
+    stages: Stages | None = None  # with the first token drawn for this dispatch
 
 
 class Chunks(Message, frozen=True):
@@ -243,6 +259,9 @@ class KVReady(Message, frozen=True):
     num_groups: int
     last: bool
     num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
+    prefill_s: float = (
+        0.0  # with `last`: from the first step for this prompt to the end of the last
+    )
 
 
 class Renew(Message, frozen=True):

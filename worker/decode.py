@@ -68,7 +68,7 @@ class DecodeLoop:
             engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
         )
         self._inbound = Inbound(incarnation, parts, self._peers)
-        self._admission = Admission(engine, scheduler, self._inbound, self._peers)
+        self._admission = Admission(thread.me, engine, scheduler, self._inbound, self._peers)
         self._replies = Replies(thread.send, config.lease.final_resend_s)
         self._followers = Followers()
         self._reqs: dict[tuple[str, int], Req] = {}
@@ -106,7 +106,7 @@ class DecodeLoop:
         for router, message in self._followers.due(self._reqs.values()):
             self._admit(router, message, now)
         self._admission.resume_preempted()
-        step = self._engine.launch(self._scheduler.plan())
+        step = self._engine.launch(self._scheduler.plan(time.monotonic()))
         settled = self._pending
         if settled is not None:
             self._settle(settled)
@@ -167,6 +167,7 @@ class DecodeLoop:
             said = Error(error.code, str(error), param)
             self._thread.send(router, Refused(*key, said, retry_after_s))
             return
+        req.marks.received_at = now
         self._reqs[key] = req
         self._admission.place(req)
 
@@ -175,6 +176,7 @@ class DecodeLoop:
         if arrived.aborted:
             self._end(req, FinishReason.ABORT)
         elif arrived.landed:
+            req.marks.landed_at = req.marks.landed_at or time.monotonic()
             self._scheduler.commit(req)
         else:
             self._admission.place_locally(req, "fallback")
@@ -219,7 +221,11 @@ class DecodeLoop:
             if req.matcher is not None and req.matcher.error:
                 reason = FinishReason.ERROR
                 error = Error(UserError.code, f"grammar: {req.matcher.error}", "response_format")
-            self._replies.add(req.router, _chunk(req, each, reason, error), now)
+            chunk = _chunk(req, each, reason, error)
+            if not req.marks.first_token_at:
+                req.marks.first_token_at = now
+                chunk = msgspec.structs.replace(chunk, stages=req.marks.stages())
+            self._replies.add(req.router, chunk, now)
             if reason is not None:
                 self._end(req, reason)
 

@@ -92,6 +92,8 @@ class Fetch:
         self._began_at = now
         self._sent_at = now
         self._window = PullWindow(parts.lease.decode_window_s)
+        self._computed_at = 0.0  # when this attempt's last page was announced
+        self._prefill_s = 0.0
         self._announced: deque[_Ready] = deque()  # not bound and pulled yet
         self._ranges: list[_Range] = []
         # Number of a page in the prompt -> its layer groups, as bits, in this attempt.
@@ -124,6 +126,7 @@ class Fetch:
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, prefill)
         self.peer, self._sent_at = peer, now
         self._window = PullWindow(self._parts.lease.decode_window_s)
+        self._computed_at = 0.0
         self._seen_groups.clear()
         self._landed_groups.clear()
         num_matched = self.num_landed * self._parts.book.page_size
@@ -138,6 +141,8 @@ class Fetch:
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
+        if message.last and not self._computed_at:
+            self._computed_at, self._prefill_s = time.monotonic(), message.prefill_s
         groups = range(message.first_group, message.first_group + message.num_groups)
         fresh: list[tuple[int, int]] = []
         for number, remote in enumerate(message.pages, message.first_page):
@@ -187,6 +192,10 @@ class Fetch:
         num_tokens = self.num_landed * self._parts.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
         if landed:
+            marks = self.req.marks
+            if not marks.row_at:
+                marks.announced_at, marks.prefill_s = self._computed_at, self._prefill_s
+                marks.prefilled_by = self.peer
             took_s = time.monotonic() - self._began_at
             self._parts.metrics.fetch_seconds(self._parts.label).observe(took_s)
 

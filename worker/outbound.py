@@ -117,9 +117,10 @@ class Outbound:
         if pinned is not None:
             self._drop(pinned)
 
-    def grown(self, reqs: Sequence[PrefillReq]) -> None:
+    def grown(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """A step has settled: announce the pages that have become final by it."""
         for req in reqs:
+            req.prefill_s = now - req.started_at
             self._announce(self._by_req[req], req.num_announced_pages)
 
     def sweep(self, now: float) -> None:
@@ -142,7 +143,9 @@ class Outbound:
         pages = tuple(req.hold.pages[first:end])
         req.num_announced_pages = max(first, end)
         num_cached = req.hold.num_matched
-        ready = KVReady(pinned.xfer, first, pages, 0, self._num_groups, last, num_cached)
+        ready = KVReady(
+            pinned.xfer, first, pages, 0, self._num_groups, last, num_cached, req.prefill_s
+        )
         self._send(pinned.peer, ready)
 
     def _refuse(self, peer: PeerId, xfer: Xfer, error: Busy | UserError) -> None:

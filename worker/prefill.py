@@ -56,10 +56,11 @@ class PrefillLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
-        step = self._engine.launch(self._scheduler.plan())
+        step = self._engine.launch(self._scheduler.plan(now))
         if self._pending is not None:
             self._engine.settle(self._pending)
-            self._outbound.grown(self._scheduler.settle(self._pending.plan.step))
+            grown = self._scheduler.settle(self._pending.plan.step)
+            self._outbound.grown(grown, time.monotonic())
         self._pending = step
         self._outbound.sweep(now)
         self._publish()

@@ -5,11 +5,11 @@ Who fills it: the worker's loop creates it, its scheduler moves it along, `PageB
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from worker.api import Candidate, FinishReason, PeerId, Sampling
+from worker.api import Candidate, FinishReason, PeerId, Sampling, Stages
 from worker.cache.book import Hold
 
 if TYPE_CHECKING:
@@ -30,6 +30,37 @@ class Phase(Enum):
     RUNNING = auto()  # has an active row
     PREEMPTED = auto()  # gave its pages up; waits for room
     FINISHED = auto()
+
+
+@dataclass(slots=True)
+class Marks:
+    """When a decode request first passed each point of its way; monotonic seconds, 0 = not yet."""
+
+    received_at: float = 0.0  # filled by the loop
+    announced_at: float = 0.0  # its prefill worker had computed all; filled by its fetch
+    prefill_s: float = 0.0  # that worker's own figure; filled by its fetch
+    prefilled_by: str = ""  # PeerId; filled by its fetch or at admission
+    landed_at: float = 0.0  # all KV is here, without a step of its own; filled by the loop
+    row_at: float = 0.0  # filled by the scheduler
+    first_token_at: float = 0.0  # filled by the loop
+
+    def stages(self) -> Stages:
+        """The durations between the marks, once there is a first token."""
+        if not self.landed_at:  # prefilled here, in the row
+            queue_s = self.row_at - self.received_at
+            prefill_s = self.first_token_at - self.row_at
+            return Stages(queue_s, prefill_s, 0.0, 0.0, 0.0, self.prefilled_by)
+        fetch_s = self.landed_at - self.received_at
+        transfer_s = self.landed_at - self.announced_at if self.announced_at else 0.0
+        prefill_s = min(self.prefill_s, fetch_s - transfer_s)
+        return Stages(
+            fetch_s - transfer_s - prefill_s,
+            prefill_s,
+            transfer_s,
+            self.row_at - self.landed_at,
+            self.first_token_at - self.row_at,
+            self.prefilled_by,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +87,7 @@ class Req:
     finish_reason: FinishReason | None = None
     is_follower: bool = False  # it came with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
+    marks: Marks = field(default_factory=Marks)
 
     @property
     def max_len(self) -> int:
@@ -80,6 +112,8 @@ class PrefillReq:
     num_planned_tokens: int = 0  # launched
     num_table_pages: int = 0
     num_announced_pages: int = 0
+    started_at: float = 0.0  # monotonic: when its first step was planned
+    prefill_s: float = 0.0  # from then to the end of the last step that has settled
     dropped: bool = False  # given back; a step in flight may still compute it
 
     @property

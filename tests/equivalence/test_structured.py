@@ -180,11 +180,15 @@ def check(schema: Schema, grammar: str, answer: Answer) -> None:
         assert len(answer.tokens) == MAX_TOKENS
 
 
-def answers_of(asked: tuple[tuple[Schema, str], ...], **changes: object) -> list[Answer]:
-    """One decode worker, as many at a time as it takes."""
+def answers_of(
+    asked: tuple[tuple[Schema, str], ...], device: str = "cpu", **changes: object
+) -> list[Answer]:
+    """One decode worker in float32, as many at a time as it takes."""
     prompt = chat_ids("How many apples are left? Answer as JSON.")
-    engine = {"device": "cpu", "threads": 1, "cpu_pool_bytes": 96 << 20, "max_num_reqs": BATCH}
-    config = {"engine": engine, "disaggregation": {"mode": "never"}}
+    engine = {"device": device, "threads": 1, "num_pages": 3000, "max_num_reqs": BATCH}
+    config = {
+        "engine": engine, "disaggregation": {"mode": "never"}, "model": {"dtype": "float32"},
+    }  # fmt: skip
     answers = []
     with running(config, num_prefill=0) as cluster:
         for first in range(0, len(asked), 2 * BATCH):

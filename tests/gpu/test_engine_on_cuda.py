@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 
+from tests.equivalence.test_structured import accepted, answers_of, check
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -55,6 +56,18 @@ def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
     with running(config) as cluster:
         same = sum(a == b for a, b in zip(ask(cluster), cpu_ids, strict=True))
     assert same > NUM // 2, f"only {same} of {NUM} texts agree with float32"
+
+
+@pytest.mark.gpu(1)
+def test_masked_steps_on_cuda_equal_the_cpu() -> None:
+    """Grammars with every filter and penalty: the tail that waits for the host's masks."""
+    asked = accepted()[::4]
+    extras = {"top_p": 0.9, "top_k": 20, "presence_penalty": 1.5, "min_tokens": 30}
+    answers = answers_of(asked, device="cuda", **extras)
+    for (schema, grammar), answer in zip(asked, answers, strict=True):
+        check(schema, grammar, answer)
+    wanted = answers_of(asked, **extras)
+    assert [each.tokens for each in answers] == [each.tokens for each in wanted]
 
 
 @pytest.mark.gpu(1)

@@ -21,6 +21,7 @@ from worker.api import (
     Member,
     Refused,
     Sampling,
+    Stages,
     TokenChunk,
     TokenLogprob,
 )
@@ -44,6 +45,9 @@ class Answer:
     num_cached_tokens: int = 0
     num_finals: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    stages: list[Stages] = field(default_factory=list)
+    sent_at: float = 0.0
+    first_at: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -87,7 +91,7 @@ class Client:
             tuple(Candidate(peer) for peer in wanted), after,
         )  # fmt: skip
         peer = decode or self.decodes[number % len(self.decodes)]
-        self.answers[req_id] = Answer(num_prompt_tokens=len(tokens))
+        self.answers[req_id] = Answer(num_prompt_tokens=len(tokens), sent_at=time.monotonic())
         self._requests[req_id] = peer, message, 0.0
         self._wire.send(peer, message)
         return req_id
@@ -152,6 +156,8 @@ class Client:
             return  # a final chunk that was sent again
         if chunk.tokens:
             assert chunk.position == expected, "gap"
+        answer.first_at = answer.first_at or time.monotonic()
+        answer.stages += [chunk.stages] if chunk.stages else []
         answer.tokens.extend(chunk.tokens)
         answer.logprobs.extend(chunk.logprobs)
         answer.num_cached_tokens = chunk.num_cached_tokens

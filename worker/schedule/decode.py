@@ -51,6 +51,7 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._was_chunk = False
+        self._now = 0.0
         self.launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
         self._leaving: set[Req] = set()  # victims with a step in flight
 
@@ -96,8 +97,12 @@ class DecodeScheduler:
         req.phase = Phase.READY
         self.ready.append(req)
 
-    def plan(self) -> Plan | None:
-        """The next step; None when nothing can run now, though it may at the very next call."""
+    def plan(self, now: float = 0.0) -> Plan | None:
+        """The next step; None when nothing can run now, though it may at the very next call.
+
+        `now` is marked at requests that get their first row.
+        """
+        self._now = now
         for req in [each for each in self.ready]:
             if not self._rows.num_free:
                 break
@@ -267,6 +272,7 @@ class DecodeScheduler:
 
     def _take_row(self, req: Req, *, active: bool) -> None:
         req.row = self._rows.take()
+        req.marks.row_at = req.marks.row_at or self._now
         seq_len = len(req.tokens) - 1 if active else 0
         last_token = req.tokens[-1] if active else 0
         min_len = req.num_prompt_tokens + req.sampling.min_tokens

@@ -51,8 +51,8 @@ class PrefillScheduler:
             self.waiting.append(req)
         return req
 
-    def plan(self) -> Plan | None:
-        """The next step, or None when nothing is to be computed."""
+    def plan(self, now: float = 0.0) -> Plan | None:
+        """The next step, or None when nothing is to be computed; `now` marks who begins."""
         budget = self._engine.max_prefill_tokens
         launched: list[tuple[PrefillReq, Chunk]] = []
         max_len = 0
@@ -61,7 +61,7 @@ class PrefillScheduler:
                 break
             start = req.num_planned_tokens
             end = min(req.num_target_tokens, start + budget)
-            self._enter_row(req)
+            self._enter_row(req, now)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
             self._rows.tell_pages(req)
             launched.append((req, Chunk(req.row, start, req.tokens[start:end])))
@@ -113,8 +113,9 @@ class PrefillScheduler:
         self._leave_row(req)
         self.book.close(req.hold)
 
-    def _enter_row(self, req: PrefillReq) -> None:
+    def _enter_row(self, req: PrefillReq, now: float) -> None:
         if not req.row:
+            req.started_at = now
             req.row = self._rows.take()
             self._rows.start(RowStart(req.row, None, 0, 0))
 

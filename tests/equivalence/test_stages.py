@@ -1,0 +1,73 @@
+"""Where the time before the first token went: each stage is told, once, and they add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines import Answer, running
+from tests.support.prompts import problem_ids
+from worker.api import Sampling, Stages
+
+NUM = 24
+
+
+def ask(mode: str, num_prefill: int = 1, **engine: object) -> tuple[list[Answer], list[Answer]]:
+    """The same prompts twice: computed, then found in the prefix trees."""
+    sections = {
+        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, **engine},
+        "disaggregation": {"mode": mode},
+    }
+    with running(sections, num_prefill=num_prefill) as cluster:
+        wanted = Sampling(12, temperature=0)
+        found = [cluster.client.generate(problem_ids(NUM), wanted) for _ in range(2)]
+        cluster.wait_idle()
+    return found[0], found[1]
+
+
+def durations(stages: Stages) -> list[float]:
+    return [
+        stages.prefill_queue_s,
+        stages.prefill_s,
+        stages.transfer_s,
+        stages.decode_queue_s,
+        stages.first_step_s,
+    ]
+
+
+def check(answers: list[Answer]) -> list[Stages]:
+    for answer in answers:
+        assert len(answer.stages) == 1, "once a request, with its first token"
+        parts = durations(answer.stages[0])
+        assert min(parts) >= 0
+        assert 0 < sum(parts) <= answer.first_at - answer.sent_at
+    return [answer.stages[0] for answer in answers]
+
+
+def test_a_prompt_from_a_prefill_worker() -> None:
+    computed, cached = ask("always")
+    for stages in check(computed):
+        assert stages.prefilled_by == "prefill-0/i0"
+        assert stages.prefill_s > 0
+        assert stages.transfer_s > 0
+        assert stages.first_step_s > 0
+    for answer, stages in zip(cached, check(cached), strict=True):
+        if not stages.prefilled_by:  # all but the last token's page is here
+            assert stages.prefill_s == stages.transfer_s == 0
+        assert answer.num_cached_tokens > 0
+
+
+def test_a_prompt_of_ones_own() -> None:
+    computed, _ = ask("never", num_prefill=0)
+    for stages in check(computed):
+        assert stages.prefilled_by == "decode-0/i0"
+        assert stages.prefill_s > 0
+        assert stages.transfer_s == stages.decode_queue_s == stages.first_step_s == 0
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_waiting_for_a_row_counts_as_queue(mode: str) -> None:
+    """With two rows for 24 requests nearly all the time is spent waiting, and says so."""
+    computed, _ = ask(mode, num_prefill=1 if mode == "always" else 0, max_num_reqs=2)
+    found = check(computed)
+    queued = sum(stages.prefill_queue_s + stages.decode_queue_s for stages in found)
+    assert queued > 0.5 * sum(sum(durations(stages)) for stages in found)
