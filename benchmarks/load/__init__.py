@@ -1,0 +1,1 @@
+"""A load harness for OpenAI-compatible servers: `python -m benchmarks.load --help`."""

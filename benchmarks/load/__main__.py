@@ -1,0 +1,86 @@
+"""`python -m benchmarks.load [run | compare | report | selfcheck | stub]`; no word means run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.load.stub import StubOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 done, 1 something failed, 2 the user's mistake."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "run": _run,
+        "compare": _compare,
+        "report": _report,
+        "selfcheck": _selfcheck,
+        "stub": _stub,
+    }
+    command = commands.get(given[0]) if given else None
+    try:
+        return _run(given) if command is None else command(given[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (ConnectionError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    from benchmarks.load.measurement import run
+    from benchmarks.load.options import parse
+
+    return run(parse(argv))
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from benchmarks.load.compare import main as compare
+
+    return compare(argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from benchmarks.load.report import main as report
+
+    return report(argv)
+
+
+def _selfcheck(argv: Sequence[str]) -> int:
+    from benchmarks.load.selfcheck import main as selfcheck
+
+    return selfcheck(argv)
+
+
+def _stub(argv: Sequence[str]) -> int:
+    """A server with known delays."""
+    from benchmarks.load.fleet import run_loop
+    from benchmarks.load.stub import serve
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.load stub", description=_stub.__doc__
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one, which is printed")
+    for field in msgspec.structs.fields(StubOptions):
+        flag = "--" + field.name.removesuffix("_s").replace("_", "-")
+        kind = float if field.type is not int else int
+        parser.add_argument(flag, dest=field.name, type=kind, default=field.default)
+    args: dict[str, Any] = vars(parser.parse_args(argv))
+    host, port = args.pop("host"), args.pop("port")
+    run_loop(lambda: serve(StubOptions(**args), host, port))
+    return 0
+
+
+if __name__ == "__main__":
+    # Client processes are spawned: they import this module under another name.
+    sys.exit(main())

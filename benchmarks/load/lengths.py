@@ -1,0 +1,79 @@
+"""How long prompts and answers are, in tokens.
+
+A length is one of
+
+    512                  always
+    128-1024             each whole number from 128 to 1024 as likely
+    normal(512,100)      mean, standard deviation; rounded, at least 1
+    lognormal(512,0.5)   median, standard deviation of the logarithm; rounded, at least 1
+
+and a pair of lengths is `IN,OUT`, or a mix of pairs with weights: `0.7*128/64+0.3*2048/256`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from numpy.random import Generator
+
+from benchmarks.load import spec as read
+
+Length = Callable[[Generator], int]
+Pair = Callable[[Generator], tuple[int, int]]
+
+
+def length(text: str, part: str) -> Length:
+    """A drawer of lengths, at least 1; raises ValueError, which names `part`."""
+    name, bracket, rest = text.partition("(")
+    if bracket:
+        if name not in ("normal", "lognormal") or not rest.endswith(")"):
+            raise ValueError(f"{part}: {text!r} is not normal(MEAN,SD) or lognormal(MEDIAN,SIGMA)")
+        pieces = read.split(rest[:-1], ",")
+        if len(pieces) != 2:
+            raise ValueError(f"{part}: {name} takes two numbers, not {rest[:-1]!r}")
+        middle = read.number(pieces[0], f"{part}: {name}", low=1)
+        spread = read.number(pieces[1], f"{part}: {name}")
+        if name == "normal":
+            return lambda rng: max(1, round(rng.normal(middle, spread)))
+        return lambda rng: max(1, round(rng.lognormal(math.log(middle), spread)))
+    low_text, dash, high_text = text.partition("-")
+    low = read.whole(low_text, part, low=1)
+    if not dash:
+        return lambda _: low
+    high = read.whole(high_text, part, low=low)
+    return lambda rng: int(rng.integers(low, high + 1))
+
+
+def pair(text: str, what: str) -> Pair:
+    """A drawer of (prompt, answer) lengths; raises ValueError, which names `what` and the part."""
+    if "/" not in text:
+        parts = read.fields(text, ("IN", "OUT"), (), what)
+        num_in = length(parts["IN"], f"{what}: IN")
+        num_out = length(parts["OUT"], f"{what}: OUT")
+        return lambda rng: (num_in(rng), num_out(rng))
+    weights: list[float] = []
+    pairs: list[tuple[Length, Length]] = []
+    for index, term in enumerate(read.split(text, "+"), start=1):
+        part = f"{what}: part {index} of the mix"
+        weight, star, lengths = term.rpartition("*")
+        begin, slash, end = lengths.partition("/")
+        if not star or not slash:
+            raise ValueError(f"{part}: {term!r} is not WEIGHT*IN/OUT")
+        weights.append(read.number(weight, f"{part}: WEIGHT", above=True))
+        pairs.append((length(begin, f"{part}: IN"), length(end, f"{part}: OUT")))
+    shares = [weight / sum(weights) for weight in weights]
+
+    def draw(rng: Generator) -> tuple[int, int]:
+        num_in, num_out = pairs[int(rng.choice(len(pairs), p=shares))]
+        return num_in(rng), num_out(rng)
+
+    return draw
+
+
+def clip(num_in: int, num_out: int, room: int | None) -> tuple[int, int]:
+    """Both lengths made to fit `room` tokens (None: no bound); answers keep at most half of it."""
+    if room is None or num_in + num_out <= room:
+        return num_in, num_out
+    num_out = min(num_out, max(1, room // 2))
+    return max(1, min(num_in, room - num_out)), num_out

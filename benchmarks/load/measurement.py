@@ -1,0 +1,144 @@
+"""One measurement, from options to figures: workload, warm-up, runs, result files."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+
+from benchmarks.load import fleet, measure, result, tokens
+from benchmarks.load.client import Target, discover
+from benchmarks.load.options import Options
+from benchmarks.load.progress import Progress
+from benchmarks.load.records import Result, Run, Session, Workload
+from benchmarks.load.search import Probe, highest_rate
+from benchmarks.load.workload import workload
+
+KIND = "kvlane.load/1"
+START_RATE = 1.0
+WARMUP_SEED = 1_000_003
+
+
+def run(options: Options) -> int:
+    """Measure, print, write; 1 if nothing at all was served.
+
+    Raises:
+        ValueError: the options do not fit the workload.
+        ConnectionError: the server cannot be asked.
+    """
+    tokenizer = tokens.load(options.tokenizer) if options.tokenizer else None
+    target = _target(options)
+    probes: list[Probe] = []
+    runs: list[Run] = []
+    if options.search:
+        best, probes = _search(options, target, tokenizer, runs)
+        about: dict[str, Any] = {"highest_rate": best}
+    else:
+        for number in range(options.repeat):
+            work = _workload(options, options.rate, tokenizer, options.seed + number)
+            label = f"run {number + 1}/{options.repeat} " if options.repeat > 1 else ""
+            runs.append(_once(options, target, work, tokenizer, label))
+        about = work.about
+    summaries = [measure.summary(each, options.objectives) for each in runs]
+    found = Result(
+        KIND,
+        options.shown() | {"model": target.model, "argv": sys.argv[1:]},
+        result.machine(),
+        about,
+        summaries,
+        runs,
+        [msgspec.to_builtins(probe) for probe in probes],
+    )
+    print(measure.table(summaries, found))
+    if options.json_path:
+        result.write(options.json_path, found)
+    if options.html_path:
+        from benchmarks.load.report import write_report
+
+        write_report(options.html_path, [found])
+    return 0 if any(not each.error for one in runs for each in one.outcomes) else 1
+
+
+def _target(options: Options) -> Target:
+    row = asyncio.run(discover(options.url, options.headers))
+    return Target(
+        options.url,
+        options.model or row["id"],
+        options.endpoint,
+        options.streamed,
+        options.timeout_s,
+        options.headers,
+        options.extra,
+        stages=row.get("owned_by") == "kvlane",
+    )
+
+
+def _workload(options: Options, rate: str, tokenizer: Any, seed: int) -> Workload:
+    return workload(
+        options.source,
+        rate or None,
+        num_sessions=options.num or None,
+        duration_s=options.duration_s or None,
+        seed=seed,
+        tokenizer=tokenizer,
+        options=options.trace,
+    )
+
+
+def _warmup(options: Options, tokenizer: Any) -> list[Session]:
+    """First turns of the same kind of sessions, with prompts that the run does not send."""
+    if not options.warmup:
+        return []
+    other = workload(
+        options.source,
+        None,
+        num_sessions=options.warmup,
+        duration_s=None,
+        seed=options.seed + WARMUP_SEED,
+        tokenizer=tokenizer,
+        options=options.trace,
+    )
+    return [Session(each.turns[:1]) for each in other.sessions[: options.warmup]]
+
+
+def _once(options: Options, target: Target, work: Workload, tokenizer: Any, label: str = "") -> Run:
+    progress = Progress(work.num_requests, label=label)
+    found = fleet.run(
+        work,
+        target,
+        warmup=_warmup(options, tokenizer),
+        concurrency=options.concurrency or None,
+        duration_s=options.duration_s or None,
+        num_processes=options.num_processes,
+        watch=progress if not options.quiet else lambda outcomes, num_running: None,
+    )
+    progress.close()
+    tokens.count(found.outcomes, tokenizer)
+    return found
+
+
+def _search(
+    options: Options, target: Target, tokenizer: Any, runs: list[Run]
+) -> tuple[float, list[Probe]]:
+    """Appends the last run that held to `runs`, or else the last one."""
+
+    def attempt(rate: float) -> tuple[float, dict[str, Any]]:
+        work = _workload(options, f"poisson:{rate}", tokenizer, options.seed)
+        one = _once(options, target, work, tokenizer, f"{rate:.3g} req/s ")
+        good = [options.objectives.met_by(each) for each in one.outcomes]
+        share = sum(good) / max(1, len(good))
+        if share >= options.share or not runs:
+            runs[:] = [one]
+        return share, measure.summary(one, options.objectives)
+
+    def say(probe: Probe) -> None:
+        verdict = "holds" if probe.held else "fails"
+        print(
+            f"{probe.rate:8.3g} req/s: {100 * probe.share:5.1f} % good, {verdict}", file=sys.stderr
+        )
+
+    return highest_rate(
+        attempt, start=START_RATE, share=options.share, precision=options.precision, say=say
+    )

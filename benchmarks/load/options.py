@@ -1,0 +1,238 @@
+"""The command line of a run, checked: text in, `Options` out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.records import Objectives
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+PROCESSES_SHARE = 0.5  # of the machine's cores, at most, when nobody says how many
+
+EPILOG = """\
+workloads (--source):
+  problems                         word problems with checkable answers
+  synthetic:IN,OUT                 lengths in tokens: 512 | 128-1024 | normal(512,100) |
+                                   lognormal(512,0.5), or a mix 0.7*128/64+0.3*2048/256
+  shared-prefix:GROUPS,PREFIX,IN,OUT
+  multi-turn:TURNS,IN,OUT,THINK_S[,prefix=N]
+  mooncake:FILE  burstgpt:FILE  jsonl:FILE     traces, with their own times
+
+arrivals (--rate), open loop, timed from the intended moment:
+  10 | poisson:10 | constant:10 | gamma:10,0.5 | bursts:10,8 | ramp:1-20,60 | steps:5,10,20@30
+
+examples:
+  python -m benchmarks.load --rate 4 --duration 60 --slo ttft=0.5,itl=0.05
+  python -m benchmarks.load --concurrency 32 --num 512 --source synthetic:512,128 --tokenizer DIR
+  python -m benchmarks.load --search --slo ttft=0.5,itl=0.05 --duration 30
+  python -m benchmarks.load --source mooncake:trace.jsonl --json a.json --html a.html
+  python -m benchmarks.load compare a.json b.json
+"""
+
+
+@dataclass(slots=True, frozen=True)
+class Options:
+    """What a run was asked to be. Times in seconds, rates in requests per second."""
+
+    url: str = DEFAULT_URL
+    model: str = ""  # "" = the first that the server lists
+    endpoint: str = "chat"
+    streamed: bool = True
+    source: str = "problems"
+    rate: str = ""  # arrivals; "" = closed loop, or the trace's own times
+    concurrency: int = 0  # closed loop; 0 = open
+    num: int = 0
+    duration_s: float = 0.0
+    warmup: int = 4
+    seed: int = 0
+    tokenizer: str = ""
+    num_processes: int = 1
+    repeat: int = 1
+    timeout_s: float = 600.0
+    objectives: Objectives = field(default_factory=Objectives)
+    search: bool = False
+    share: float = 0.99
+    precision: float = 0.1
+    extra: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    trace: dict[str, Any] = field(default_factory=dict)  # time_scale, input_scale, ...
+    json_path: str = ""
+    html_path: str = ""
+    quiet: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        """For the result file; keys are left out."""
+        values = asdict(self) | {"objectives": {}}
+        limits = {name: getattr(self.objectives, name) for name in Objectives.__struct_fields__}
+        values["objectives"] = {name: value for name, value in limits.items() if value is not None}
+        values["headers"] = sorted(self.headers)
+        return values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of a run."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.load",
+        description="Measure an OpenAI-compatible server.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--url", default=DEFAULT_URL, help="of the server, without /v1 (%(default)s)")
+    add("--model", default="", help="default: the first that it lists")
+    add("--endpoint", choices=("chat", "completions"), default="chat")
+    add("--no-stream", action="store_true", help="ask for whole answers")
+    add("--source", default="problems", help="what to send, see below (%(default)s)")
+    add("--rate", default="", help="open loop: when to send, see below")
+    add("--concurrency", type=int, default=0, help="closed loop: so many sessions at a time")
+    add("--num", type=int, default=0, help="sessions (requests, if they have one turn)")
+    add("--duration", type=float, default=0.0, help="seconds in which sessions begin")
+    add("--warmup", type=int, default=4, help="requests before the run, not counted (%(default)s)")
+    add("--seed", type=int, default=0)
+    add("--tokenizer", default="", help="directory with tokenizer.json; 'tiny': the bundled one")
+    add("--processes", type=int, default=0, help="client processes; default: by rate and cores")
+    add("--repeat", type=int, default=1, help="runs, for the spread (%(default)s)")
+    add("--timeout", type=float, default=600.0, help="of a request, seconds (%(default)g)")
+    add("--slo", default="", help="objectives: ttft=S,itl=S,stall=S,e2e=S")
+    add("--search", action="store_true", help="find the highest rate that holds them")
+    add("--share", type=float, default=0.99, help="of requests that have to be good (%(default)g)")
+    add("--precision", type=float, default=0.1, help="of the search (%(default)g)")
+    add("--time-scale", type=float, default=1.0, help="of a trace: 2 = twice as slow")
+    add("--input-scale", type=float, default=1.0, help="of a trace's prompt lengths")
+    add("--block-size", type=int, default=512, help="tokens of a Mooncake hash id (%(default)s)")
+    add("--max-len", type=int, default=0, help="prompt + output tokens; longer ones are clipped")
+    add("--extra", default="{}", help="JSON object: further fields of every body")
+    add("--header", action="append", default=[], metavar="NAME: VALUE")
+    add("--api-key-file", default="", help="its first line is sent as bearer token")
+    add("--json", default="", metavar="FILE", help="write everything that was measured")
+    add("--html", default="", metavar="FILE", help="write a report")
+    add("--quiet", action="store_true", help="no progress")
+    return made
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options of a run.
+
+    Raises:
+        ValueError: they contradict each other; the message names the flag.
+    """
+    args = parser().parse_args(argv)
+    options = Options(
+        url=args.url.rstrip("/").removesuffix("/v1"),
+        model=args.model,
+        endpoint=args.endpoint,
+        streamed=not args.no_stream,
+        source=args.source,
+        rate=_arrivals(args.rate),
+        concurrency=args.concurrency,
+        num=args.num,
+        duration_s=args.duration,
+        warmup=args.warmup,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+        num_processes=args.processes or max(1, int((os.cpu_count() or 1) * PROCESSES_SHARE)),
+        repeat=args.repeat,
+        timeout_s=args.timeout,
+        objectives=objectives(args.slo),
+        search=args.search,
+        share=args.share,
+        precision=args.precision,
+        extra=_object(args.extra),
+        headers=_headers(args.header, args.api_key_file),
+        trace={
+            "time_scale": args.time_scale,
+            "input_scale": args.input_scale,
+            "block_size": args.block_size,
+            "max_len": args.max_len,
+        },
+        json_path=args.json,
+        html_path=args.html,
+        quiet=args.quiet,
+    )
+    _check(options)
+    return options
+
+
+def objectives(text: str) -> Objectives:
+    """`ttft=0.5,itl=0.05` as a record; times may end in ms or s.
+
+    Raises:
+        ValueError: a name or a time is unknown.
+    """
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        if f"{name}_s" not in Objectives.__struct_fields__:
+            raise ValueError(f"--slo: {name!r} is none of ttft, itl, stall, e2e")
+        found[f"{name}_s"] = _seconds(value)
+    return Objectives(**found)
+
+
+def _seconds(text: str) -> float:
+    scale = 1e-3 if text.endswith("ms") else 1.0
+    try:
+        value = scale * float(text.removesuffix("ms").removesuffix("s"))
+    except ValueError:
+        raise ValueError(f"--slo: {text!r} is no time; write 0.2, 0.2s or 200ms") from None
+    if not value > 0:
+        raise ValueError(f"--slo: {text!r} must be above zero")
+    return value
+
+
+def _arrivals(text: str) -> str:
+    """A plain number is a Poisson process."""
+    try:
+        float(text)
+    except ValueError:
+        return text
+    return f"poisson:{text}"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--extra: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("--extra: must be a JSON object")
+    return found
+
+
+def _headers(given: Sequence[str], key_file: str) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for each in given:
+        name, colon, value = each.partition(":")
+        if not colon:
+            raise ValueError(f"--header: {each!r} has no colon")
+        headers[name.strip()] = value.strip()
+    if key_file:
+        try:
+            key = Path(key_file).expanduser().read_text(encoding="utf-8").splitlines()[0].strip()
+        except (OSError, IndexError) as error:
+            raise ValueError(f"--api-key-file: {error}") from None
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _check(options: Options) -> None:
+    is_trace = options.source.partition(":")[0] in ("mooncake", "burstgpt", "jsonl")
+    if options.search:
+        if options.concurrency or is_trace:
+            raise ValueError("--search: tries rates; leave out --concurrency and traces")
+        if options.objectives == Objectives():
+            raise ValueError("--search: needs --slo")
+    elif bool(options.rate) + bool(options.concurrency) + (is_trace and not options.rate) != 1:
+        raise ValueError("say when to send: either --rate, or --concurrency, or a trace")
+    if not is_trace and not options.num and not options.duration_s:
+        raise ValueError("say how much to send: --num or --duration")
+    for name in ("concurrency", "num", "duration_s", "warmup"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.removesuffix('_s')}: must not be negative")
+    if options.repeat < 1 or options.num_processes < 1:
+        raise ValueError("--repeat and --processes: at least 1")

@@ -1,0 +1,105 @@
+"""Text of an exact number of tokens, made of words that are one token each.
+
+The words come from the tokenizer's own vocabulary. A tokenizer that splits text at spaces before
+it merges (all byte-level BPE of today's models) gives every such word one token wherever it
+stands, so texts joined by a space have the sum of their tokens; `Words.is_additive` says whether
+that held on a long sample. Counts leave out the chat template and special tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import numpy as np
+from numpy.random import Generator
+from tokenizers import Tokenizer
+
+MAX_TRIED = 6000  # words of the vocabulary that are looked at
+MIN_WORDS = 8
+NUM_SAMPLE = 2000  # words of the text that `is_additive` is judged on
+MAX_FIXES = 200
+
+_WORD = re.compile(r"[ \u2581\u0120]?([A-Za-z]{2,12})")
+
+
+class Words:
+    """Draws texts for one tokenizer.
+
+    Raises:
+        ValueError: too few words of its vocabulary are one token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        found = _candidates(tokenizer)
+        anchor = found[0] if found else "a"
+        base = self.count(anchor)
+        inner = [
+            word
+            for word, num in zip(found, self._counts([f"{anchor} {w}" for w in found]), strict=True)
+            if num == base + 1
+        ]
+        first = [word for word, num in zip(inner, self._counts(inner), strict=True) if num == 1]
+        if min(len(inner), len(first)) < MIN_WORDS:
+            raise ValueError(f"tokenizer: only {len(first)} words of its vocabulary are one token")
+        self._inner = np.array(inner, object)  # one token after a space
+        self._first = np.array(first, object)  # and one token at the beginning of a text too
+        sample = self.stream(np.random.default_rng(0), NUM_SAMPLE)
+        self.is_additive = self.count(" ".join(sample)) == NUM_SAMPLE
+
+    def count(self, text: str) -> int:
+        """Tokens of `text`, special ones left out."""
+        return len(self.ids(text))
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of `text`, special ones left out."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def stream(self, rng: Generator, num_words: int) -> list[str]:
+        """Words that may stand at the beginning of a text or after a space.
+
+        With the same `rng`, fewer words are the beginning of more.
+        """
+        first = self._first[rng.integers(len(self._first))]
+        rest = self._inner[rng.integers(len(self._inner), size=max(num_words - 1, 0))]
+        return [first, *rest.tolist()][:num_words]
+
+    def text(self, rng: Generator, num_tokens: int, after: str = "") -> str:
+        """Random words of exactly `num_tokens`; with `after`, counted as what they add to
+        `after` and a space.
+
+        Raises:
+            ValueError: no text of that length was found (never, if `is_additive`).
+        """
+        head, base = (f"{after} ", self.count(after)) if after else ("", 0)
+        words = self.stream(rng, num_tokens)
+        for _ in range(MAX_FIXES):
+            excess = self.count(head + " ".join(words)) - base - num_tokens
+            if excess == 0:
+                return " ".join(words)
+            if excess > 0:
+                del words[-max(1, min(excess, len(words) - 1) // 2) :]
+            if excess < 0 or not words:
+                words += self.stream(rng, max(1, -excess // 2))
+        raise ValueError(f"tokenizer: found no text of exactly {num_tokens} tokens")
+
+    def fixed(self, key: tuple[int, ...], num_words: int) -> list[str]:
+        """`stream` from a generator that depends on `key` alone (whole numbers, also negative)."""
+        return self.stream(np.random.default_rng([number % 2**64 for number in key]), num_words)
+
+    def _counts(self, texts: list[str]) -> list[int]:
+        batch = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [len(encoding.ids) for encoding in batch]
+
+
+def number(text: str) -> int:
+    """A whole number that stands for `text`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _candidates(tokenizer: Tokenizer) -> list[str]:
+    """Words of the vocabulary, in a fixed order, at most MAX_TRIED of them."""
+    matches = (_WORD.fullmatch(token) for token in tokenizer.get_vocab(with_added_tokens=False))
+    found = sorted({match[1] for match in matches if match})
+    return found[:: -(-len(found) // MAX_TRIED)] if found else []

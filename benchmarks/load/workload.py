@@ -1,0 +1,129 @@
+"""All that a run sends: a source of prompts joined with the times at which they are due."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks.load import arrivals as open_loop
+from benchmarks.load import prompts, traces
+from benchmarks.load.prompts import Options
+from benchmarks.load.records import Session, Workload
+from benchmarks.load.words import Words
+
+CLOSED = "closed"  # arrivals of a closed loop, also for a trace that has times of its own
+
+
+def workload(
+    source: str,
+    arrivals: str | None,
+    *,
+    num_sessions: int | None,
+    duration_s: float | None,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Workload:
+    """The sessions of `source`, due as `arrivals` says.
+
+    `arrivals` is a spec of arrivals.py, "closed", or None: a trace's own times, else closed. The
+    number of sessions follows from `arrivals` and `duration_s` where `num_sessions` is None; a
+    closed loop needs it. Start times and prompts come from the seed apart from each other: another
+    source keeps the times, another rate keeps the prompts.
+
+    Raises:
+        ValueError: a spec, an option or a file is wrong, or nothing is left to send.
+    """
+    options = _checked(options)
+    if arrivals not in (None, CLOSED):
+        open_loop.check(arrivals)
+    if num_sessions is not None and num_sessions < 1:
+        raise ValueError(f"sessions: must be at least 1, not {num_sessions}")
+    time_seed, prompt_seed = np.random.SeedSequence(seed).spawn(2)
+    time_rng = np.random.default_rng(time_seed)
+    kind, _, name = source.partition(":")
+    about: dict[str, Any] = {"source": source, "arrivals": arrivals, "seed": seed}
+    words = Words(tokenizer) if tokenizer is not None and kind != "problems" else None
+    if kind in traces.READERS:
+        found = traces.sessions(source, words, options, seed)
+        about["file_sha256"] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        if arrivals == CLOSED:
+            found = [msgspec.structs.replace(session, start_s=None) for session in found]
+        elif arrivals is not None:
+            limit = len(found) if num_sessions is None else min(num_sessions, len(found))
+            times = open_loop.starts(arrivals, time_rng, limit, duration_s)
+            found = [
+                msgspec.structs.replace(session, start_s=at_s)
+                for session, at_s in zip(found, times, strict=False)
+            ]
+        found = _bounded(found, num_sessions, duration_s)
+    else:
+        draw = prompts.source(source, words, options, tokenizer)
+        starts: Sequence[float | None]
+        if arrivals is None or arrivals == CLOSED:
+            if num_sessions is None:
+                raise ValueError("sessions: a closed loop needs their number")
+            starts = [None] * num_sessions
+        else:
+            starts = open_loop.starts(arrivals, time_rng, num_sessions, duration_s)
+        turns = draw(np.random.default_rng(prompt_seed), len(starts))
+        found = [Session(t, at_s) for t, at_s in zip(turns, starts, strict=True)]
+    if not found:
+        raise ValueError(f"{source}: nothing to send within {duration_s} s")
+    if words is not None:
+        about["exact"] = words.is_additive or kind not in traces.READERS
+    about["options"] = msgspec.to_builtins(options)
+    return Workload(tuple(found), about | describe(found))
+
+
+def describe(sessions: Sequence[Session]) -> dict[str, Any]:
+    """Figures of sessions for the report: counts, times (s), lengths (tokens), a digest."""
+    turns = [turn for session in sessions for turn in session.turns]
+    starts = [session.start_s for session in sessions if session.start_s is not None]
+    span_s = max(starts, default=0.0) - min(starts, default=0.0)
+    return {
+        "num_sessions": len(sessions),
+        "num_requests": len(turns),
+        "first_s": min(starts, default=None),
+        "last_s": max(starts, default=None),
+        # between the first start and the last there is one gap fewer than starts
+        "sessions_per_s": (len(starts) - 1) / span_s if span_s else None,
+        "prompt_tokens": _spread([turn.num_prompt_tokens for turn in turns]),
+        "max_tokens": _spread([turn.max_tokens for turn in turns]),
+        "digest": hashlib.sha256(msgspec.msgpack.encode(tuple(sessions))).hexdigest()[:16],
+    }
+
+
+def _checked(options: Options | Mapping[str, Any] | None) -> Options:
+    if isinstance(options, Options):
+        return options
+    try:
+        return msgspec.convert(dict(options or {}), Options)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"options: {error}") from None
+
+
+def _spread(values: list[int]) -> dict[str, float]:
+    """Sum, mean, least, median and most of `values`."""
+    return {
+        "sum": sum(values),
+        "mean": sum(values) / len(values),
+        "min": min(values),
+        "p50": float(np.median(values)),
+        "max": max(values),
+    }
+
+
+def _bounded(sessions: list[Session], num: int | None, duration_s: float | None) -> list[Session]:
+    """The first `num` sessions, those that begin before `duration_s`."""
+    return [
+        session
+        for session in sessions[:num]
+        if duration_s is None or session.start_s is None or session.start_s < duration_s
+    ]

@@ -1,0 +1,51 @@
+"""The load harness as its user runs it: against a stub with known delays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.load.client import Target
+from benchmarks.load.fleet import run
+from benchmarks.load.records import Session, Turn, Workload
+from benchmarks.load.selfcheck import WARMUP, check, measured, running_stub
+from benchmarks.load.stub import StubOptions
+
+STALL_S = 1.0
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_nothing_is_measured_shorter_than_it_was(num_processes: int) -> None:
+    options = StubOptions(ttft_s=0.04, itl_s=0.005, spread=0.5)
+    true, found = check(options, 50.0, 150, num_processes=num_processes)
+    assert [each.session for each in found.outcomes] == list(range(150))
+    assert not [each.error for each in found.outcomes if each.error]
+    assert all(each.num_output_tokens == len(each.chunk_s) == 8 for each in found.outcomes)
+    assert len(found.lags) == num_processes
+    for name, values in measured(found).items():
+        assert len(values) == len(true[name])
+        if name != "gap":  # a late piece shortens the gap after it
+            assert values.mean() >= true[name].mean()
+
+
+def test_a_stall_is_seen_by_everyone_who_would_have_asked() -> None:
+    """Coordinated omission: those due during the stall waited for its end."""
+    options = StubOptions(ttft_s=0.01, itl_s=0.002, stall_after=WARMUP + 50, stall_s=STALL_S)
+    true, found = check(options, 100.0, 250)
+    seen = measured(found)["ttft"]
+    due_in_it = int((true["ttft"] > 0.1).sum())
+    assert due_in_it > 70, "a second at 100 requests a second, less the last tenth"
+    assert (seen > 0.1).sum() >= due_in_it
+    assert seen.max() >= 0.95 * STALL_S
+    high = np.percentile(true["ttft"], 90)
+    assert np.percentile(seen, 90) >= high > 0.4 * STALL_S
+
+
+def test_failures_are_classes_and_not_latencies() -> None:
+    options = StubOptions(ttft_s=0.001, itl_s=0.001, num_tokens=3, fail_every=5)
+    with running_stub(options) as url:
+        sessions = tuple(Session((Turn("x", 3),)) for _ in range(50))
+        found = run(Workload(sessions), Target(url, "stub"), concurrency=1)
+    assert sum(each.error == "http_503" for each in found.outcomes) == 10
+    assert all(not each.chunk_s for each in found.outcomes if each.error)
+    assert "as asked" in next(each.message for each in found.outcomes if each.error)
