@@ -44,6 +44,7 @@ FLAGS = {
     "router": "routers.replicas",
     "host": "cluster.host",
     "port": "cluster.port",
+    "api_key_file": "router.api_key_file",
 }
 
 
@@ -100,6 +101,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--router", type=int, metavar="N", help="routers, on ports from --port on")
     parser.add_argument("--host", help="address that the routers listen on")
     parser.add_argument("--port", type=int, help="port of the first router; 0: any free one")
+    parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="one leaf of the configuration"

@@ -43,8 +43,9 @@ class ApiKeys:
         """Pass on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(GUARDED) and not self._knows(scope):
             message = "a valid API key is needed: Authorization: Bearer KEY"
-            error = ApiError(401, "invalid_api_key", message)
-            await error_response(error)(scope, receive, send)
+            response = error_response(ApiError(401, "invalid_api_key", message))
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

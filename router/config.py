@@ -18,7 +18,8 @@ class RouterConfig(Section):
         default=60.0, ge=0
     )  # waiting for a decode worker, then 429 or 503
     max_inflight: int = Field(default=4096, ge=1)  # choices in work at a time; beyond: 429 at once
-    keep_alive_s: float = Field(default=120.0, gt=0)  # an idle HTTP connection is closed after this
+    # An HTTP connection is closed that is idle, or whose client reads nothing, for so long.
+    keep_alive_s: float = Field(default=120.0, gt=0)
     max_body_bytes: int = Field(default=32 << 20, ge=1)  # a larger request body gets 413
     sse_ping_s: float = Field(
         default=15.0, gt=0

@@ -198,28 +198,36 @@ class OutputText:
     Args:
         detokenizer: fresh, for this answer.
         stops: stop strings, none empty.
-        min_tokens: stop strings are not looked for in the text of so many first tokens.
+        min_tokens: neither stop strings nor `over` end the text within so many first tokens.
+        over: gets the text, token by token, and says when the answer is whole.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        over: Callable[[str], bool] | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._num_unmatched = min_tokens
+        self._over = over
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         """Take the next tokens; after a `stopped` piece nothing may follow."""
-        if self._matcher is None:
+        if self._matcher is None and self._over is None:
             return Piece(self._detokenizer.feed(tokens), len(tokens))
         texts: list[str] = []
         for i, token in enumerate(tokens):
             text = self._detokenizer.feed((token,))
-            stopped = False
-            if self._num_unmatched > 0:
-                self._num_unmatched -= 1
-            else:
+            stopped, may_stop = False, self._num_unmatched <= 0
+            self._num_unmatched -= 1
+            if may_stop and self._matcher is not None:
                 text, stopped = self._matcher.feed(text)
             texts.append(text)
-            if stopped:
+            is_over = self._over is not None and self._over(text)
+            if stopped or (may_stop and is_over):
                 return Piece("".join(texts), i + 1, stopped=True)
         return Piece("".join(texts), len(tokens))
 

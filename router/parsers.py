@@ -11,13 +11,14 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
 
+SURROGATE = re.compile("[\\ud800-\\udfff]")
 MAX_HEAD = 512  # characters of JSON after which it is no call, if it does not look like one
 HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
@@ -131,7 +132,7 @@ class _Call:
         """The first part, and where in `text` the arguments begin; or nothing, and 0."""
         found = HEAD.match(text)
         name = _loaded(found.group(1)) if found else None
-        if found is None or not isinstance(name, str):
+        if found is None or not _is_text(name):
             return Said(), 0
         self.started, self._arguments = True, _JsonEnd()
         return self._first(name, ""), found.end()
@@ -144,10 +145,10 @@ class _Call:
         fields = cast("dict[str, Any]", value)
         name = fields.get("name")
         arguments = fields.get("arguments", fields.get("parameters", {}))
-        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        text = json.dumps(arguments) if isinstance(arguments, dict) else arguments
+        if not _is_text(name) or not _is_text(text):
             return None
         self.started = True
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return self._first(name, text)
 
     def arguments(self, text: str) -> tuple[Said, int]:
@@ -173,13 +174,18 @@ def _loaded(text: str) -> Any:
         return None
 
 
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether a response can hold `value`: an escape may stand for half a character."""
+    return isinstance(value, str) and not SURROGATE.search(value)
+
+
 class Hermes:
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
 
     def __init__(self) -> None:
         self._text = ""  # not yet understood
         self._call: _Call | None = None
-        self._num_calls = 0
+        self.num_calls = 0  # that have ended
         self._speaks = False  # content is out since the last call
 
     def feed(self, text: str) -> Said:
@@ -215,7 +221,7 @@ class Hermes:
                 return None
             self._text, self._call = rest, None
             said = call.whole(body) or Said(CALL + body + CALL_END)
-            self._num_calls += call.started
+            self.num_calls += call.started
             return said
         said, taken = call.arguments(self._text)
         self._text = self._text[taken:]
@@ -224,17 +230,17 @@ class Hermes:
         _, end, rest = self._text.partition(CALL_END)
         if not end:
             return None
-        self._num_calls += 1
+        self.num_calls += 1
         self._text, self._call = rest, None
         return Said()
 
     def _content(self) -> Said | None:
         """White space before, between and after calls only separates them."""
-        if self._num_calls and not self._speaks:
+        if self.num_calls and not self._speaks:
             self._text = self._text.lstrip()
         before, marker, after = self._text.partition(CALL)
         if marker:
-            self._text, self._call, self._speaks = after, _Call(self._num_calls), False
+            self._text, self._call, self._speaks = after, _Call(self.num_calls), False
             return Said(before.rstrip())
         cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
         if not cut:
@@ -254,7 +260,7 @@ class Llama3:
         self._names = frozenset(names)
         self._text = ""
         self._call: _Call | None = None
-        self._num_calls = 0
+        self.num_calls = 0  # that have ended
         self._is_content = False
 
     def feed(self, text: str) -> Said:
@@ -270,19 +276,19 @@ class Llama3:
     def finish(self) -> Said:
         """See `Parser`."""
         rest, self._text = self._text, ""
-        between = self._num_calls > 0 or self._call is not None
+        between = self.num_calls > 0 or self._call is not None
         return Said("" if between and not rest.strip(" \r\n\t;}") else rest)
 
     def _step(self) -> Said | None:
         if self._call is not None:
             return self._more(self._call)
-        text = self._text.lstrip(" \r\n\t;" if self._num_calls else None)
+        text = self._text.lstrip(" \r\n\t;" if self.num_calls else None)
         text = text.removeprefix(PYTHON_TAG).lstrip()
         if PYTHON_TAG.startswith(text):
             return None
         if not text.startswith("{"):
             return self._give_up()
-        call = _Call(self._num_calls)
+        call = _Call(self.num_calls)
         said, start = call.head(text)
         if not call.started:
             end = _JsonEnd().feed(text)
@@ -302,7 +308,7 @@ class Llama3:
         rest = self._text.lstrip()
         if not rest:
             return None
-        self._num_calls += 1
+        self.num_calls += 1
         self._call = None
         self._text = rest.removeprefix("}")
         return Said()
@@ -313,10 +319,15 @@ class Llama3:
 
 
 class FirstCallOnly:
-    """For parallel_tool_calls = false: what follows the first call is dropped."""
+    """For parallel_tool_calls = false: the answer is over with its first call."""
 
-    def __init__(self, inner: Parser) -> None:
+    def __init__(self, inner: Hermes | Llama3) -> None:
         self._inner = inner
+
+    @property
+    def over(self) -> bool:
+        """Whether the first call has ended."""
+        return self._inner.num_calls > 0
 
     def feed(self, text: str) -> Said:
         """See `Parser`."""
@@ -327,5 +338,6 @@ class FirstCallOnly:
         return self._first(self._inner.finish())
 
     def _first(self, said: Said) -> Said:
+        """What the token that ended the call has begun beyond it is dropped."""
         said.calls = [part for part in said.calls if part.index == 0]
         return said

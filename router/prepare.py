@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 import msgspec
 
 from router import chat, completions
 from router.errors import ApiError, invalid
-from router.parsers import MARKERS, THINK, THINK_END, Parser, Plain
+from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
 from router.reasoning import Reasoning
 from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.sse import Prepared, PreparedChoice, Shape
@@ -61,14 +62,20 @@ class Preparer:
             tools=tools.given,
         )
         think = self._think(prompt)
-        check_size(prompt, self._front)
+        check_size(prompt, self._front, "messages")
         tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         shape = chat.ChatShape(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
-        grammar = self._grammar(body, tools, think)
-        markers = MARKERS if tools.functions or think is not Think.NEVER else ()
-        return self._prepared(body, [tokens], shape, grammar, markers, "messages")
+        return self._prepared(
+            body,
+            [tokens],
+            shape,
+            "messages",
+            self._grammar(body, tools, think),
+            MARKERS if tools.functions or think is not Think.NEVER else (),
+            partial(self._end_of_calls, tools, think),
+        )
 
     def completion(self, raw: bytes) -> Prepared:
         """POST /v1/completions."""
@@ -79,14 +86,14 @@ class Preparer:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
         text = self._front.text
         for prompt in body.prompt:
-            check_size(prompt, self._front)
+            check_size(prompt, self._front, "prompt")
         prompts = completions.prompts(body, text)
         shape = completions.TextShape(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, shape, grammar, (), "prompt")
+        return self._prepared(body, prompts, shape, "prompt", grammar)
 
     def check_model(self, name: str) -> None:
         """Refuse another model's name; none at all is this one's."""
@@ -105,12 +112,22 @@ class Preparer:
 
     def _parser(self, tools: Tools, think: Think) -> Callable[[], Parser]:
         def make() -> Parser:
-            inner = parser(self._format, tools)
-            if think is Think.NEVER:
-                return inner
-            return Reasoning(inner, inside=think is Think.OPENED)
+            return _thinking(parser(self._format, tools), think)
 
         return make if tools.functions or think is not Think.NEVER else Plain
+
+    def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
+        """Says when an answer that may hold one call is over; None if it may hold more."""
+        calls = parser(self._format, tools)
+        if not isinstance(calls, FirstCallOnly):
+            return None
+        answer = _thinking(calls, think)
+
+        def over(text: str) -> bool:
+            answer.feed(text)
+            return calls.over
+
+        return over
 
     def _is_token(self, mark: str) -> bool:
         token = self._front.text.token_of(mark)
@@ -125,6 +142,8 @@ class Preparer:
         parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
         ways = ["calls"] if may_call else []
         if form is not None and not tools.demands:
+            if may_call:  # alone first, so that an error names the right one of the two
+                self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
             parts, ways = [*parts, ("form", form.part)], ["@form", *ways]
         if think is not Think.NEVER:
             first = think_rules(
@@ -145,13 +164,14 @@ class Preparer:
         body: GenerationBody,
         prompts: Sequence[tuple[int, ...]],
         shape: Shape,
-        grammar: str,
-        markers: Sequence[str],
         param: str,
+        grammar: str,
+        markers: Sequence[str] = (),
+        end: Callable[[], Callable[[str], bool] | None] = lambda: None,
     ) -> Prepared:
         text, choices = self._front.text, list[PreparedChoice]()
         for prompt in prompts:
-            max_tokens = allowed_tokens(len(prompt), body.asked_max_tokens, self._front, param)
+            max_tokens = allowed_tokens(len(prompt), *body.asked_max_tokens, self._front, param)
             sampling = body.sampling(max_tokens, text.vocab_size, grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
@@ -163,6 +183,7 @@ class Preparer:
                     min_tokens=body.min_tokens,
                     skip_special_tokens=body.skip_special_tokens,
                     shown=markers,
+                    over=end(),
                 )
                 own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
@@ -179,7 +200,11 @@ class Preparer:
         )
 
 
-def check_size(prompt: str | list[int], front: Front) -> None:
+def _thinking(inner: Parser, think: Think) -> Parser:
+    return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
+
+
+def check_size(prompt: str | list[int], front: Front, param: str) -> None:
     """Refuse a text that is too long however it is cut into tokens, before it is cut.
 
     Raises:
@@ -188,11 +213,20 @@ def check_size(prompt: str | list[int], front: Front) -> None:
     limit = front.max_model_len
     if isinstance(prompt, str) and len(prompt) > limit * front.text.max_token_chars:
         message = f"the model's context is {limit} tokens; the prompt has {len(prompt)} characters"
-        raise ApiError(400, "context_length_exceeded", message)
+        raise ApiError(400, "context_length_exceeded", message, param=param)
 
 
-def allowed_tokens(num_prompt_tokens: int, asked: int | None, front: Front, param: str) -> int:
+def allowed_tokens(
+    num_prompt_tokens: int, asked: int | None, field: str, front: Front, param: str
+) -> int:
     """How long the output may become.
+
+    Args:
+        num_prompt_tokens: how long the prompt is.
+        asked: how long the client wants the output to become, if it says.
+        field: where it says so.
+        front: knows the limit.
+        param: the field that holds the prompt.
 
     Raises:
         ApiError: 400, there is no prompt or it leaves less than what is asked.
@@ -205,5 +239,6 @@ def allowed_tokens(num_prompt_tokens: int, asked: int | None, front: Front, para
         return asked or room
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
-        message += f" and max_tokens is {asked}"
-    raise ApiError(400, "context_length_exceeded", message, param="max_tokens" if asked else None)
+        message += f" and {field} is {asked}"
+    fits = room > 0  # so that a shorter output would do
+    raise ApiError(400, "context_length_exceeded", message, param=field if fits else param)

@@ -13,7 +13,9 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from fastapi import Response
@@ -33,6 +35,7 @@ log = logging.getLogger("kvlane.router")
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+THREAD_SCORED = 256  # tokens with logprobs written at a time; 4000 of them took the loop 1.5 s
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -95,6 +98,7 @@ class Answer(Response):
         prepared: what to run.
         dispatcher: runs it.
         ping_s: a comment line is sent on a stream that is silent for so long.
+        patience_s: a client that reads nothing for so long counts as gone.
         closed: called once, when nothing of the request is left.
     """
 
@@ -103,6 +107,7 @@ class Answer(Response):
         prepared: Prepared,
         dispatcher: Dispatcher,
         ping_s: float,
+        patience_s: float,
         closed: Callable[[], None],
     ) -> None:
         self.background = None
@@ -110,6 +115,7 @@ class Answer(Response):
         self._prepared = prepared
         self._dispatcher = dispatcher
         self._ping_s = ping_s
+        self._patience_s = patience_s
         self._closed = closed
         self._mailbox = Mailbox(streamed=prepared.streamed)
         self._reqs: list[Req] = []
@@ -137,7 +143,7 @@ class Answer(Response):
                 )
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
         except _Gone:
-            log.info("%s: the client is gone", self._id)
+            log.info("%s: the client is gone, or does not read", self._id)
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -179,8 +185,12 @@ class Answer(Response):
         while self._num_open:
             found += await self._news()
         shape, answers = self._prepared.shape, self._kept(_merged(found))
-        choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
-        body = to_json(self._completion(shape.whole_object, choices, self._usage()))
+
+        def write() -> bytes:
+            choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
+            return to_json(self._completion(shape.whole_object, choices, self._usage()))
+
+        body = await _written(answers, write)
         length = str(len(body)).encode()
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
@@ -200,29 +210,38 @@ class Answer(Response):
         return found
 
     async def _stream(self, send: Send) -> None:
-        prepared = self._prepared
-        shape, opened = prepared.shape, set[int]()
+        opened = set[int]()
+        loop = asyncio.get_running_loop()
+        ping_at = loop.time() + self._ping_s
         while self._num_open:
-            pinger = asyncio.get_running_loop().call_later(self._ping_s, self._mailbox.nudge)
+            pinger = loop.call_at(ping_at, self._mailbox.nudge)
             try:
                 deltas = await self._news()
             finally:
                 pinger.cancel()
             if not self._started:
                 await self._start(send, SSE_HEADERS)
-            events = [] if deltas else [PING]
-            for delta in _merged(deltas):
-                opening = None if delta.index in opened else shape.opening(delta.index)
-                opened.add(delta.index)
-                if opening is not None:
-                    events.append(self._chunk([opening]))
-                chunk = shape.chunk(delta)
-                if chunk is not None:
-                    events.append(self._chunk([chunk]))
+            events = await _written(deltas, partial(self._events, deltas, opened))
+            if not events and loop.time() >= ping_at:  # news may be nothing to say yet
+                events = PING
             if events:
-                await _send(send, b"".join(events))
-        last = self._chunk([], self._usage()) if prepared.include_usage else b""
-        await _send(send, last + DONE, more=False)
+                await self._write(send, events)
+                ping_at = loop.time() + self._ping_s
+        last = self._chunk([], self._usage()) if self._prepared.include_usage else b""
+        await self._write(send, last + DONE, more=False)
+
+    def _events(self, deltas: Sequence[Delta], opened: set[int]) -> bytes:
+        """Chunks that say what is new; the first of a choice makes it `opened`."""
+        shape, events = self._prepared.shape, list[bytes]()
+        for delta in _merged(deltas):
+            opening = None if delta.index in opened else shape.opening(delta.index)
+            opened.add(delta.index)
+            if opening is not None:
+                events.append(self._chunk([opening]))
+            chunk = shape.chunk(delta)
+            if chunk is not None:
+                events.append(self._chunk([chunk]))
+        return b"".join(events)
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
@@ -231,9 +250,23 @@ class Answer(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """The one error: an event when the stream has begun, else a status of its own."""
         if self._started:
-            await _send(send, b"data: %s\n\n" % json.dumps(error.body).encode() + DONE, more=False)
+            event = b"data: %s\n\n" % json.dumps(error.body).encode()
+            with suppress(_Gone):
+                await self._write(send, event + DONE, more=False)
         else:
             await error_response(error)(scope, receive, send)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        """Part of a stream.
+
+        Raises:
+            _Gone: the client has read too little of what came before for too long.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise _Gone from None
 
     def _chunk(self, choices: Sequence[BaseModel], usage: Usage | None = None) -> bytes:
         if usage is None and self._prepared.continuous_usage:
@@ -264,8 +297,10 @@ class Answer(Response):
         )
 
 
-async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+async def _written(deltas: Sequence[Delta], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of `deltas`, from a thread if they hold many logprobs."""
+    num_scored = sum(len(delta.scored) for delta in deltas)
+    return await asyncio.to_thread(write) if num_scored > THREAD_SCORED else write()
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:

@@ -17,11 +17,12 @@ from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
 
-from router.errors import ApiError, invalid
+from router.errors import ApiError, invalid, unsupported
 from router.schema import GenerationBody
 
 MAX_GRAMMAR_CHARS = 1 << 18
 FIELDS = ("json", "regex", "choice", "grammar")
+NOT_BUILT = "structural_tag"  # of structured_outputs
 THOUGHT = r"(?s:.*)"
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
@@ -107,10 +108,17 @@ def wish(body: GenerationBody) -> Wish | None:
         value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
         if value is not None:
             found.append(Wish(_part(kind, value, param), param))
+    asked = body.structured_outputs or {}
     for kind in FIELDS:
-        value, param = (body.structured_outputs or {}).get(kind), f"structured_outputs.{kind}"
+        value, param = asked.get(kind), f"structured_outputs.{kind}"
         if value is not None:
             found.append(Wish(_part(kind, value, param), param))
+    if asked.get("json_object"):
+        param = "structured_outputs.json_object"
+        found.append(Wish(_schema_part({"type": "object"}, param), param))
+    if asked.get(NOT_BUILT) is not None:
+        param = f"structured_outputs.{NOT_BUILT}"
+        raise unsupported(f"{param} is not supported yet", param)
     if len(found) > 1:
         message = f"{found[1].param} contradicts {found[0].param}: one constraint is the most"
         raise invalid(message, found[1].param)

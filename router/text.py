@@ -164,11 +164,12 @@ class Text:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         shown: Sequence[str] = (),
+        over: Callable[[str], bool] | None = None,
     ) -> OutputText:
         """The text side of one answer to `prompt`; tokens in `shown` are written out anyway."""
         skip = self._special_ids if skip_special_tokens else frozenset[int]()
         skip = frozenset(token for token in skip if self._added[token] not in shown)
-        return OutputText(self._detokenizer(prompt, skip), stop, min_tokens)
+        return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
 
     def token_of(self, content: str) -> int | None:
         """The added token with this content."""

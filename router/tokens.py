@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from router import chat
 from router.errors import invalid
 from router.prepare import Preparer, check_size
-from router.schema import Message, Open, read
+from router.schema import Many, Message, Open, read
 from router.status import Front
 
 
@@ -18,11 +18,11 @@ class TokenizeBody(Open):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] = Field([])
+    tools: Many[dict[str, Any]] = Field([])
     chat_template_kwargs: dict[str, Any] = Field({})
 
 
@@ -30,7 +30,7 @@ class DetokenizeBody(Open):
     """Token ids."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class Tokens:
@@ -59,10 +59,10 @@ class Tokens:
                 extra=body.chat_template_kwargs,
                 tools=body.tools,
             )
-            check_size(prompt, self._front)
+            check_size(prompt, self._front, "messages")
             tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         else:
-            check_size(body.prompt or "", self._front)
+            check_size(body.prompt or "", self._front, "prompt")
             add_special = body.add_special_tokens is not False
             tokens = text.encode(body.prompt or "", add_special_tokens=add_special)
         return {

@@ -104,7 +104,7 @@ def parser(form: Format, tools: Tools) -> Parser:
     if form == "none" or not tools.functions:
         return Plain()
     names = [function.name for function in tools.functions]
-    found: Parser = Hermes() if form == "hermes" else Llama3(names)
+    found = Hermes() if form == "hermes" else Llama3(names)
     return found if tools.parallel else FirstCallOnly(found)
 
 

@@ -48,7 +48,6 @@ class Req:
     queued_at: float = 0.0  # when it came into the line
     queued_s: float = 0.0  # all its time in the line
     waiting_since: float | None = None  # kept while refused, so that the queue timeout is one
-    first_token_at: float | None = None
     last_token_at: float = 0.0
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     outcome: str = ""  # set by `_end`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel, ValidationError
 
-from router.schema import seed_of
+from router import reply
+from router.schema import ChatBody, CompletionBody, GenerationBody, seed_of
 from router.text import Text
 from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
 from worker.api import FinishReason, Generate
@@ -106,6 +109,26 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(
     with client.chat.completions.stream(model="small", messages=HELLO, logprobs=True) as events_:
         kinds = {event.type for event in events_}
     assert {"logprobs.content.delta", "logprobs.content.done", "content.done"} <= kinds
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_many_logprobs_are_written_off_the_loop(
+    served: tuple[DecodeDouble, str], monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    threads: set[str] = set()
+
+    def to_json(body: BaseModel) -> bytes:
+        threads.add(threading.current_thread().name)
+        return reply.to_json(body)
+
+    monkeypatch.setattr("router.sse.to_json", to_json)
+    for size in (100, 300):
+        served[0].script = speak([64] * size, sizes=[size])
+        threads.clear()
+        body = {"prompt": "a", "logprobs": 1, "stream": streamed}
+        response = httpx.post(f"{served[1]}/v1/completions", json=body)
+        assert response.text.count('"stop"') == 1
+        assert any(name != "kvlane-router" for name in threads) is (size == 300)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -249,3 +272,25 @@ def test_contradictions_name_the_field(
     response = httpx.post(f"{served[1]}/v1/{path}", json=body, timeout=HANG_S)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [
+    (ChatBody, b'"messages": [%s]', b"1"),
+    (ChatBody, b'"messages": [{"role": "user", "content": [%s]}]', b"1"),
+    (ChatBody, b'"messages": [{"role": "user", "tool_calls": [%s]}]', b"1"),
+    (ChatBody, b'"messages": [{"role": "user"}], "tools": [%s]', b"1"),
+    (CompletionBody, b'"prompt": "a", "guided_choice": [%s]', b"1"),
+    (CompletionBody, b'"prompt": "a", "stop": [%s]', b"1"),
+    (CompletionBody, b'"prompt": "a", "stop_token_ids": [%s]', b'"a"'),
+    (CompletionBody, b'"prompt": "a", "logit_bias": {%s}', b'"%d": "a"'),
+]
+
+
+@pytest.mark.parametrize(("model", "form", "item"), FLOODS, ids=str)
+def test_the_first_of_many_wrong_values_is_enough(
+    model: type[GenerationBody], form: bytes, item: bytes
+) -> None:
+    items = [item % i if b"%d" in item else item for i in range(5000)]
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(b"{%s}" % (form % b",".join(items)))
+    assert caught.value.error_count() <= 2  # content has two forms

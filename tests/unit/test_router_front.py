@@ -10,7 +10,9 @@ import httpx
 import openai
 import pytest
 
+from cluster.cli import main
 from router.auth import read_keys
+from router.routes import is_slow
 from router.text import Text
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.errors import UserError
@@ -82,6 +84,26 @@ def test_what_is_not_served_says_so(url: str, path: str) -> None:
     assert f"/v1/{path}" in error["message"]
 
 
+def test_other_methods_are_405_and_say_which_are_served(url: str) -> None:
+    for method, path, allowed in (("GET", "v1/chat/completions", "POST"), ("PUT", "health", "GET")):
+        response = httpx.request(method, f"{url}/{path}")
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+        assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_the_openapi_document_lists_what_is_served(url: str) -> None:
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert "/v1/chat/completions" in paths
+    assert "/v1/embeddings" not in paths
+
+
+def test_slow_work_is_seen_in_the_body_however_it_is_written() -> None:
+    assert not is_slow(b'{"prompt": "hello"}')
+    assert is_slow(b'{"prompt": "%s"}' % (b"a" * 20_000))
+    assert is_slow(b'{"prompt": "a", "guided_json": "{}"}')
+    assert is_slow(b'{"prompt": "a", "guid\\u0065d_json": "{}"}')
+
+
 def test_api_keys(text: Text, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("first\n\n  sécond  \n", encoding="utf-8")
@@ -99,6 +121,7 @@ def test_api_keys(text: Text, tmp_path: Path) -> None:
                 error = response.json()["error"]
                 assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
                 assert "x-request-id" in response.headers
+                assert response.headers["www-authenticate"] == "Bearer"
         for key in (b"Bearer first", b"bearer s\xc3\xa9cond"):
             headers_ = {b"authorization": key}
             assert httpx.get(f"{url}/v1/models", headers=headers_).status_code == 200  # type: ignore[arg-type]
@@ -109,6 +132,11 @@ def test_api_keys(text: Text, tmp_path: Path) -> None:
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
+
+
+def test_the_file_of_keys_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--api-key-file", "/etc/keys"]) == 0
+    assert "  api_key_file: /etc/keys\n" in capsys.readouterr().out
 
 
 def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -323,14 +323,33 @@ def test_what_is_not_built_is_refused_by_name(client: openai.OpenAI, name: str) 
 
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens", "param"),
-    [(MAX_MODEL_LEN, None, None), (MAX_MODEL_LEN + 9, 1, "max_tokens"), (200, 57, "max_tokens")],
+    [(MAX_MODEL_LEN, None, "prompt"), (MAX_MODEL_LEN + 9, 1, "prompt"), (200, 57, "max_tokens")],
 )
 def test_too_long_is_context_length_exceeded(
-    client: openai.OpenAI, num_tokens: int, max_tokens: int | None, param: str | None
+    client: openai.OpenAI, num_tokens: int, max_tokens: int | None, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="small", prompt=[1] * num_tokens, max_tokens=max_tokens)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "a " * 9000}, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a " * 300}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a " * 9000}]}, "messages"),
+        (
+            "chat/completions",
+            {"messages": HELLO, "max_completion_tokens": 256},
+            "max_completion_tokens",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_too_long_is_named(url: str, path: str, body: Any, param: str) -> None:
+    error = post(url, path, **body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_other_models_are_404(client: openai.OpenAI, url: str) -> None:

@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from router.prepare import Preparer
+from router.sse import Prepared
 from router.text import Text
 from tests.fault.router_doubles import (
     HANG_S,
@@ -88,6 +90,33 @@ def test_client_that_goes_is_an_abort(
             assert (abort.req_id, abort.dispatch) == (generate.req_id, generate.dispatch)
         wait_until(lambda: router.num_inflight() == 0)
         assert metric(url, 'requests_total{model="small",outcome="abort"') == 1
+        assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
+
+
+def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, prepare = threading.Event(), threading.Event(), Preparer.completion
+
+    def slowly(preparer: Preparer, raw: bytes) -> Prepared:
+        entered.set()
+        assert go_on.wait(HANG_S)
+        return prepare(preparer, raw)
+
+    monkeypatch.setattr(Preparer, "completion", slowly)
+    double = DecodeDouble()
+    with serving(directory, double) as (router, url):
+        body = json.dumps({"prompt": "a", "n": 3, "user": "x" * 10_000}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
+            client.sendall(head.encode() + body)
+            assert entered.wait(HANG_S)
+        go_on.set()
+        wait_until(lambda: metric(url, 'requests_total{model="small",outcome="abort"') == 3)
+        wait_until(lambda: router.num_inflight() == 0)
+        aborted = {double.expect(Abort).req_id for _ in range(3)}
+        assert aborted == {double.take()[1].req_id for _ in range(3)}
         assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
 
 
@@ -232,3 +261,20 @@ def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: tuple
         assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
         speak(ids)(double, peer, generate)
         assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_a_client_that_does_not_read_is_given_up(directory: Path, ids: tuple[int, ...]) -> None:
+    double = DecodeDouble()
+    with serving(directory, double, keep_alive_s=2) as (router, url), socket.socket() as client:
+        body = json.dumps({"prompt": "a", "stream": True, "n": 120, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        client.sendall(head.encode() + body)
+        for _ in range(120):
+            peer, generate = double.take()
+            double.chunk(peer, generate, ids * 30, finish=LENGTH)
+        wait_until(lambda: metric(url, "requests_total") == 120)
+        assert router.num_inflight() == 1
+        wait_until(lambda: router.num_inflight() == 0)

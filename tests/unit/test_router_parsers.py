@@ -76,6 +76,8 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     (Hermes, hermes('{"name": "x"}'), ("", "", [("x", "{}")])),
     (Hermes, hermes(call("x", '"{}"')), ("", "", [("x", "{}")])),
     (Hermes, hermes("not JSON"), (hermes("not JSON"), "", [])),
+    (Hermes, hermes(call("\\ud800", "{}")), (hermes(call("\\ud800", "{}")), "", [])),
+    (Hermes, hermes(call("x", '"\\udfff"')), (hermes(call("x", '"\\udfff"')), "", [])),
     (Hermes, "<tool_call>\n{", ("<tool_call>\n{", "", [])),
     (Hermes, f"<tool_call>{ONE}", ("", "", [("look", ARGS)])),
     (Hermes, f"<tool_call>{ONE[:-6]}", ("", "", [("look", ARGS[:-5])])),
@@ -107,7 +109,11 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
-@pytest.mark.parametrize(("make", "text", "expected"), CASES, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(
+    ("make", "text", "expected"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", str(value))[:50],
+)
 def test_answers_are_taken_apart(
     make: Callable[[], Parser], text: str, expected: Parts, seed: int | None
 ) -> None:

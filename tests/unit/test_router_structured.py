@@ -99,6 +99,7 @@ GRAMMARS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"regex": "a|b"}}, ["b"], ["ab"]),
     ({"structured_outputs": {"choice": ["x"]}}, ["x"], ["y"]),
     ({"structured_outputs": {"grammar": 'start: "x"'}}, ["x"], ["y"]),
+    ({"structured_outputs": {"json_object": True}}, ['{"a":1}'], ["1"]),
 ]
 
 
@@ -145,6 +146,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "no grammar"}, "guided_grammar"),
     ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structural_tag": "{}"}, "structural_tag"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
 ]

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.text import Text
 from router.tools import detected
 from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
-from worker.api import FinishReason, Generate
+from worker.api import FinishReason, Generate, Stop
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 QWEN = (
@@ -294,6 +294,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"tools": tool(name="a", parameters={"type": "strin"}), "tool_choice": "required"},
         "tools",
     ),
+    (
+        {
+            "tools": tool(name="a", parameters={"type": "strin"}),
+            "response_format": {"type": "json_object"},
+        },
+        "tools",
+    ),
     ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
     (
         {"messages": earlier({"function": {"name": "a", "arguments": "{"}})},
@@ -321,3 +328,47 @@ def test_a_stop_by_length_is_not_a_call(served: tuple[DecodeDouble, str], text: 
     found = httpx.post(f"{served[1]}/v1/chat/completions", json=body).json()["choices"][0]
     assert found["finish_reason"] == "length"
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_of_one_call_ends_with_the_call(
+    served: tuple[DecodeDouble, str], text: Text, streamed: bool
+) -> None:
+    double, url = served
+    says(double, text, f"<think>a</think>\nI look.\n{CALL}\n{CALL2} and so on")
+    body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
+    body |= {"stream": streamed, "stream_options": {"include_usage": True}} if streamed else {}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    lines = response.text.split("\n") if streamed else [f"data: {response.text}"]
+    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for each in data for choice in each["choices"]]
+    said = [choice["delta" if streamed else "message"] for choice in choices]
+    assert "".join(each.get("content") or "" for each in said) == "I look."
+    calls = [call for each in said for call in each.get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+    assert {call.get("index", 0) for call in calls} == {0}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    generate = double.take()[1]
+    stop = double.expect(Stop)
+    while stop.req_id != generate.req_id:  # of an earlier test
+        stop = double.expect(Stop)
+    num_tokens = stop.at_position - generate.num_prompt_tokens
+    assert data[-1]["usage"]["completion_tokens"] == num_tokens
+    kept = text.encode(f"<think>a</think>\nI look.\n{CALL}\n{CALL2}", add_special_tokens=False)
+    assert CALL in text.decode(kept[:num_tokens], skip_special_tokens=False)
+    assert CALL not in text.decode(kept[: num_tokens - 1], skip_special_tokens=False)
+
+
+def test_a_stream_that_says_nothing_yet_is_kept_alive(text: Text) -> None:
+    tokens = text.encode('<tool_call>\n{"arguments": {"a": "' + "b" * 30, add_special_tokens=False)
+
+    def slowly(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        for i, token in enumerate(tokens):
+            double.chunk(peer, generate, [token], at=i)
+            time.sleep(0.02)
+        double.chunk(peer, generate, at=len(tokens), finish=FinishReason.LENGTH)
+
+    body = {"messages": HELLO, "tools": TOOLS, "stream": True}
+    with serving(text.directory, DecodeDouble(script=slowly), sse_ping_s=0.1) as (_, url):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert response.text.count(": ping\n\n") >= 2
