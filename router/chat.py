@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from pydantic import BaseModel
-
 from router.errors import invalid
 from router.logprobs import BytesOf, chat_logprobs
 from router.mailbox import Delta
@@ -16,6 +14,7 @@ from router.reply import (
     AssistantMessage,
     ChatChoice,
     ChatLogprobs,
+    Choice,
     ChunkChoice,
     DeltaMessage,
     FunctionCall,
@@ -46,12 +45,12 @@ class ChatShape:
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
 
-    def opening(self, index: int) -> BaseModel | None:
+    def opening(self, index: int) -> Choice | None:
         """The role comes first, in a chunk of its own."""
         delta = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> BaseModel | None:
+    def chunk(self, delta: Delta) -> Choice | None:
         """See `router.sse.Shape`."""
         said = self._said(delta)
         if not said and not delta.scored and delta.finish_reason is None:
@@ -63,7 +62,7 @@ class ChatShape:
             finish_reason=self._reason(delta),
         )
 
-    def whole(self, index: int, delta: Delta) -> BaseModel:
+    def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.sse.Shape`."""
         said = self._said(delta)
         content = said.content if said.content or not said.calls else None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel
-
 from router.logprobs import BytesOf, text_logprobs
 from router.mailbox import Delta
-from router.reply import TextChoice, TextLogprobs
+from router.reply import Choice, TextChoice, TextLogprobs
 from router.schema import CompletionBody
 from router.text import Text
 from worker.errors import UserError
@@ -31,13 +29,13 @@ class TextShape:
         self._bytes_of = bytes_of
         self._offsets: dict[int, int] = {}  # characters of the tokens that are out
 
-    def opening(self, index: int) -> BaseModel | None:
+    def opening(self, index: int) -> Choice | None:
         """The prompt, if it is to be echoed."""
         if not self._echoes:
             return None
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> BaseModel | None:
+    def chunk(self, delta: Delta) -> Choice | None:
         """See `router.sse.Shape`."""
         return TextChoice(
             index=delta.index,
@@ -46,7 +44,7 @@ class TextShape:
             finish_reason=delta.finish_reason,
         )
 
-    def whole(self, index: int, delta: Delta) -> BaseModel:
+    def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.sse.Shape`."""
         echo = self._echoes[delta.index] if self._echoes else ""
         return TextChoice(

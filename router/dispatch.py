@@ -172,6 +172,8 @@ class Dispatcher:
             self._lose(req, "gap")
             return
         req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
+        if chunk.stages is not None:
+            req.stages, req.decoded_by = chunk.stages, peer
         first = max(0, req.position - chunk.position)
         tokens = chunk.tokens[first:]
         if tokens and self._emit(req, tokens, chunk.logprobs[first:]):
@@ -187,6 +189,7 @@ class Dispatcher:
         if req.tokens:
             self._metrics.itl.observe(now - req.last_token_at)
         else:
+            req.first_token_at = now
             self._metrics.ttft.observe(now - req.arrived_at)
         req.last_token_at = now
         piece = req.output.feed(tokens)
@@ -267,7 +270,10 @@ class Dispatcher:
         for timer in req.timers:
             timer.cancel()
         self._line.leave(req, served=True)
-        req.mailbox.put(Delta(req.index, text, reason, error, scored))
+        spent = req.spent
+        req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
+        if spent is not None:
+            self._metrics.spent(spent)
         metrics, now = self._metrics, time.monotonic()
         metrics.ended(req.outcome)
         metrics.e2e.observe(now - req.arrived_at)

@@ -6,9 +6,20 @@ import asyncio
 from dataclasses import dataclass
 
 from router.errors import ApiError
-from worker.api import FinishReason, TokenLogprob
+from worker.api import FinishReason, PeerId, Stages, TokenLogprob
 
 Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens and what the model thought of them
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where the time of one choice went; durations in seconds."""
+
+    router_queue_s: float  # in the router's line
+    stages: Stages  # at the workers, until the first token
+    decode_s: float  # from the first token to the last
+    first_token_s: float  # from arrival to the first token, by the router's clock
+    decoded_by: PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
     scored: Scored = ()  # tokens, if their logprobs are wanted
+    spent: Spent | None = None  # with a finish reason
 
 
 class Mailbox:

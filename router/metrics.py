@@ -13,6 +13,8 @@ from prometheus_client import (
     generate_latest,
 )
 
+from router.mailbox import Spent
+
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1, 1.5, 2.5, 5, 10, 20, 40, 80,
@@ -25,8 +27,28 @@ E2E_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 
+STAGE_BUCKETS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100,
+)  # fmt: skip
+STAGES = (
+    "router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step", "decode",
+)  # fmt: skip
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
 WORKER_ROLES = ("prefill", "decode")
+
+
+def by_stage(spent: Spent) -> dict[str, float]:
+    """Seconds by name of the stage, in the order of `STAGES`."""
+    at = spent.stages
+    return {
+        "router_queue": spent.router_queue_s,
+        "prefill_queue": at.prefill_queue_s,
+        "prefill": at.prefill_s,
+        "transfer": at.transfer_s,
+        "decode_queue": at.decode_queue_s,
+        "first_step": at.first_step_s,
+        "decode": spent.decode_s,
+    }
 
 
 class RouterMetrics:
@@ -68,12 +90,26 @@ class RouterMetrics:
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Spent waiting for a decode worker", E2E_BUCKETS
         )
+        self._stages = Histogram(
+            "kvlane_request_stage_seconds",
+            "Time of ended choices by stage, in the order in which they pass them",
+            ("model", "role", "stage"),
+            registry=self.registry,
+            buckets=STAGE_BUCKETS,
+        )
+        for stage in STAGES:
+            self._stages.labels(*self._values, stage)
         for cause in RETRY_CAUSES:
             self.retries.labels(*self._values, cause)
 
     def ended(self, outcome: str) -> None:
         """Count one end, by its outcome."""
         self.requests.labels(*self._values, outcome).inc()
+
+    def spent(self, spent: Spent) -> None:
+        """Observe where one choice's time went."""
+        for stage, seconds in by_stage(spent).items():
+            self._stages.labels(*self._values, stage).observe(seconds)
 
     def retried(self, cause: str) -> None:
         """Count one re-dispatch or return to the queue."""

@@ -197,6 +197,7 @@ class Preparer:
             num_kept=body.n,
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
+            return_stages=body.return_stages,
         )
 
 

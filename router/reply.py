@@ -115,28 +115,50 @@ class DeltaMessage(BaseModel):
     tool_calls: list[ToolCallDelta] = []
 
 
-class ChatChoice(BaseModel):
-    """A choice of a chat completion."""
+class StageTimes(BaseModel):
+    """Where the time of one choice went, in seconds; each stage begins where the one before ends.
+
+    What they lack of first_token_s was spent on the way between router and worker.
+    """
+
+    router_queue_s: float
+    prefill_queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_queue_s: float
+    first_step_s: float
+    decode_s: float
+    first_token_s: float
+    prefilled_by: str | None
+    decoded_by: str
+
+
+class Choice(BaseModel):
+    """What every choice has; `stages` comes with the finish reason if return_stages was set."""
 
     index: int
+    stages: StageTimes | None = None
+
+
+class ChatChoice(Choice):
+    """A choice of a chat completion."""
+
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(Choice):
     """A choice of a chat completion chunk."""
 
-    index: int
     delta: DeltaMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class TextChoice(BaseModel):
+class TextChoice(Choice):
     """A choice of a text completion, whole or chunk."""
 
-    index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str | None
@@ -149,5 +171,5 @@ class Completion(BaseModel):
     object: str
     created: int
     model: str
-    choices: Sequence[SerializeAsAny[BaseModel]]
+    choices: Sequence[SerializeAsAny[Choice]]
     usage: Usage | None = None

@@ -127,6 +127,7 @@ class GenerationBody(Open):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
+    return_stages: bool = False  # ours: where the time of each choice went
     add_special_tokens: bool | None = None
 
     @property

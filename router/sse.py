@@ -19,15 +19,15 @@ from functools import partial
 from typing import Protocol
 
 from fastapi import Response
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Dispatcher
 from router.errors import ApiError, error_response
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
+from router.metrics import by_stage
 from router.output import OutputText
-from router.reply import Completion, Usage, to_json
+from router.reply import Choice, Completion, StageTimes, Usage, to_json
 from router.waiting import Req
 from worker.api import FinishReason, Sampling
 
@@ -50,15 +50,15 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int) -> BaseModel | None:
+    def opening(self, index: int) -> Choice | None:
         """A choice to send before the first text, if the endpoint has one."""
         ...
 
-    def chunk(self, delta: Delta) -> BaseModel | None:
+    def chunk(self, delta: Delta) -> Choice | None:
         """What a chunk says of a choice's news; None when nothing is certain yet."""
         ...
 
-    def whole(self, index: int, delta: Delta) -> BaseModel:
+    def whole(self, index: int, delta: Delta) -> Choice:
         """A choice of a whole answer; `delta` is all of it."""
         ...
 
@@ -85,6 +85,7 @@ class Prepared:
     num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
     include_usage: bool = False
     continuous_usage: bool = False
+    return_stages: bool = False
 
 
 class _Gone(Exception):
@@ -188,6 +189,8 @@ class Answer(Response):
 
         def write() -> bytes:
             choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
+            for choice, answer in zip(choices, answers, strict=True):
+                self._account(choice, answer)
             return to_json(self._completion(shape.whole_object, choices, self._usage()))
 
         body = await _written(answers, write)
@@ -240,6 +243,7 @@ class Answer(Response):
                 events.append(self._chunk([opening]))
             chunk = shape.chunk(delta)
             if chunk is not None:
+                self._account(chunk, delta)
                 events.append(self._chunk([chunk]))
         return b"".join(events)
 
@@ -268,15 +272,13 @@ class Answer(Response):
         except TimeoutError:
             raise _Gone from None
 
-    def _chunk(self, choices: Sequence[BaseModel], usage: Usage | None = None) -> bytes:
+    def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
         if usage is None and self._prepared.continuous_usage:
             usage = self._usage()
         completion = self._completion(self._prepared.shape.chunk_object, choices, usage)
         return b"data: %s\n\n" % to_json(completion)
 
-    def _completion(
-        self, kind: str, choices: Sequence[BaseModel], usage: Usage | None
-    ) -> Completion:
+    def _completion(self, kind: str, choices: Sequence[Choice], usage: Usage | None) -> Completion:
         completion = Completion(
             id=self._id,
             object=kind,
@@ -287,6 +289,18 @@ class Answer(Response):
         if usage is not None or self._prepared.include_usage:
             completion.usage = usage
         return completion
+
+    def _account(self, choice: Choice, delta: Delta) -> None:
+        """Say where the time went, if that was asked for and is known."""
+        if not self._prepared.return_stages or delta.spent is None:
+            return
+        spent = delta.spent
+        choice.stages = StageTimes(
+            **{f"{stage}_s": seconds for stage, seconds in by_stage(spent).items()},
+            first_token_s=spent.first_token_s,
+            prefilled_by=spent.stages.prefilled_by.partition("/")[0] or None,
+            decoded_by=spent.decoded_by.partition("/")[0],
+        )
 
     def _usage(self) -> Usage:
         reqs = self._reqs
@@ -314,4 +328,5 @@ def _merged(deltas: Sequence[Delta]) -> list[Delta]:
 def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     scored = tuple(each for delta in deltas for each in delta.scored)
-    return Delta(deltas[0].index, text, deltas[-1].finish_reason, None, scored)
+    last = deltas[-1]
+    return Delta(last.index, text, last.finish_reason, None, scored, last.spent)

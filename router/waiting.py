@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from router.mailbox import Mailbox
+from router.mailbox import Mailbox, Spent
 from router.members import Known, Members
 from router.output import OutputText
 from router.policy.base import Asked, Choice, Policy
-from worker.api import Abort, Generate, PeerId, Sampling
+from worker.api import Abort, Generate, PeerId, Sampling, Stages
 from worker.wire import Wire
 
 MAX_JITTER = 0.5  # of retry_after_s
@@ -48,7 +48,10 @@ class Req:
     queued_at: float = 0.0  # when it came into the line
     queued_s: float = 0.0  # all its time in the line
     waiting_since: float | None = None  # kept while refused, so that the queue timeout is one
+    first_token_at: float = 0.0
     last_token_at: float = 0.0
+    stages: Stages | None = None  # decode's account, of the dispatch that drew the first token
+    decoded_by: PeerId = ""
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     outcome: str = ""  # set by `_end`
 
@@ -56,6 +59,20 @@ class Req:
     def position(self) -> int:
         """Where the next token belongs, in prompt + output."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def spent(self) -> Spent | None:
+        """Where its time went, once it has a first token."""
+        stages = self.stages
+        if stages is None:
+            return None
+        return Spent(
+            router_queue_s=self.queued_s,
+            stages=stages,
+            decode_s=self.last_token_at - self.first_token_at,
+            first_token_s=self.first_token_at - self.arrived_at,
+            decoded_by=self.decoded_by,
+        )
 
     @property
     def asked(self) -> Asked:

@@ -96,7 +96,10 @@ def run(
             there.close()
             links.append(here)
             children.append(child)
-        return _conduct(links, watch)
+        found = _conduct(links, watch)
+        starts = [each.start_s for each in workload.sessions if each.start_s is not None]
+        found.schedule = sorted(starts) if concurrency is None else []
+        return found
     finally:
         for link in links:
             link.close()

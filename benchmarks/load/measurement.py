@@ -76,7 +76,7 @@ def _target(options: Options) -> Target:
 
 
 def _workload(options: Options, rate: str, tokenizer: Any, seed: int) -> Workload:
-    return workload(
+    found = workload(
         options.source,
         rate or None,
         num_sessions=options.num or None,
@@ -85,6 +85,11 @@ def _workload(options: Options, rate: str, tokenizer: Any, seed: int) -> Workloa
         tokenizer=tokenizer,
         options=options.trace,
     )
+    for session in found.sessions:
+        texts = [isinstance(turn.prompt, str) for turn in session.turns]
+        if options.endpoint == "completions" and len(texts) > 1 and not all(texts):
+            raise ValueError(f"{options.source}: token ids cannot be continued in a session")
+    return found
 
 
 def _warmup(options: Options, tokenizer: Any) -> list[Session]:
@@ -124,9 +129,13 @@ def _search(
 ) -> tuple[float, list[Probe]]:
     """Appends the last run that held to `runs`, or else the last one."""
 
+    seen: list[float] = []
+
     def attempt(rate: float) -> tuple[float, dict[str, Any]]:
-        work = _workload(options, f"poisson:{rate}", tokenizer, options.seed)
+        number = len(seen)  # prompts of its own, or it would find the last probe's in the cache
+        work = _workload(options, f"poisson:{rate}", tokenizer, options.seed + number)
         one = _once(options, target, work, tokenizer, f"{rate:.3g} req/s ")
+        seen.append(rate)
         good = [options.objectives.met_by(each) for each in one.outcomes]
         share = sum(good) / max(1, len(good))
         if share >= options.share or not runs:

@@ -150,6 +150,7 @@ def parse(argv: Sequence[str]) -> Options:
             "input_scale": args.input_scale,
             "block_size": args.block_size,
             "max_len": args.max_len,
+            "chat": args.endpoint == "chat",
         },
         json_path=args.json,
         html_path=args.html,
@@ -229,8 +230,8 @@ def _check(options: Options) -> None:
             raise ValueError("--search: needs --slo")
     elif bool(options.rate) + bool(options.concurrency) + (is_trace and not options.rate) != 1:
         raise ValueError("say when to send: either --rate, or --concurrency, or a trace")
-    if not is_trace and not options.num and not options.duration_s:
-        raise ValueError("say how much to send: --num or --duration")
+    if not is_trace and not options.num and (options.concurrency or not options.duration_s):
+        raise ValueError("say how much to send: --num, or with --rate --duration")
     for name in ("concurrency", "num", "duration_s", "warmup"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.removesuffix('_s')}: must not be negative")

@@ -6,6 +6,7 @@ Colours: one a stage, everywhere the same; results are told apart by blue and or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -73,6 +74,23 @@ def styled(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
     return figure
 
 
+def log_axis(values_ms: Sequence[float] | np.ndarray) -> dict[str, Any]:
+    """A logarithmic axis that holds `values_ms`, with round numbers as ticks."""
+    above = [value for value in values_ms if value > 0] or [1.0]
+    low, high = min(above) / 1.25, max(above) * 1.25
+    steps = (
+        (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 10 else (1, 2, 5) if high / low < 1e4 else (1,)
+    )
+    ticks = [step * 10.0**power for power in range(-6, 9) for step in steps]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    return {
+        "type": "log",
+        "range": [float(np.log10(low)), float(np.log10(high))],
+        "tickvals": shown,
+        "ticktext": [f"{tick:,g}" for tick in shown],
+    }
+
+
 def outcomes_of(runs: Sequence[Run]) -> list[Outcome]:
     """Of all runs."""
     return [outcome for run in runs for outcome in run.outcomes]
@@ -102,15 +120,17 @@ def percentiles(results: Sequence[tuple[str, Sequence[Run]]], objectives: Object
                 trace.update(legendgroup=label, showlegend=column == 1)
                 figure.add_trace(trace, 1, column)
     for column, (_, _, limit) in enumerate(kinds, 1):
+        drawn = [trace.y for trace in figure.select_traces(row=1, col=column)]
+        values = np.concatenate([*drawn, [1e3 * limit] if limit is not None else []])
+        figure.update_yaxes(row=1, col=column, **log_axis(values))
         if limit is not None:
-            mark_objective(figure, limit, column)
+            mark_objective(figure, limit, deepest, column)
     figure.update_xaxes(
         title="percentile",
         tickvals=[-np.log10(1 - tick) for tick in ticks],
         ticktext=[f"{tick * 100:g}" for tick in ticks],
         range=[0, deepest],
     )
-    figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title="ms", col=1)
     styled(figure, 380)
     return figure.update_layout(legend={"y": -0.2, "yanchor": "top"}, margin_b=90)
@@ -126,18 +146,21 @@ def percentile_line(values: np.ndarray, depth: float, name: str, line: dict) -> 
     )
 
 
-def mark_objective(figure: go.Figure, limit_s: float, column: int) -> None:
-    """A dashed line at an objective."""
-    figure.add_hline(
-        limit_s * 1e3,
+def mark_objective(figure: go.Figure, limit_s: float, right: float, column: int) -> None:
+    """A dashed line at an objective, named at its right end."""
+    limit_ms = limit_s * 1e3
+    dashed = {"color": GREY, "dash": "dash", "width": 1}
+    figure.add_hline(limit_ms, row=1, col=column, line=dashed)
+    figure.add_annotation(
+        x=right,
+        y=np.log10(limit_ms),  # as annotations on such an axis want it
+        text=f"objective {limit_ms:g} ms",
+        showarrow=False,
+        xanchor="right",
+        yanchor="bottom",
+        font_color="#555",
         row=1,
         col=column,
-        line={"color": GREY, "dash": "dash", "width": 1},
-        annotation={
-            "text": f"objective {limit_s * 1e3:g} ms",
-            "font": {"color": "#555", "size": 11},
-        },
-        annotation_position="top left",
     )
 
 
@@ -148,38 +171,45 @@ def thinned(outcomes: Sequence[Outcome], most: int) -> list[Outcome]:
     return [outcomes[i] for i in np.linspace(0, len(outcomes) - 1, most).astype(int)]
 
 
-def over_time(run: Run, name: str, colour: str, objective_s: float | None) -> go.Figure:
+def over_time(results: Sequence[tuple[str, Run]], objective_s: float | None) -> go.Figure:
     """Every request where it was intended, with its time to first token; what failed is a cross, at
     the time after which it failed."""
-    figure = go.Figure()
-    served = [o for o in run.outcomes if not o.error and o.chunk_s]
-    served = thinned(served, MAX_POINTS)
-    failed = [o for o in run.outcomes if o.error]
-    figure.add_scatter(
-        x=[o.intended_s for o in served],
-        y=[(o.chunk_s[0] - o.intended_s) * 1e3 for o in served],
-        mode="markers",
-        name=name,
-        marker={"color": colour, "size": 5, "opacity": 0.55},
-        text=[f"session {o.session}, turn {o.turn}, {o.num_prompt_tokens} tokens" for o in served],
-        hovertemplate="%{y:.1f} ms at %{x:.2f} s<br>%{text}<extra></extra>",
-    )
-    if failed:
+    figure = make_subplots(len(results), 1, shared_xaxes=True, vertical_spacing=0.08)
+    for row, (name, run) in enumerate(results, 1):
+        served = thinned([o for o in run.outcomes if not o.error and o.chunk_s], MAX_POINTS)
+        figure.add_scatter(
+            x=[o.intended_s for o in served],
+            y=[(o.chunk_s[0] - o.intended_s) * 1e3 for o in served],
+            mode="markers",
+            name=name,
+            marker={"color": RESULT_COLOURS[row - 1], "size": 5, "opacity": 0.55},
+            text=[f"session {o.session}, turn {o.turn}, {o.num_prompt_tokens} in" for o in served],
+            hovertemplate="%{y:.1f} ms at %{x:.2f} s<br>%{text}<extra></extra>",
+            row=row,
+            col=1,
+        )
+        failed = thinned([o for o in run.outcomes if o.error], MAX_POINTS)
         figure.add_scatter(
             x=[o.intended_s for o in failed],
             y=[o.e2e_s * 1e3 for o in failed],
             mode="markers",
             name="failed",
-            marker={"color": ERROR_COLOUR, "size": 9, "symbol": "x-thin", "line_width": 2},
-            marker_line_color=ERROR_COLOUR,
+            showlegend=row == 1,
+            marker={"color": ERROR_COLOUR, "size": 9, "symbol": "x-thin"},
+            marker_line={"color": ERROR_COLOUR, "width": 2},
             text=[o.error for o in failed],
             hovertemplate="%{text} after %{y:.1f} ms at %{x:.2f} s<extra></extra>",
+            row=row,
+            col=1,
         )
+    values = [value for trace in figure.data for value in trace.y]
     if objective_s is not None:
+        values.append(objective_s * 1e3)
         figure.add_hline(objective_s * 1e3, line={"color": GREY, "dash": "dash", "width": 1})
-    figure.update_xaxes(title="intended send time, s")
-    figure.update_yaxes(title="time to first token, ms", type="log", minor_showgrid=False, dtick=1)
-    return styled(figure, 320)
+    figure.update_xaxes(range=common_ends(results))
+    figure.update_xaxes(title="intended send time, s", row=len(results), col=1)
+    figure.update_yaxes(title="time to first token, ms", **log_axis(values))
+    return styled(figure, 100 + 240 * len(results))
 
 
 def load_over_time(results: Sequence[tuple[str, Run]]) -> go.Figure:
@@ -224,16 +254,28 @@ def load_over_time(results: Sequence[tuple[str, Run]]) -> go.Figure:
                 **group,
             )
     figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(range=common_ends(results))
     figure.update_xaxes(title="time on the run, s", row=3, col=1)
     styled(figure, 620)
     return figure.update_layout(legend_y=1.04)
 
 
+def ends(run: Run) -> tuple[float, float]:
+    """From the first intended time to the last end, seconds."""
+    begin = min((o.intended_s for o in run.outcomes), default=0.0)
+    return begin, begin + (run.wall_s or 1.0)
+
+
+def common_ends(results: Sequence[tuple[str, Run]]) -> tuple[float, float]:
+    """From the first begin to the last end of the runs, seconds."""
+    both = [ends(run) for _, run in results]
+    return min(begin for begin, _ in both), max(end for _, end in both)
+
+
 def bins(run: Run) -> np.ndarray:
     """Edges in seconds: of a second each, or wider, or (in a short run) narrower."""
-    begin = min((o.intended_s for o in run.outcomes), default=0.0)
-    length = run.wall_s or 1.0
-    return begin + np.linspace(0, length, int(np.clip(length, 20, NUM_BINS)) + 1)
+    begin, end = ends(run)
+    return np.linspace(begin, end, int(np.clip(end - begin, 20, NUM_BINS)) + 1)
 
 
 def account(outcome: Outcome, to_first_token: bool) -> dict[str, float]:
@@ -246,31 +288,46 @@ def account(outcome: Outcome, to_first_token: bool) -> dict[str, float]:
     return found | {"unaccounted_s": max(0.0, (whole or 0.0) - sum(found.values()))}
 
 
-def first_token(outcomes: Sequence[Outcome]) -> go.Figure:
-    """Mean seconds of each stage before the first token, of the fast half of the requests, of the
-    slower ones, and of the slowest."""
+def buckets(outcomes: Sequence[Outcome]) -> list[tuple[str, list[dict[str, float]]]]:
+    """(label, accounts of its requests) of each bucket that has any."""
     told = [o for o in outcomes if not o.error and o.chunk_s and o.stages is not None]
     told.sort(key=lambda o: o.ttft_s or 0.0)
-    rows: list[tuple[str, list[dict[str, float]]]] = []
-    for low, high in BUCKETS:
-        part = told[int(low * len(told)) : int(np.ceil(high * len(told)))]
-        if part and int(low * len(told)) < len(told):
+    found = []
+    edges = [round(BUCKETS[0][0] * len(told)), *(round(high * len(told)) for _, high in BUCKETS)]
+    for (low, high), first, end in zip(BUCKETS, edges, edges[1:], strict=False):
+        if part := told[first:end]:
             label = f"{low * 100:g} to {high * 100:g} %<br>{len(part)} requests"
-            rows.append((label, [account(o, True) for o in part]))
-    figure = go.Figure()
-    for stage in ("lag_s", *STAGES_TO_FIRST_TOKEN, "unaccounted_s"):
-        figure.add_bar(
-            y=[label for label, _ in rows],
-            x=[1e3 * float(np.mean([parts[stage] for parts in found])) for _, found in rows],
-            orientation="h",
-            name=STAGE_NAMES[stage],
-            marker_color=STAGE_COLOURS[stage],
-            hovertemplate=f"{STAGE_NAMES[stage]}: %{{x:.2f}} ms<extra></extra>",
-        )
+            found.append((label, [account(outcome, True) for outcome in part]))
+    return found
+
+
+def first_token(results: Sequence[tuple[str, Sequence[Run]]]) -> go.Figure:
+    """Mean seconds of each stage before the first token, of the fast half of the requests, of the
+    slower ones, and of the slowest."""
+    several = len(results) > 1
+    names = [name for name, _ in results] if several else None
+    figure = make_subplots(len(results), 1, subplot_titles=names, vertical_spacing=0.16)
+    for row, (_, runs) in enumerate(results, 1):
+        found = buckets(outcomes_of(runs))
+        for stage in ("lag_s", *STAGES_TO_FIRST_TOKEN, "unaccounted_s"):
+            figure.add_bar(
+                y=[label for label, _ in found],
+                x=[1e3 * float(np.mean([parts[stage] for parts in each])) for _, each in found],
+                orientation="h",
+                name=STAGE_NAMES[stage],
+                legendgroup=stage,
+                showlegend=row == 1,
+                marker_color=STAGE_COLOURS[stage],
+                hovertemplate=f"{STAGE_NAMES[stage]}: %{{x:.2f}} ms<extra></extra>",
+                row=row,
+                col=1,
+            )
     figure.update_layout(barmode="stack", bargap=0.35)
-    figure.update_xaxes(title="mean of the requests in the bucket, ms")
+    figure.update_xaxes(matches="x")
+    figure.update_xaxes(title="mean of the requests in the bucket, ms", row=len(results), col=1)
     figure.update_yaxes(autorange="reversed", title="by time to first token")
-    return styled(figure, 330).update_layout(margin_l=120)
+    styled(figure, 110 + 230 * len(results))
+    return figure.update_layout(margin_l=120, legend_y=1.06 if several else 1.0)
 
 
 def timeline(run: Run) -> go.Figure:
@@ -299,7 +356,7 @@ def timeline(run: Run) -> go.Figure:
         )
         begin = begin + lengths
     figure.update_layout(barmode="overlay", bargap=0)
-    figure.update_xaxes(title="time on the run, s")
+    figure.update_xaxes(title="time on the run, s", range=ends(run))
     figure.update_yaxes(autorange="reversed", title="requests, by intended time", showgrid=False)
     height = int(np.clip(2.4 * len(told) + 120, 240, 820))
-    return styled(figure, height)
+    return styled(figure, height).update_layout(legend_font_size=11.5)

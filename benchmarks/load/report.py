@@ -13,10 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from benchmarks.load import plots, result
+from benchmarks.load import compare, plots, result
 from benchmarks.load.compare import objectives_of
 from benchmarks.load.measure import (
     LATENCIES,
@@ -41,7 +42,8 @@ th, td { padding: 3px 14px 3px 0; text-align: right; border-bottom: 1px solid #e
 th { color: #555b63; font-weight: 600; border-bottom-color: #b9bec6; }
 th:first-child, td:first-child, td.text { text-align: left; }
 tr.first td { border-top: 1px solid #b9bec6; }
-.head { display: grid; grid-template-columns: 110px 1fr; gap: 0 12px; margin: 10px 0; }
+.heads { display: grid; grid-auto-flow: column; grid-auto-columns: 1fr; gap: 40px; }
+.head { display: grid; grid-template-columns: 80px 1fr; gap: 0 12px; margin: 10px 0; }
 .head div:nth-child(odd) { color: #555b63; } code { font-size: 12.5px; word-break: break-word; }
 .ok, .bad { padding: 7px 12px; margin: 8px 0; border-left: 4px solid #3a9a75; background: #f1f8f5; }
 .bad { border-color: #c0392b; background: #c0392b; color: #fff; font-weight: 600; }
@@ -72,7 +74,10 @@ def page(results: Sequence[Result], names: Sequence[str] = (), title: str = "") 
     body = "".join(
         [
             f"<h1>{escape(title)}</h1>",
+            '<div class="heads">',
             *(head(name, each, len(results) > 1) for name, each in named),
+            "</div>",
+            comparison(named),
             figures(named),
             *latencies(named),
             *timelines(named),
@@ -132,15 +137,23 @@ def head(name: str, found: Result, several: bool) -> str:
         "command": f"<code>{escape(command)}</code>",
     }
     cells = "".join(f"<div>{label}</div><div>{cell}</div>" for label, cell in rows.items() if cell)
-    verdicts = "".join(
-        f'<div class="{"ok" if each["harness_ok"] else "bad"}">'
-        + (f"Run {index + 1}: " if len(found.summaries) > 1 else "")
-        + escape(each["harness_says"])
-        + "</div>"
-        for index, each in enumerate(found.summaries)
-    )
+    verdicts = "".join(verdict_boxes(found))
     label = f"<h2>{escape(name)}</h2>" if several else ""
-    return f'{label}<div class="head">{cells}</div>{verdicts}'
+    return f'<div>{label}<div class="head">{cells}</div>{verdicts}</div>'
+
+
+def verdict_boxes(found: Result) -> list[str]:
+    """Whether the harness kept up; each run in which it did not has a box of its own."""
+    told = [each["harness_says"] for each in found.summaries if each["harness_ok"]]
+    bad = [
+        f'<div class="bad">Run {index + 1}: {escape(each["harness_says"])}</div>'
+        for index, each in enumerate(found.summaries)
+        if not each["harness_ok"]
+    ]
+    if bad or not told:
+        return bad
+    text = told[0] if len(told) == 1 else f"the harness kept up in all {len(told)} runs"
+    return [f'<div class="ok">{escape(text)}</div>']
 
 
 def key(index: int, name: str) -> str:
@@ -153,9 +166,8 @@ def value_of(found: Result, shown: Any, *path: str) -> str:
     """The median over the runs, and under it their extremes if there are several."""
     text = shown(median(found.summaries, *path))
     values = [v for each in found.summaries if (v := pick(each, *path)) is not None]
-    if len(values) < 2:
-        return text
-    return f'{text}<br><span class="range">{shown(min(values))} to {shown(max(values))}</span>'
+    low, high = (shown(end(values)) for end in (min, max)) if values else (text, text)
+    return text if low == high else f'{text}<br><span class="range">{low} to {high}</span>'
 
 
 def figures(named: Sequence[tuple[str, Result]]) -> str:
@@ -187,21 +199,16 @@ def figures(named: Sequence[tuple[str, Result]]) -> str:
         [label, *(value_of(found, shown, *path) for _, found in named)]
         for label, shown, path in lines
     ]
-    goals = objectives_of(named[0][1])
-    wanted = [f"{name[:-2]} at most {s * 1e3:g} ms" for name, s in as_limits(goals).items()]
-    note = "Goodput: requests within " + ", ".join(wanted) if wanted else "No objectives were set."
+    goals = msgspec.structs.asdict(objectives_of(named[0][1]))
+    wanted = [f"{name[:-2]} at most {s * 1e3:g} ms" for name, s in goals.items() if s is not None]
+    note = f"Goodput: within {', '.join(wanted)}." if wanted else "No objectives were set."
     if any(len(found.runs) > 1 for _, found in named):
-        note += ". Medians over the runs; lowest and highest below."
+        note += " Medians over the runs; lowest and highest below."
     several = len(named) > 1
     names = ["", *(key(i, name) if several else "" for i, (name, _) in enumerate(named))]
     half = -(-len(rows) // 2)
     beside = rows_table(names, rows[:half]) + rows_table(names, rows[half:])
     return section("Figures", note) + f'<div class="beside">{beside}</div>' + latency_rows(named)
-
-
-def as_limits(goals: Any) -> dict[str, float]:
-    """Objectives that are set, in seconds."""
-    return {n: s for n in goals.__struct_fields__ if (s := getattr(goals, n)) is not None}
 
 
 def latency_rows(named: Sequence[tuple[str, Result]]) -> str:
@@ -215,7 +222,11 @@ def latency_rows(named: Sequence[tuple[str, Result]]) -> str:
         colour = plots.STAGE_COLOURS.get(name) if part == "stages" else None
         mark = f'<span class="key" style="background:{colour}"></span>' if colour else ""
         for index, (who, found) in enumerate(named):
-            cells = [value_of(found, ms, part, name, column) for column in SHOWN]
+            paths = [(part, name, column) for column in SHOWN]
+            if part == "latency":
+                cells = [value_of(found, ms, *path) for path in paths]
+            else:
+                cells = [ms(median(found.summaries, *path)) for path in paths]
             start = mark + escape(label) if index == 0 else ""
             rows.append([start, *([key(index, who)] if len(named) > 1 else []), *cells])
         if len(named) > 1:
@@ -228,6 +239,25 @@ def ratio(named: Sequence[tuple[str, Result]], *path: str) -> str:
     """Of the second result's median to the first's."""
     a, b = (median(found.summaries, *path) for _, found in named)
     return f"{b / a:.2f}" if a and b is not None else "-"
+
+
+def comparison(named: Sequence[tuple[str, Result]]) -> str:
+    """Ratios of two results, with their intervals, as `compare` finds them."""
+    if len(named) < 2 or not all(found.runs for _, found in named):
+        return ""
+    (_, a), (_, b) = named
+    rows = []
+    for row in compare.compare(a, b):
+        shown = ms if compare.METRICS[row.metric].is_latency else number
+        between = "{:.3f} to {:.3f}".format(*row.interval) if row.interval else "-"
+        told = ("better" if row.better else "worse") if row.significant else "no sure difference"
+        over = f"{row.ratio:.3f}" if row.ratio is not None else "-"
+        rows.append([row.metric, shown(row.a), shown(row.b), over, between, told])
+    columns = ["", *(key(i, name) for i, (name, _) in enumerate(named))]
+    note = "Latencies in ms. The interval holds 95 % of the ratios that redrawn requests give."
+    doubts = "".join(f"<p>{escape(doubt)}.</p>" for doubt in compare.warnings(a, b))
+    table = rows_table((*columns, "b / a", "interval", ""), rows)
+    return section("Is it more than chance?", note) + table + doubts
 
 
 def latencies(named: Sequence[tuple[str, Result]]) -> list[str]:
@@ -252,8 +282,7 @@ def latencies(named: Sequence[tuple[str, Result]]) -> list[str]:
             "Each request where it was due; crosses failed, after that time." + only,
         ),
     ]
-    for (name, run), colour in zip(firsts, plots.RESULT_COLOURS, strict=False):
-        parts.append(drawing(plots.over_time(run, name, colour, goals.ttft_s)))
+    parts.append(drawing(plots.over_time(firsts, goals.ttft_s)))
     parts.append(section("Load over time", "Served is counted where requests ended." + only))
     return [*parts, drawing(plots.load_over_time(firsts))]
 
@@ -274,9 +303,7 @@ def timelines(named: Sequence[tuple[str, Result]]) -> list[str]:
             "Requests by their time to first token: the fast half, slower ones, the slowest 1 %.",
         )
     ]
-    for name, found in told:
-        parts.append(f"<p><b>{escape(name)}</b></p>" if len(named) > 1 else "")
-        parts.append(drawing(plots.first_token(plots.outcomes_of(found.runs))))
+    parts.append(drawing(plots.first_token([(name, found.runs) for name, found in told])))
     note = (
         f"A line for each request, at most {plots.MAX_BARS}, taken evenly from the first run. "
         "What the stages do not explain stands at the end."

@@ -78,8 +78,8 @@ class Words:
             excess = self.count(head + " ".join(words)) - base - num_tokens
             if excess == 0:
                 return " ".join(words)
-            if excess > 0:
-                del words[-max(1, min(excess, len(words) - 1) // 2) :]
+            if excess > 0:  # a few more than it takes, or the same two lengths may take turns
+                del words[-(excess // 2 + int(rng.integers(1, 5))) :]
             if excess < 0 or not words:
                 words += self.stream(rng, max(1, -excess // 2))
         raise ValueError(f"tokenizer: found no text of exactly {num_tokens} tokens")

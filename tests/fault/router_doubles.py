@@ -30,6 +30,7 @@ from worker.api import (
     Member,
     Refused,
     Role,
+    Stages,
     TokenChunk,
     TokenLogprob,
     WorkerStats,
@@ -151,6 +152,7 @@ class DecodeDouble:
         error: Error | None = None,
         dispatch: int | None = None,
         cached: int = 0,
+        stages: Stages | None = None,
     ) -> None:
         """Send tokens; `at` counts from the end of the prompt."""
         chunk = TokenChunk(
@@ -162,6 +164,7 @@ class DecodeDouble:
             error=error,
             num_cached_tokens=cached,
             logprobs=scores(tokens, generate.sampling.logprobs),
+            stages=stages,
         )
         self._wire.send(peer, Chunks((chunk,)))
 
@@ -209,6 +212,7 @@ def speak(
     sizes: Sequence[int] = (),
     finish: FinishReason = FinishReason.STOP,
     cached: int = 0,
+    stages: Stages | None = None,
 ) -> Script:
     """A script that answers every request with `tokens`, in chunks of `sizes` (then of one)."""
 
@@ -216,7 +220,8 @@ def speak(
         at, left = 0, list(sizes)
         while at < len(tokens):
             size = left.pop(0) if left else 1
-            double.chunk(peer, generate, tokens[at : at + size], at=at, cached=cached)
+            told = None if at else stages
+            double.chunk(peer, generate, tokens[at : at + size], at=at, cached=cached, stages=told)
             at += size
         double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
 

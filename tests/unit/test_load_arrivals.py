@@ -1,0 +1,195 @@
+"""Start times of open loops: their rates, their laws, their errors."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.random import Generator, default_rng
+from scipy import stats
+
+from benchmarks.load.arrivals import starts
+
+NUM = 20_000
+SPECS = (
+    "constant:10",
+    "poisson:10",
+    "gamma:10,0.25",
+    "gamma:10,4",
+    "bursts:10,8",
+    "ramp:1-20,30",
+    "ramp:20-1,30",
+    "ramp:20-0,30",
+    "steps:5,10,20@10",
+    "steps:5,0,20@10",
+)
+ALPHA = 1e-4  # seeds are fixed, so a test that passes once passes always
+
+
+def looks_poisson(times: list[float], rate: float) -> bool:
+    """Whether gaps have the exponential law of mean 1/rate and none depends on the one before."""
+    gaps = np.diff([0.0, *times])
+    law = stats.kstest(gaps * rate, "expon").pvalue
+    chain = stats.spearmanr(gaps[:-1], gaps[1:]).pvalue
+    return bool(law > ALPHA and chain > ALPHA)
+
+
+def rate_is(times: list[float], rate: float, num_sigma: float = 4.0, variance: float = 1.0) -> bool:
+    """Whether the mean gap is 1/rate within its own error; `variance` of a gap of mean 1."""
+    mean = times[-1] / len(times) * rate
+    return abs(mean - 1) < num_sigma * math.sqrt(variance / len(times))
+
+
+def test_constant_is_an_exact_grid_from_zero() -> None:
+    times = starts("constant:8", default_rng(0), num=5)
+    assert times == [0.0, 0.125, 0.25, 0.375, 0.5]
+    assert len(starts("constant:7", default_rng(0), duration_s=60)) == 420
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", [0.5, 10.0, 2000.0])
+def test_poisson_has_its_rate_and_its_law(seed: int, rate: float) -> None:
+    times = starts(f"poisson:{rate}", default_rng(seed), NUM)
+    assert rate_is(times, rate)
+    assert looks_poisson(times, rate)
+
+
+def test_the_judges_see_wrong_processes() -> None:
+    rng = default_rng(3)
+    asked = 10.0
+    too_fast = np.cumsum(rng.exponential(1 / 16, NUM)).tolist()  # asked 10/s, sent 16/s
+    assert not rate_is(too_fast, asked)
+    assert not looks_poisson(too_fast, asked)
+    slightly_fast = np.cumsum(rng.exponential(1 / 10.5, NUM)).tolist()
+    assert not rate_is(slightly_fast, asked)
+    even = starts("constant:10", rng, NUM)
+    assert not looks_poisson(even, asked)
+    uniform_gaps = np.cumsum(rng.uniform(0, 0.2, NUM)).tolist()
+    assert rate_is(uniform_gaps, asked)  # the rate alone does not tell
+    assert not looks_poisson(uniform_gaps, asked)
+    alternating = rng.exponential(0.1, NUM)
+    alternating.reshape(-1, 2).sort()  # each long gap after a short one
+    assert not looks_poisson(np.cumsum(alternating).tolist(), asked)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_poisson_counts_of_a_fixed_time_have_the_right_spread(seed: int) -> None:
+    rng = default_rng(seed)
+    counts = [len(starts("poisson:10", rng, duration_s=6)) for _ in range(400)]
+    assert abs(np.mean(counts) - 60) < 4 * math.sqrt(60 / 400)
+    dispersion = 399 * np.var(counts, ddof=1) / np.mean(counts)
+    assert ALPHA < stats.chi2.cdf(dispersion, 399) < 1 - ALPHA
+
+
+@pytest.mark.parametrize("shape", [0.25, 0.5, 2.0, 10.0])
+def test_gamma_keeps_the_rate_and_has_the_asked_burstiness(shape: float) -> None:
+    times = starts(f"gamma:10,{shape}", default_rng(1), NUM)
+    gaps = np.diff([0.0, *times])
+    assert rate_is(times, 10, variance=1 / shape)
+    assert stats.kstest(gaps, stats.gamma(shape, scale=1 / (shape * 10)).cdf).pvalue > ALPHA
+    assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.05)
+
+
+def test_bursts_come_whole_and_keep_the_mean_rate() -> None:
+    times = starts("bursts:10,8", default_rng(2), NUM)
+    bursts, sizes = np.unique(times, return_counts=True)
+    assert set(sizes.tolist()) == {8}
+    assert looks_poisson(bursts.tolist(), 10 / 8)
+    assert rate_is(times, 10, variance=8)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 20), (20, 1), (0, 40), (40, 0), (7, 7)])
+def test_ramp_is_poisson_once_its_expected_count_is_the_clock(first: int, last: int) -> None:
+    length_s = 400.0
+    times = np.array(starts(f"ramp:{first}-{last},{length_s}", default_rng(5), duration_s=600))
+    inside = np.minimum(times, length_s)
+    expected = first * inside + (last - first) / (2 * length_s) * inside**2
+    expected += last * np.maximum(times - length_s, 0)
+    assert looks_poisson(expected.tolist(), 1)
+    total = (first + last) / 2 * length_s + last * 200
+    assert abs(len(times) - total) < 4 * math.sqrt(total)
+    if last:
+        assert looks_poisson((times[times > length_s] - length_s).tolist(), last)
+    if first != last:  # an even rate of the same mean is no such ramp
+        mean = total / 600
+        assert not looks_poisson(times.tolist(), mean)
+
+
+def test_steps_hold_each_rate_for_its_time() -> None:
+    times = np.array(starts("steps:5,0,20@100", default_rng(8), duration_s=400))
+    counts = np.histogram(times, [0, 100, 200, 300, 400])[0]
+    assert counts[1] == 0
+    for count, mean in zip(counts[[0, 2, 3]], (500, 2000, 2000), strict=True):
+        assert abs(count - mean) < 4 * math.sqrt(mean)
+    assert looks_poisson((times[times >= 200] - 200).tolist(), 20)
+
+
+@given(
+    st.sampled_from(SPECS),
+    st.integers(0, 2**32),
+    st.integers(0, 3000),
+    st.floats(0, 300, allow_nan=False),
+)
+def test_times_grow_from_zero_and_keep_both_bounds(
+    spec: str, seed: int, num: int, duration_s: float
+) -> None:
+    times = starts(spec, default_rng(seed), num, duration_s)
+    assert times == sorted(times)
+    assert len(times) <= num
+    assert all(0 <= at_s < duration_s for at_s in times)
+    assert times == starts(spec, default_rng(seed), num, duration_s)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_fewer_times_are_the_beginning_of_more(spec: str) -> None:
+    def draw(rng: Generator, num: int, duration_s: float) -> list[float]:
+        return starts(spec, rng, num, duration_s)
+
+    long = draw(default_rng(1), 5000, 200)
+    assert draw(default_rng(1), 100, 1000) == long[:100]
+    assert draw(default_rng(1), 9000, 20) == [at_s for at_s in long if at_s < 20]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("poisson", "none of constant"),
+        ("bernoulli:3", "none of constant"),
+        ("poisson:", "poisson: RATE"),
+        ("poisson:fast", "poisson: RATE: 'fast' is no number"),
+        ("poisson:0", "poisson: RATE: must be above 0"),
+        ("poisson:-1", "poisson: RATE"),
+        ("poisson:nan", "poisson: RATE"),
+        ("constant:inf", "constant: RATE"),
+        ("gamma:10", "gamma: the form is gamma:RATE,SHAPE"),
+        ("gamma:10,0", "gamma: SHAPE"),
+        ("bursts:10,0", "bursts: SIZE: must be at least 1"),
+        ("bursts:10,2.5", "bursts: SIZE: '2.5' is no whole number"),
+        ("ramp:1,30", "ramp: FROM-TO"),
+        ("ramp:1-x,30", "ramp: TO"),
+        ("ramp:1-2", "ramp: the form is"),
+        ("ramp:1-2,0", "ramp: SECONDS"),
+        ("ramp:0-0,10", "both 0"),
+        ("ramp:1-0,10", "needs a duration"),
+        ("steps:1,2", "steps: the form is"),
+        ("steps:1,,2@3", "steps: R2"),
+        ("steps:1,-2@3", "steps: R2"),
+        ("steps:1,2@", "steps: SECONDS"),
+        ("steps:0,0@5", "all rates are 0"),
+        ("steps:1,0@5", "needs a duration"),
+    ],
+)
+def test_wrong_specs_are_refused_by_the_name_of_the_part(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        starts(spec, default_rng(0), num=10)
+
+
+def test_something_must_bound_the_times() -> None:
+    with pytest.raises(ValueError, match="number of requests or a duration"):
+        starts("poisson:1", default_rng(0))
+    with pytest.raises(ValueError, match="number of requests or a duration"):
+        starts("poisson:1", default_rng(0), duration_s=math.inf)

@@ -1,0 +1,90 @@
+"""`return_stages`: where the time of a choice went, next to its finish reason, if asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.chat import ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.metrics import STAGES
+from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from worker.api import Stages
+
+TOLD = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
+WANTED = {
+    "prefill_queue_s": 0.5,
+    "prefill_s": 0.25,
+    "transfer_s": 0.125,
+    "decode_queue_s": 0.0625,
+    "first_step_s": 0.03125,
+    "prefilled_by": "prefill-3",
+    "decoded_by": "decode-0",
+}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = make_model(tmp_path_factory.mktemp("model"))
+    with serving(directory, DecodeDouble(script=speak([5, 6, 7], stages=TOLD))) as (_, url):
+        yield url
+
+
+def post(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
+
+
+def check(stages: dict[str, Any]) -> None:
+    assert WANTED.items() <= stages.items()
+    own = {"router_queue_s", "decode_s", "first_token_s"}
+    assert stages.keys() - WANTED.keys() == own
+    assert all(stages[name] >= 0 for name in own)
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"), [("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "a"})]
+)
+def test_whole_answers(url: str, path: str, ask: dict[str, Any]) -> None:
+    found = post(url, path, **ask, n=2, return_stages=True).json()
+    assert len(found["choices"]) == 2
+    for choice in found["choices"]:
+        check(choice["stages"])
+    plain = post(url, path, **ask).json()
+    assert "stages" not in plain["choices"][0]
+
+
+def test_streams_say_it_once_a_choice_with_the_finish_reason(url: str) -> None:
+    body = {"messages": HELLO, "stream": True, "n": 2, "return_stages": True}
+    lines = post(url, "chat/completions", **body).text.split("\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    told = []
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+        for choice in chunk["choices"]:
+            assert ("stages" in choice) == (choice["finish_reason"] is not None)
+            told += [choice["index"]] if "stages" in choice else []
+    assert sorted(told) == [0, 1]
+
+
+def test_a_stop_string_does_not_lose_them(url: str) -> None:
+    text = post(url, "completions", prompt="a", max_tokens=3).json()["choices"][0]["text"]
+    found = post(url, "completions", prompt="a", stop=[text[-1]], return_stages=True).json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+    check(found["choices"][0]["stages"])
+
+
+def test_every_stage_is_a_histogram(url: str) -> None:
+    post(url, "completions", prompt="a")
+    counts = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        if family.name == "kvlane_request_stage_seconds":
+            for sample in family.samples:
+                if sample.name.endswith("_count"):
+                    counts[sample.labels["stage"]] = sample.value
+    assert set(counts) == set(STAGES)
+    assert min(counts.values()) == max(counts.values()) > 0
