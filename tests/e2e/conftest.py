@@ -12,7 +12,8 @@ from tests.e2e.harness import Serve, enter_namespace
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    enter_namespace(config)
+    if not hasattr(config, "workerinput"):  # of pytest-xdist: its first process has entered
+        enter_namespace(config)
 
 
 @pytest.fixture

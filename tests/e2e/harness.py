@@ -1,8 +1,8 @@
 """Real clusters for tests: a namespace to run them in, `serve` as a process, and what it left.
 
-Ray runs the code of whoever reaches it, so the whole pytest process moves into a fresh network and
-pid namespace that has a loopback interface only (`enter_namespace`). Clients and servers are then
-in the same one, and everything dies with its first process.
+Ray runs the code of whoever reaches it, so the whole pytest process moves into fresh namespaces
+with a loopback interface only and a /dev/shm of their own (`enter_namespace`). Clients and servers
+are then in the same ones, and everything dies with their first process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def enter_namespace(config: pytest.Config) -> None:
     capture.stop_global_capturing()  # gives back the real stdout
     os.environ[INSIDE] = "1"
     arguments = [str(a) for a in config.invocation_params.args]
-    script = 'ip link set lo up; "$@"; exit $?'  # bash stays: the first process has to reap
+    # /dev/shm is empty and ours; bash stays: the first process has to reap.
+    script = 'ip link set lo up; mount -t tmpfs kvlane /dev/shm; "$@"; exit $?'
     pytest_again = [sys.executable, "-m", "pytest", *arguments]
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()
@@ -155,8 +156,10 @@ class Serve:
         deadline = time.monotonic() + timeout_s
         while True:
             rows = self.status()
-            ready = all(row["state"] == "ready" for row in rows.values())
-            if ready and not any(n for row in rows.values() for n in row["counters"].values()):
+            known = all(
+                row["state"] == "ready" and row["counters"] is not None for row in rows.values()
+            )  # a busy process may be late with its counters
+            if known and not any(n for row in rows.values() for n in row["counters"].values()):
                 return rows
             if time.monotonic() > deadline:
                 pytest.fail(f"counters are not at their baseline: {rows}")
@@ -177,6 +180,7 @@ def processes() -> dict[int, str]:
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue
+            line = line.removeprefix(sys.executable)  # which may lie in a directory kvlane
             if any(word in line for word in ("ray", "gcs_server", "cluster", "kvlane")):
                 found[int(path.name)] = line
     return found

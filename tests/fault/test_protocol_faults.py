@@ -39,8 +39,8 @@ from worker.wire import Wire
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 NUM = 6
 WINDOW_S = 2.0  # of prefill's leases
-LIMIT_S = 8.0  # for a request that meets a fault: detection, another attempt, a loaded machine
-IDLE_S = WINDOW_S + 3.0
+LIMIT_S = 20.0  # for a request that meets a fault: detection, another attempt, a loaded machine
+IDLE_S = WINDOW_S + 6.0
 
 
 class Faults:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import tempfile
+from pathlib import Path
 
 from tests.support.engines import running
 from tests.support.prompts import problem_ids, tokenizer
@@ -37,9 +41,22 @@ def body_of(index: int, max_tokens: int) -> dict[str, object]:
     }
 
 
+DIRECTORY = "KVLANE_TEST_TEXTS"  # where a process and those that it starts find what they made
+
+
 @functools.cache
 def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
     """(text, finish_reason) of `num` held-out problems."""
+    if DIRECTORY not in os.environ:
+        os.environ[DIRECTORY] = tempfile.mkdtemp(prefix="kvlane-texts-")
+    file = Path(os.environ[DIRECTORY]) / f"{num}-{max_tokens}.json"
+    if not file.exists():
+        file.write_text(json.dumps(made_texts(num, max_tokens)))
+    return tuple((text, reason) for text, reason in json.loads(file.read_text()))
+
+
+def made_texts(num: int, max_tokens: int) -> list[tuple[str, str]]:
+    """One request at a time, in this process."""
     texts = []
     with running(SECTIONS, num_prefill=0) as cluster:
         for index, prompt in enumerate(problem_ids(num)):
@@ -47,4 +64,4 @@ def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
             assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             text = tokenizer().decode(answer.tokens, skip_special_tokens=True)
             texts.append((text, answer.finish_reason.value))
-    return tuple(texts)
+    return texts

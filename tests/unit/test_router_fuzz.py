@@ -7,7 +7,6 @@ that reaches it must survive the wire's own encoding and fit float32.
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import random
 import struct
@@ -25,7 +24,8 @@ from router.routes import application
 from router.status import Front
 from router.text import Text
 from tests.fault.router_doubles import make_model, scores
-from tests.unit.test_router_tools import QWEN, TOOLS
+from tests.support.mutants import judge, mutants, seeds
+from tests.unit.test_router_tools import QWEN
 from worker.api import (
     MAX_LOGPROBS,
     Chunks,
@@ -39,81 +39,10 @@ from worker.api import (
     encode,
 )
 
-NUM_BODIES = 22_000
+NUM_BODIES = 3_000  # a real cluster gets more: tests/e2e/test_fuzz.py
 NUM_AT_ONCE = 16
 MAX_BODY_BYTES = 100_000
 WORKER = Member("decode-0", "decode", "x", "tcp://127.0.0.1:1")
-
-CALL = {"id": "c", "type": "function", "function": {"name": "time", "arguments": "{}"}}
-CHAT: dict[str, Any] = {
-    "model": "small",
-    "messages": [
-        {"role": "system", "content": "be good"},
-        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c", "content": "7"},
-    ],
-    "max_completion_tokens": 5,
-    "temperature": 0.5,
-    "n": 2,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.1,
-    "chat_template_kwargs": {"enable_thinking": False},
-    "stream_options": {"include_usage": True},
-    "stream": True,
-}
-TOOL_CHAT = {
-    "messages": [{"role": "user", "content": "hello"}],
-    "tools": TOOLS,
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-FORMED = {"messages": [{"role": "user", "content": "hello"}], "response_format": FORM}
-COMPLETION: dict[str, Any] = {
-    "prompt": ["hello", "a"],
-    "max_tokens": 4,
-    "min_tokens": 1,
-    "best_of": 2,
-    "logprobs": 1,
-    "stop": ["x"],
-    "stop_token_ids": [3],
-    "seed": 1,
-    "top_p": 0.5,
-    "top_k": 3,
-    "min_p": 0.1,
-    "frequency_penalty": 1,
-    "repetition_penalty": 1.1,
-}
-ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": True}
-REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}}
-SEEDS: list[tuple[str, dict[str, Any]]] = [
-    *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],
-    *[("/v1/completions", body) for body in (COMPLETION, ECHO, REGEX)],
-    ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS, "return_token_strs": True}),
-    ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
-    ("/detokenize", {"tokens": [1, 2, 3]}),
-]
-DEEP: Any = []
-for _ in range(60):
-    DEEP = [DEEP, {"a": DEEP}] if len(json.dumps(DEEP)) < 2000 else [DEEP]
-NASTY: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 7, 128, 511, 512, 2**31, 2**63, -(2**63), 2**64, 10**30,
-    10**400, 0.5, -0.0, 1e-300, 1e300, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
-    "", "a", "0", "none", "required", "text", "json_object", "\x00", "\ud800", "😀" * 40,
-    "a" * 3000, "{% raise %}", "{{ 7 }}", "<tool_call>", "<think>", "((((", "a{1,99999}",
-    "<|im_end|>", "user", "wizard", "image_url", [], [[]], [None], [""], [1], [[1], "a"],
-    [[]] * 40, ["a"] * 300, {}, {"": ""}, {"type": "image_url", "image_url": {"url": "x"}},
-    {"type": "input_audio"}, {"type": "text"}, {"type": "object", "properties": 3}, {"$ref": "#"},
-    {"$ref": "http://x/y"}, {"anyOf": []}, {"enum": []},
-    {"type": "function", "function": {"name": "time"}}, DEEP,
-]  # fmt: skip
-NAMES = [
-    *CHAT, *COMPLETION, *ECHO, *REGEX, *TOOL_CHAT, "guided_json", "guided_choice", "guided_grammar",
-    "response_format", "max_tokens", "suffix", "include_stop_str_in_output", "unheard_of", "user",
-]  # fmt: skip
 
 
 class LoopWire:
@@ -162,41 +91,6 @@ def check(*values: float) -> None:
         assert value == value
 
 
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every (container, key) in a body."""
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    for key in keys:
-        found.append((value, key))
-        if isinstance(value[key], dict | list):
-            places(value[key], found)
-    return found
-
-
-def mutated(rng: random.Random, body: dict[str, Any]) -> bytes:
-    """A body with one to three things wrong, in its values or in its bytes."""
-    body = copy.deepcopy(body)
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        kind, where = rng.random(), places(body, [])
-        holder, key = rng.choice(where) if where else (body, "a")
-        if kind < 0.6 and where:
-            holder[key] = copy.deepcopy(rng.choice(NASTY))
-        elif kind < 0.75:
-            body[rng.choice(NAMES)] = copy.deepcopy(rng.choice(NASTY))
-        elif kind < 0.85 and isinstance(holder, dict):
-            holder.pop(key, None)
-        elif isinstance(holder, list):
-            holder.append(copy.deepcopy(rng.choice(NASTY)))
-    raw = bytearray(
-        json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    )
-    if rng.random() < 0.15:
-        for _ in range(rng.randint(1, 4)):
-            raw[rng.randrange(len(raw))] = rng.randrange(256)
-    if rng.random() < 0.05:
-        del raw[rng.randrange(len(raw)) :]
-    return bytes(raw)
-
-
 App = Callable[..., Awaitable[None]]
 
 
@@ -218,18 +112,6 @@ async def ask(app: App, path: str, raw: bytes) -> tuple[int, bytes]:
     }  # fmt: skip
     await app(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
-
-
-def judge(status: int, found: bytes) -> None:
-    if status == 200 and found.startswith((b"data:", b": ping")):
-        assert found.endswith(b"data: [DONE]\n\n")
-        assert b'"error"' not in found
-    elif status == 200:
-        json.loads(found, parse_constant=lambda name: 1 / 0)
-    else:
-        assert 400 <= status < 500
-        error = json.loads(found)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
 
 
 async def one(app: App, path: str, raw: bytes, counts: dict[int, int]) -> None:
@@ -275,9 +157,8 @@ async def rounds(
 
 def test_no_body_makes_a_5xx_or_leaves_something_open(tmp_path: Path) -> None:
     directory = make_model(tmp_path, QWEN, ("<tool_call>", "</tool_call>"), 1024)
-    rng = random.Random(7)
-    bodies = [(path, mutated(rng, body)) for path, body in rng.choices(SEEDS, k=NUM_BODIES)]
-    bodies += [(path, json.dumps(body).encode()) for path, body in SEEDS]
+    bodies = list(mutants(NUM_BODIES, seed=7, model="small"))
+    bodies += [(path, json.dumps(body).encode()) for path, body in seeds("small")]
     counts = asyncio.run(rounds(directory, bodies))
     assert sum(counts.values()) == len(bodies)
     assert counts[200] > NUM_BODIES / 10

@@ -42,7 +42,7 @@ from worker.api import (
 from worker.config import PingConfig
 from worker.wire import SEND_QUEUE_FRAMES, Event, Wire
 
-FAST = PingConfig(interval_s=0.05, max_misses=4)
+FAST = PingConfig(interval_s=0.05, max_misses=8)  # not so fast that a loaded core is lost
 LIMIT_S = 10.0
 
 XFER = Xfer("r1:1:7", 2, "dec", "pre")
@@ -200,7 +200,7 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(end: Callable[..., End]) -
     client.wire.send("w/1", MESSAGES[1])
     worker.next()
     client.wire.close()
-    limit = time.monotonic() + 3.0
+    limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
         worker.wire.send("c/1", MESSAGES[1])
         try:
@@ -214,12 +214,13 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(end: Callable[..., End]) -
 def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
     end: Callable[..., End],
 ) -> None:
-    stalling = PingConfig(interval_s=0.05, max_misses=4, stall_s=0.3)
+    patient = PingConfig(interval_s=0.05, max_misses=10)
+    stalling = PingConfig(interval_s=0.05, max_misses=10, stall_s=0.8)
     for beats in (True, False):
-        worker, client = end(f"w{beats}/1", stalling), end(f"c{beats}/1")
+        worker, client = end(f"w{beats}/1", stalling), end(f"c{beats}/1", patient)
         client.wire.start()
         client.wire.connect(worker.wire.me, worker.wire.start("127.0.0.1"))
-        limit = time.monotonic() + 1.2
+        limit = time.monotonic() + (1.6 if beats else LIMIT_S)
         lost = []
         while time.monotonic() < limit and not lost:
             if beats:
@@ -242,7 +243,7 @@ def test_a_client_whose_loop_stalls_is_lost_too(end: Callable[..., End]) -> None
     client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
     client.wire.send("w/1", MESSAGES[1])
     assert worker.next()[0] == "c/1"
-    peer, event = worker.next(2.0)
+    peer, event = worker.next()
     assert (peer, type(event)) == ("c/1", Lost)
 
 
@@ -420,7 +421,7 @@ def test_a_full_queue_loses_the_peer_and_does_not_block(end: Callable[..., End])
         assert (peer, type(event)) == ("w/1", Lost)
         assert "full" in event.reason
         client.nothing(0.1)
-    assert took_s < 2.0
+    assert took_s < LIMIT_S
 
 
 def test_frames_that_are_not_ours_are_dropped(pair: tuple[End, End]) -> None:

@@ -1,0 +1,204 @@
+"""Clients that hang up in every phase of a request; others beside them get their right texts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from benchmarks.train.problems import held_out_problems
+from tests.e2e.harness import Serve
+from tests.e2e.raw import Connection
+from tests.support.asking import ask_all
+from tests.support.reference import reference_texts
+from tests.support.scrape import Samples, scrape
+
+NUM_WITNESSES = 6
+MAX_TOKENS = 60
+NUM_ROWS = 12
+NUM_LONG = 1600  # tokens of a long prompt: a hundred steps of prefill
+POLL_TIMEOUT_S = 30.0
+HANG_S = 100.0
+VOCAB_SIZE = 1024
+WAITING = "kvlane_requests_waiting{"
+ARGUMENTS = (
+    "--prefill", "1", "--decode", "1",
+    "--set", "disaggregation.mode=always",
+    "--set", f"decode.engine.max_num_reqs={NUM_ROWS}",
+    "--set", "decode.engine.max_waiting=0",
+    "--set", "prefill.engine.max_prefill_tokens=16",
+)  # fmt: skip
+# (n, stream): every kind of request that is left.
+KINDS = ((1, True), (1, False), (4, True), (4, False))
+NUM_CHOICES = sum(n for n, _ in KINDS)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    reference_texts(NUM_WITNESSES, MAX_TOKENS)
+    serve = Serve(tmp_path_factory.mktemp("disconnects"), port=8300)
+    yield serve.start(*ARGUMENTS).wait_ready()
+    serve.end()
+
+
+def prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    """Token ids that no other prompt begins with."""
+    return rng.choices(range(16, VOCAB_SIZE), k=num_tokens)
+
+
+@dataclass(slots=True)
+class Leavers:
+    """Clients that read little and hang up; the last of them when the block ends."""
+
+    serve: Serve
+    connections: list[Connection] = field(default_factory=list[Connection])
+
+    async def begin(self, ids: list[int], n: int, stream: bool, num: int) -> Connection:
+        """A request for `n` answers of exactly `num` tokens; nothing of the answer is read."""
+        connection = Connection(self.serve.port)
+        self.connections.append(connection)
+        body = {"prompt": ids, "n": n, "stream": stream, "max_tokens": num, "ignore_eos": True}
+        await connection.send_json("/v1/completions", body)
+        return connection
+
+    def drop_all(self) -> None:
+        """Every other one with a reset."""
+        for i, connection in enumerate(self.connections):
+            connection.drop(reset=i % 2 == 0)
+
+    def __enter__(self) -> Leavers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop_all()
+
+
+async def until_waiting(serve: Serve, num: int) -> None:
+    """Returns once so many choices are in the router's line."""
+    async with asyncio.timeout(POLL_TIMEOUT_S), httpx.AsyncClient() as client:
+        while True:
+            lines = (await client.get(f"{serve.url}/metrics")).text.splitlines()
+            if any(line.startswith(WAITING) and float(line.split()[-1]) == num for line in lines):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def until(serve: Serve, is_so: Callable[[Samples], bool]) -> Samples:
+    """The workers' metrics as soon as something is true of them."""
+    async with asyncio.timeout(POLL_TIMEOUT_S):
+        while True:
+            found = await asyncio.to_thread(scrape, serve.url)
+            if is_so(found):
+                return found
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def witnesses(serve: Serve) -> AsyncIterator[None]:
+    """Problems asked before the body, and what became of them after it."""
+    questions = [problem.question for problem in held_out_problems(NUM_WITNESSES)]
+    asked = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+    try:
+        yield
+        outcomes = await asked
+    finally:
+        asked.cancel()
+    assert [each.error for each in outcomes] == [None] * NUM_WITNESSES
+    found = [(each.text, each.finish_reason) for each in outcomes]
+    assert found == list(reference_texts(NUM_WITNESSES, MAX_TOKENS))
+
+
+def go_and_rest(serve: Serve, go: Callable[[], Awaitable[None]]) -> None:
+    """Run it; everything is at rest then, in the same processes."""
+    before = serve.wait_idle()
+    try:
+        asyncio.run(asyncio.wait_for(go(), HANG_S))
+    except TimeoutError as error:
+        raise AssertionError(f"hangs: {serve.status()}") from error
+    after = serve.wait_idle()
+    assert [row["pid"] for row in after.values()] == [row["pid"] for row in before.values()]
+    assert "Traceback" not in serve.output
+
+
+def test_while_it_waits_for_a_worker(cluster: Serve) -> None:
+    async def go() -> None:
+        rng = random.Random(1)
+        with Leavers(cluster) as holders, Leavers(cluster) as waiting:
+            for _ in range(NUM_ROWS // 4):
+                holder = await holders.begin(prompt(rng, 8), 4, True, 1500)
+                assert await holder.head() == 200
+            for n, stream in KINDS:
+                await waiting.begin(prompt(rng, 8), n, stream, 8)
+            await until_waiting(cluster, NUM_CHOICES)
+            async with witnesses(cluster):
+                await until_waiting(cluster, NUM_CHOICES + NUM_WITNESSES)
+                waiting.drop_all()
+                await until_waiting(cluster, NUM_WITNESSES)
+                for holder in holders.connections:
+                    assert (await holder.piece()).startswith(b"data: {")
+                holders.drop_all()
+
+    go_and_rest(cluster, go)
+
+
+def test_while_its_prompt_is_prefilled(cluster: Serve) -> None:
+    computed = "kvlane_prompt_tokens_computed_total", "prefill", ""
+    leases = "kvlane_leases", "prefill", ""
+
+    async def go() -> None:
+        rng = random.Random(2)
+        start = scrape(cluster.url)[computed]
+        with Leavers(cluster) as left:
+            for n, stream in KINDS:
+                await left.begin(prompt(rng, NUM_LONG), n, stream, 8)
+            await until(cluster, lambda now: now[leases] == len(KINDS) and now[computed] > start)
+            async with witnesses(cluster):
+                left.drop_all()
+                cut = await until(cluster, lambda now: now[leases] <= NUM_WITNESSES)
+        num_computed = cut[computed] - start
+        assert num_computed < len(KINDS) * NUM_LONG, "the prompts were done before they were left"
+
+    go_and_rest(cluster, go)
+
+
+def test_while_tokens_are_drawn(cluster: Serve) -> None:
+    drawn = "kvlane_generation_tokens_total", "decode", ""
+
+    async def go() -> None:
+        rng = random.Random(3)
+        start = scrape(cluster.url)[drawn]
+        with Leavers(cluster) as left:
+            for n, stream in KINDS:
+                connection = await left.begin(prompt(rng, 20), n, stream, 1500)
+                if stream:
+                    assert await connection.head() == 200
+                    for _ in range(5):
+                        assert (await connection.piece()).startswith(b"data: {")
+            now = await until(cluster, lambda now: now[drawn] > start + 20 * NUM_CHOICES)
+            async with witnesses(cluster):
+                await until(cluster, lambda later: later[drawn] > now[drawn])
+                left.drop_all()
+
+    go_and_rest(cluster, go)
+
+
+def test_a_hundred_at_random_moments(cluster: Serve) -> None:
+    async def leave(left: Leavers, rng: random.Random) -> None:
+        await asyncio.sleep(rng.uniform(0, 2))
+        n, stream = rng.choice(KINDS)
+        ids = prompt(rng, rng.choice([3, 40, 300]))
+        connection = await left.begin(ids, n, stream, rng.choice([1, 8, 60]))
+        await asyncio.sleep(rng.uniform(0, 1))
+        connection.drop(reset=rng.random() < 0.5)
+
+    async def go() -> None:
+        with Leavers(cluster) as left:
+            async with witnesses(cluster):
+                await asyncio.gather(*(leave(left, random.Random(seed)) for seed in range(100)))
+
+    go_and_rest(cluster, go)
