@@ -16,7 +16,6 @@ from benchmarks.load.records import Result, Run, Session, Workload
 from benchmarks.load.search import Probe, highest_rate
 from benchmarks.load.workload import workload
 
-KIND = "kvlane.load/1"
 START_RATE = 1.0
 WARMUP_SEED = 1_000_003
 
@@ -43,7 +42,7 @@ def run(options: Options) -> int:
         about = work.about
     summaries = [measure.summary(each, options.objectives) for each in runs]
     found = Result(
-        KIND,
+        result.KIND,
         options.shown() | {"model": target.model, "argv": sys.argv[1:]},
         result.machine(),
         about,

@@ -18,7 +18,6 @@ from benchmarks.load.measure import (
     concurrency,
     parts_s,
     samples,
-    was_sent,
 )
 from benchmarks.load.records import Objectives, Outcome, Run
 
@@ -50,6 +49,8 @@ STAGE_NAMES = {
 }
 BUCKETS = ((0.0, 0.5), (0.5, 0.9), (0.9, 0.99), (0.99, 1.0))  # of the time to first token
 MAX_POINTS = 4000
+MAX_SLOWEST = 1000  # of these points, the slowest are all shown
+LONG = 60  # a run of this many median requests would show its timeline as a mere diagonal
 MAX_BARS = 300
 NUM_BINS = 100
 
@@ -176,7 +177,10 @@ def over_time(results: Sequence[tuple[str, Run]], objective_s: float | None) -> 
     the time after which it failed."""
     figure = make_subplots(len(results), 1, shared_xaxes=True, vertical_spacing=0.08)
     for row, (name, run) in enumerate(results, 1):
-        served = thinned([o for o in run.outcomes if not o.error and o.chunk_s], MAX_POINTS)
+        served = [o for o in run.outcomes if not o.error and o.chunk_s]
+        served.sort(key=lambda o: o.ttft_s or 0.0)
+        slow = max(0, len(served) - MAX_SLOWEST)
+        served = thinned(served[:slow], MAX_POINTS - MAX_SLOWEST) + served[slow:]
         figure.add_scatter(
             x=[o.intended_s for o in served],
             y=[(o.chunk_s[0] - o.intended_s) * 1e3 for o in served],
@@ -330,14 +334,21 @@ def first_token(results: Sequence[tuple[str, Sequence[Run]]]) -> go.Figure:
     return figure.update_layout(margin_l=120, legend_y=1.06 if several else 1.0)
 
 
+def tells(run: Run) -> bool:
+    """Whether any served request of it has stages."""
+    return any(o.stages is not None and not o.error for o in run.outcomes)
+
+
 def timeline(run: Run) -> go.Figure:
-    """The stages of each request, one after the other, on the run's time. All requests of a stretch
-    in the middle would hide the whole, so they are sampled evenly."""
-    told = [o for o in run.outcomes if not o.error and o.stages is not None and was_sent(o)]
+    """The stages of each of some requests, taken evenly: on the run's time, or, if the run is so
+    long that a request would be a dot, from the request's own intended time."""
+    told = [o for o in run.outcomes if not o.error and o.stages is not None]
     told = thinned(sorted(told, key=lambda o: o.intended_s), MAX_BARS)
     accounts = [account(outcome, False) for outcome in told]
     figure = go.Figure()
-    begin = np.array([outcome.intended_s for outcome in told])
+    intended = np.array([outcome.intended_s for outcome in told])
+    is_long = run.wall_s > LONG * float(np.median([o.e2e_s for o in told]))
+    begin = np.zeros(len(told)) if is_long else intended
     order = ("lag_s", *STAGES_TO_FIRST_TOKEN, "decode_s", "unaccounted_s")
     for stage in order:
         lengths = np.array([parts[stage] for parts in accounts])
@@ -356,7 +367,19 @@ def timeline(run: Run) -> go.Figure:
         )
         begin = begin + lengths
     figure.update_layout(barmode="overlay", bargap=0)
-    figure.update_xaxes(title="time on the run, s", range=ends(run))
-    figure.update_yaxes(autorange="reversed", title="requests, by intended time", showgrid=False)
+    if is_long:
+        figure.update_xaxes(
+            title="time from the request's intended send time, s", rangemode="tozero"
+        )
+    else:
+        figure.update_xaxes(title="time on the run, s", range=ends(run))
+    marked = np.unique(np.linspace(0, len(told) - 1, 9).astype(int))
+    figure.update_yaxes(
+        autorange="reversed",
+        title="intended send time",
+        showgrid=False,
+        tickvals=marked,
+        ticktext=[f"{intended[index]:.1f} s" for index in marked],
+    )
     height = int(np.clip(2.4 * len(told) + 120, 240, 820))
     return styled(figure, height).update_layout(legend_font_size=11.5)

@@ -289,11 +289,7 @@ def latencies(named: Sequence[tuple[str, Result]]) -> list[str]:
 
 def timelines(named: Sequence[tuple[str, Result]]) -> list[str]:
     """Where the time went, if the server told."""
-    told = [
-        (name, found)
-        for name, found in named
-        if any(o.stages is not None and not o.error for run in found.runs for o in run.outcomes)
-    ]
+    told = [(name, found) for name, found in named if any(map(plots.tells, found.runs))]
     if not told:
         note = "The server told no stages (kvlane does, when asked)."
         return [section("Where the time to first token goes", note), section("Timeline", note)]
@@ -306,12 +302,13 @@ def timelines(named: Sequence[tuple[str, Result]]) -> list[str]:
     parts.append(drawing(plots.first_token([(name, found.runs) for name, found in told])))
     note = (
         f"A line for each request, at most {plots.MAX_BARS}, taken evenly from the first run. "
-        "What the stages do not explain stands at the end."
+        "What the stages do not explain stands at the end; in a long run all begin at zero."
     )
     parts.append(section("Timeline", note))
     for name, found in told:
         parts.append(f"<p><b>{escape(name)}</b></p>" if len(named) > 1 else "")
-        parts.append(drawing(plots.timeline(found.runs[0])))
+        first = next(run for run in found.runs if plots.tells(run))
+        parts.append(drawing(plots.timeline(first)))
     return parts
 
 

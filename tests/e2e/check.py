@@ -6,6 +6,8 @@ import asyncio
 import math
 import sys
 
+import httpx
+
 from benchmarks.train.problems import held_out_problems
 from tests.support.asking import ask_all
 from tests.support.prompts import problem_ids
@@ -44,6 +46,27 @@ def check_cluster(base_url: str) -> None:
     page_bytes = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
     assert pulled == num_pages * page_bytes
     print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes")
+    check_stages(base_url)
+
+
+def check_stages(base_url: str) -> None:
+    """Prompts nobody has seen: each answer says where its time went, and it adds up."""
+    for problem in held_out_problems(4, seed=77):
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": problem.question}],
+            "max_tokens": 8,
+            "return_stages": True,
+        }
+        answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60).json()
+        stages = answer["choices"][0]["stages"]
+        assert stages["prefilled_by"].startswith("prefill-")
+        assert stages["decoded_by"].startswith("decode-")
+        seconds = {name: stages[name] for name in stages if name.endswith("_s")}
+        first_token_s, decode_s = seconds.pop("first_token_s"), seconds.pop("decode_s")
+        assert min(*seconds.values(), decode_s) >= 0
+        assert min(stages["prefill_s"], stages["transfer_s"], decode_s) > 0
+        assert sum(seconds.values()) <= first_token_s
 
 
 if __name__ == "__main__":
