@@ -59,7 +59,7 @@ def aiperf(options: argparse.Namespace, trace: Path, out: Path) -> tuple[Row, di
     """One replay by aiperf: its figures, and all that its script wrote."""
     module = ["-m", "benchmarks.judges.run_aiperf", "--trace", str(trace), "--out", str(out)]
     _run([*module, "--url", options.url, "--model", options.model, "--venv", str(options.venv)])
-    (found,) = json.loads(out.read_text())
+    found = json.loads(out.read_text())
     row = {
         "ttft_p50": found["ttft_ms"]["p50"],
         "ttft_p99": found["ttft_ms"]["p99"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from benchmarks.load.pacer import now
 from benchmarks.load.records import Outcome, Turn
@@ -137,6 +138,7 @@ class Client:
     def __init__(self, target: Target) -> None:
         self.origin = now()  # the run's beginning; `Outcome` counts from it
         self._target = target
+        self._url = URL(target.url + target.path)
         # The server's own ends of idle connections are never raced against: it closes, we see it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         self._http = aiohttp.ClientSession(
@@ -150,18 +152,16 @@ class Client:
         """Close all connections."""
         await self._http.close()
 
-    async def ask(self, outcome: Outcome, body: dict[str, Any]) -> str:
-        """Send one request, fill `outcome`; the text of the answer.
+    async def ask(self, outcome: Outcome, raw: bytes) -> str:
+        """Send one request with the body `raw`, fill `outcome`; the text of the answer.
 
         Every way in which a request can fail becomes `outcome.error`; nothing is raised but
         cancellation.
         """
-        raw = msgspec.json.encode(body)
         texts: list[str] = []
         outcome.sent_s = now() - self.origin
         try:
-            url = self._target.url + self._target.path
-            async with self._http.post(url, data=raw) as response:
+            async with self._http.post(self._url, data=raw) as response:
                 outcome.headers_s = now() - self.origin
                 if response.status != 200:
                     outcome.error = f"http_{response.status}"

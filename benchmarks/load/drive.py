@@ -11,11 +11,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from benchmarks.load.client import Client, Conversation, Target
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.records import Lag, Outcome, Session
 
 PROBE_S = 0.01
+LEAD_S = 0.02  # a session is made ready so long before it is due
 
 Numbered = tuple[int, Session]  # a session and its index in the whole workload
 
@@ -45,7 +48,7 @@ class Driver:
         try:
             for index, session in sorted(sessions, key=lambda each: each[1].start_s or 0.0):
                 due_s = session.start_s or 0.0
-                await self._pacer.until(self._client.origin + due_s)
+                await self._pacer.until(self._client.origin + due_s - LEAD_S)
                 task = asyncio.create_task(self._session(index, session, due_s))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -82,10 +85,11 @@ class Driver:
                 outcome.sent_s = outcome.end_s = intended_s
                 self._emit(outcome)
                 continue
+            raw = msgspec.json.encode(talk.body(turn, self._target))
             await self._pacer.until(self._client.origin + intended_s)
             self.num_running += 1
             try:
-                talk.heard(await self._client.ask(outcome, talk.body(turn, self._target)))
+                talk.heard(await self._client.ask(outcome, raw))
             finally:
                 self.num_running -= 1
             self._emit(outcome)

@@ -88,7 +88,8 @@ def ask(handler: Handler, *, timeout_s: float = 5.0, **target: Any) -> Outcome:
             )
             client = Client(wanted)
             outcome = Outcome(0, 0, 0.0)
-            await client.ask(outcome, Conversation("chat").body(TURN, wanted))
+            body = Conversation("chat").body(TURN, wanted)
+            await client.ask(outcome, json.dumps(body).encode())
             await client.close()
             return outcome
 
@@ -152,7 +153,7 @@ def test_nobody_there() -> None:
         with pytest.raises(ConnectionError, match="cannot be asked"):
             await discover(target.url, {})
         client, outcome = Client(target), Outcome(0, 0, 0.0)
-        await client.ask(outcome, {})
+        await client.ask(outcome, b"{}")
         await client.close()
         return outcome
 
