@@ -17,7 +17,7 @@ from benchmarks.load.client import Client, Conversation, Target
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.records import Lag, Outcome, Session
 
-PROBE_S = 0.01
+PROBE_S = 0.1  # often enough to see a lag, seldom enough not to disturb a server beside us
 LEAD_S = 0.02  # a session is made ready so long before it is due
 
 Numbered = tuple[int, Session]  # a session and its index in the whole workload

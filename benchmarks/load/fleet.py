@@ -17,7 +17,6 @@ import contextlib
 import gc
 import multiprocessing
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
@@ -32,7 +31,6 @@ from benchmarks.load.records import Lag, Outcome, Run, Session, Workload
 
 HEADSTART_S = 0.3  # from the word to the origin
 BATCH_S = 0.2
-SWITCH_S = 0.0002  # the pacer's thread shall not wait for the loop's
 GC_THRESHOLD = 50_000  # a collection in the middle of a run is a lag of our own
 
 
@@ -163,7 +161,6 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         from uvloop import new_event_loop
     except ImportError:
         from asyncio import new_event_loop
-    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(main())
 

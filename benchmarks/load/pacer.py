@@ -1,35 +1,53 @@
 """Waking at a given moment, to a tenth of a millisecond.
 
-An event loop's own timers are as coarse as `epoll_wait`, a millisecond, and always late. A thread
-that sleeps on a condition variable is not; it wakes the loop through its self-pipe.
+An event loop's own timers are as coarse as `epoll_wait`, a millisecond, and always late. Linux's
+timerfd is not: it becomes readable at its moment, which wakes the loop as a socket would. Python
+has it from 3.13 on, so it is called through ctypes; elsewhere the loop's own timers have to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import heapq
 import itertools
-import threading
+import os
+import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 
 now = time.monotonic  # one clock for every process of a host
 
+_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+
+
+class _Spec(ctypes.Structure):
+    """struct itimerspec: repeat never, expire at sec + nsec."""
+
+    _fields_ = (
+        ("repeat_s", ctypes.c_long),
+        ("repeat_ns", ctypes.c_long),
+        ("sec", ctypes.c_long),
+        ("nsec", ctypes.c_long),
+    )
+
 
 class Pacer:
-    """Wakes tasks of the loop that entered it. A context manager; leaving it ends its thread."""
+    """Wakes tasks of the loop that entered it. A context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._due: list[tuple[float, int, asyncio.Future[None]]] = []
         self._count = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
+        self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+        self._fd = -1
 
     def __enter__(self) -> Pacer:
-        self._thread.start()
+        if self._libc is not None:
+            self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+            if self._fd < 0:
+                raise OSError(ctypes.get_errno(), "timerfd_create")
+            self._loop.add_reader(self._fd, self._fire)
         return self
 
     def __exit__(
@@ -38,43 +56,39 @@ class Pacer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
 
     async def until(self, moment: float) -> None:
         """Return at `moment` of the monotonic clock, at once if it has passed."""
-        if moment <= now():
+        left_s = moment - now()
+        if left_s <= 0:
+            return
+        if self._fd < 0:
+            await asyncio.sleep(left_s)
             return
         wake = self._loop.create_future()
-        with self._changed:
-            heapq.heappush(self._due, (moment, next(self._count), wake))
-            if self._due[0][2] is wake:
-                self._changed.notify()
+        heapq.heappush(self._due, (moment, next(self._count), wake))
+        if self._due[0][2] is wake:
+            self._arm(moment)
         await wake
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                left = self._due[0][0] - now() if self._due else None
-                if left is None or left > 0:
-                    self._changed.wait(left)
-                    continue
-                _, _, wake = heapq.heappop(self._due)
-            self._tell(_resolve, wake)
+    def _arm(self, moment: float) -> None:
+        sec, fraction = divmod(moment, 1.0)
+        spec = _Spec(0, 0, int(sec), int(fraction * 1e9) + 1)  # all zero would disarm it
+        assert self._libc is not None
+        if self._libc.timerfd_settime(self._fd, _ABSOLUTE, ctypes.byref(spec), None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
 
-    def _tell(
-        self, done: Callable[[asyncio.Future[None]], None], wake: asyncio.Future[None]
-    ) -> None:
+    def _fire(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(done, wake)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            self._closed = True
-
-
-def _resolve(wake: asyncio.Future[None]) -> None:
-    if not wake.done():  # else its task was cancelled
-        wake.set_result(None)
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # it was armed anew between the wake and here
+        while self._due and self._due[0][0] <= now():
+            wake = heapq.heappop(self._due)[2]
+            if not wake.done():  # else its task was cancelled
+                wake.set_result(None)
+        if self._due:
+            self._arm(self._due[0][0])

@@ -107,14 +107,14 @@ class Stub:
         kind = "chat.completion.chunk" if chat else "text_completion"
         choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
         piece = _event(_object(kind, choice, None))
-        last = _event(_object(kind, choice, "length"))
+        end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
+        usage = _event(end | {"usage": _usage(len(due))})
+        last = _event(_object(kind, choice, "length")) + usage + b"data: [DONE]\n\n"
         for i, moment in enumerate(due):
             await self._until(moment)
             if i == 0:  # headers leave with the first piece, as from a real server
                 await response.prepare(request)
             await response.write(last if i + 1 == len(due) else piece)
-        end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
-        await response.write(_event(end | {"usage": _usage(len(due))}) + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
