@@ -55,7 +55,7 @@ def truth(
     """
     pieces = np.empty((len(schedule), num_tokens))
     for i, start in enumerate(schedule):
-        each = delays(options, num_before + i)
+        each = delays(options, _prompt(i))
         pieces[i] = start + each.ttft_s + each.itl_s * np.arange(num_tokens)
     if options.stall_s:
         begin = schedule[options.stall_after - num_before]
@@ -78,12 +78,19 @@ def measured(found: Run) -> dict[str, np.ndarray]:
     }
 
 
+def _prompt(index: int) -> str:
+    """Of the index-th request: its delays follow from it."""
+    return f"request {index}"
+
+
 def check(
     options: StubOptions, rate: float, num: int, *, num_processes: int = 1, seed: int = 0
 ) -> tuple[dict[str, np.ndarray], Run]:
     """Run `num` requests at `rate`; the truth, and what was measured."""
     schedule = starts(f"poisson:{rate}", np.random.default_rng(seed), num, None)
-    sessions = tuple(Session((Turn("hello", NUM_TOKENS),), start) for start in schedule)
+    sessions = tuple(
+        Session((Turn(_prompt(i), NUM_TOKENS),), start) for i, start in enumerate(schedule)
+    )
     warmup = [Session((Turn("hello", NUM_TOKENS),))] * WARMUP
     with running_stub(options) as url:
         target = Target(url, "stub")

@@ -1,8 +1,8 @@
 """A server whose delays are known: the measure of the measure. `python -m benchmarks.load stub`.
 
-It speaks as much of OpenAI's API as a load client needs. The k-th request that it reads gets its
-delays from (seed, k) alone, so two clients that send the same schedule meet the same server. Every
-piece leaves at its due time, counted from the arrival of the request's last byte.
+It speaks as much of OpenAI's API as a load client needs. A request's delays come from (seed, its
+last prompt) alone, so two clients that send the same requests meet the same server. Every piece
+leaves at its due time, counted from the arrival of the request's last byte.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Delays:
     itl_s: float
 
 
-def delays(options: StubOptions, index: int) -> Delays:
-    """What the index-th request meets."""
-    rng = random.Random(f"{options.seed}/{index}")
+def delays(options: StubOptions, prompt: str) -> Delays:
+    """What a request meets whose last message, or prompt, is `prompt`."""
+    rng = random.Random(f"{options.seed}/{prompt}")
     low, high = 1 - options.spread, 1 + options.spread
     return Delays(options.ttft_s * rng.uniform(low, high), options.itl_s * rng.uniform(low, high))
 
@@ -82,7 +82,7 @@ class Stub:
             return web.json_response({"error": error}, status=503)
         num_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         num_tokens = int(num_tokens or options.num_tokens)
-        each = delays(options, index)
+        each = delays(options, _prompt_of(body))
         due = [arrived + each.ttft_s + i * each.itl_s for i in range(num_tokens)]
         chat = "chat" in request.path
         if body.get("stream"):
@@ -117,6 +117,11 @@ class Stub:
             await response.write(last if i + 1 == len(due) else piece)
         await response.write_eof()
         return response
+
+
+def _prompt_of(body: dict[str, Any]) -> str:
+    messages = body.get("messages")
+    return str(messages[-1].get("content") if messages else body.get("prompt"))
 
 
 def _object(kind: str, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
