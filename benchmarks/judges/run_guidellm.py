@@ -106,7 +106,9 @@ def command_of(options: argparse.Namespace, place: Path) -> list[str]:
 
 def spread(metrics: dict[str, Any], name: str) -> Spread:
     """One of its metrics, over the requests that succeeded."""
-    found = metrics[name]["successful"]
+    found = (metrics[name] or {}).get("successful")  # None where nothing was due at a time
+    if found is None:
+        return {}
     percentiles = found["percentiles"]
     return {"p50": percentiles["p50"], "p99": percentiles["p99"], "mean": found["mean"]}
 
