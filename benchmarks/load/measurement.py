@@ -16,7 +16,6 @@ from benchmarks.load.records import Result, Run, Session, Workload
 from benchmarks.load.search import Probe, highest_rate
 from benchmarks.load.workload import workload
 
-START_RATE = 1.0
 WARMUP_SEED = 1_000_003
 
 
@@ -148,5 +147,9 @@ def _search(
         )
 
     return highest_rate(
-        attempt, start=START_RATE, share=options.share, precision=options.precision, say=say
+        attempt,
+        start=options.search_from,
+        share=options.share,
+        precision=options.precision,
+        say=say,
     )

@@ -57,6 +57,7 @@ class Options:
     timeout_s: float = 600.0
     objectives: Objectives = field(default_factory=Objectives)
     search: bool = False
+    search_from: float = 1.0
     share: float = 0.99
     precision: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=600.0, help="of a request, seconds (%(default)g)")
     add("--slo", default="", help="objectives: ttft=S,itl=S,stall=S,e2e=S")
     add("--search", action="store_true", help="find the highest rate that holds them")
+    add("--search-from", type=float, default=1.0, help="its first rate (%(default)g)")
     add("--share", type=float, default=0.99, help="of requests that have to be good (%(default)g)")
     add("--precision", type=float, default=0.1, help="of the search (%(default)g)")
     add("--time-scale", type=float, default=1.0, help="of a trace: 2 = twice as slow")
@@ -141,6 +143,7 @@ def parse(argv: Sequence[str]) -> Options:
         timeout_s=args.timeout,
         objectives=objectives(args.slo),
         search=args.search,
+        search_from=args.search_from,
         share=args.share,
         precision=args.precision,
         extra=_object(args.extra),

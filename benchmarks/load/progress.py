@@ -21,13 +21,13 @@ class Progress:
 
     Args:
         total: requests of the workload.
-        out: where to; lines are drawn over on a terminal only.
+        out: where to, standard error by default; lines are drawn over on a terminal only.
         label: stands before every line.
     """
 
-    def __init__(self, total: int, out: TextIO = sys.stderr, label: str = "") -> None:
+    def __init__(self, total: int, out: TextIO | None = None, label: str = "") -> None:
         self._total = total
-        self._out = out
+        self._out = out = out or sys.stderr
         self._label = label
         self._terminal = out.isatty()
         self._recent: deque[tuple[float, Outcome]] = deque()

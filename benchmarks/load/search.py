@@ -1,6 +1,7 @@
 """The highest request rate at which a server still holds its objectives.
 
-Rates are doubled until one fails, then the interval is halved on a logarithmic scale. Each probe is
+Rates are doubled until one fails, or halved until one holds, and then the interval between is
+halved on a logarithmic scale. Each probe is
 a run of its own, with pauses between them, so that one that drowned does not judge the next.
 """
 
@@ -15,6 +16,7 @@ import msgspec
 
 SETTLE_S = 2.0
 MAX_DOUBLINGS = 12
+MAX_HALVINGS = 4  # below the first rate; slower and slower probes tell less and less
 
 
 class Probe(msgspec.Struct):
@@ -66,7 +68,7 @@ def highest_rate(
     else:
         return low, probes
     if not low:
-        for _ in range(MAX_DOUBLINGS):
+        for _ in range(MAX_HALVINGS):
             low = high / 2
             if held(low):
                 break

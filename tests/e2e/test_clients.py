@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.__main__ import main as load
+from benchmarks.load.result import read
 from tests.e2e.harness import REPOSITORY, Serve
 
 OPENAI2 = REPOSITORY / ".tools" / "openai2" / "bin" / "python"
@@ -44,3 +46,16 @@ def test_openai_2_litellm_and_langchain(cluster: Serve) -> None:
     if not OPENAI2.exists():
         pytest.skip(f"no {OPENAI2}; see tests/clients/requirements.txt")
     run(cluster, str(OPENAI2), "openai2.py")
+
+
+def test_the_load_harness_sees_every_stage(cluster: Serve, tmp_path: Path) -> None:
+    path = str(tmp_path / "result.json")
+    asked = ["--url", cluster.url, "--concurrency", "3", "--num", "12", "--tokenizer", "tiny"]
+    assert load([*asked, "--source", "synthetic:64-128,12", "--quiet", "--json", path]) == 0
+    (summary,) = read(path).summaries
+    assert summary["requests"]["served"] == 12
+    assert summary["tokens"]["output"] == 12 * 12
+    for stage in ("prefill_s", "transfer_s", "decode_s"):
+        assert summary["stages"][stage]["p50"] > 0
+    assert summary["stages"]["unaccounted_s"]["min"] >= 0
+    cluster.wait_idle()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from benchmarks.load.__main__ import main
 from benchmarks.load.client import Target
 from benchmarks.load.fleet import run
 from benchmarks.load.records import Session, Turn, Workload
+from benchmarks.load.result import read
 from benchmarks.load.selfcheck import WARMUP, check, measured, running_stub
 from benchmarks.load.stub import StubOptions
 
@@ -49,3 +53,29 @@ def test_failures_are_classes_and_not_latencies() -> None:
     assert sum(each.error == "http_503" for each in found.outcomes) == 10
     assert all(not each.chunk_s for each in found.outcomes if each.error)
     assert "as asked" in next(each.message for each in found.outcomes if each.error)
+
+
+def test_the_command_measures_compares_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
+    with running_stub(StubOptions(ttft_s=0.01, itl_s=0.002)) as url:
+        common = ["--url", url, "--num", "12", "--source", "problems:train", "--quiet"]
+        html = str(tmp_path / "a.html")
+        first = ["--rate", "40", "--repeat", "2", "--slo", "ttft=5s", "--html", html]
+        assert main([*common, *first, "--json", paths[0]]) == 0
+        assert main([*common, "--concurrency", "3", "--json", paths[1]]) == 0
+        searched = ["--search", "--slo", "ttft=1ms", "--url", url, "--num", "5", "--quiet"]
+        assert main([*searched, "--search-from", "99", "--source", "problems:train"]) == 0
+    assert "fails" in capsys.readouterr().err, "no server answers within a millisecond here"
+    a, b = (read(path) for path in paths)
+    assert (len(a.runs), len(b.runs)) == (2, 1)
+    assert a.summaries[0]["requests"] == a.summaries[1]["requests"]
+    assert a.summaries[0]["goodput"]["share"] == 1.0
+    assert len(b.runs[0].outcomes) == 12
+    assert "time to first token" in (tmp_path / "a.html").read_text()
+    assert main(["compare", *paths]) == 0
+    assert "ttft_p50" in capsys.readouterr().out
+    assert main(["--rate", "5"]) == 2
+    assert "say how much" in capsys.readouterr().err
+    assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1
