@@ -17,11 +17,8 @@ class BatchBuffers:
         self._state = state
         self._page_size = page_size
 
-    def build(self, plan: Plan) -> Batch:
-        """The batch of a plan whose row changes have been applied to the state."""
-        return self._chunks(plan) if plan.chunks else self._decode(plan)
-
-    def _chunks(self, plan: Plan) -> Batch:
+    def chunks(self, plan: Plan) -> Batch:
+        """The batch of a plan of chunks whose row changes have been applied to the state."""
         upload = self._state.upload
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         starts = [0]
@@ -47,14 +44,35 @@ class BatchBuffers:
             max_seq_len_ub=plan.max_seq_len_ub,
         )
 
-    def _decode(self, plan: Plan) -> Batch:
-        state = self._state
-        num_rows = len(plan.decode)
-        rows = self.live_rows(plan)
-        positions = state.seq_len[rows]
-        table = self._table(rows, plan.max_seq_len_ub)
+    def blank_chunk(self, num_tokens: int) -> Batch:
+        """A prompt of `num_tokens` that writes to the sink alone, for trials."""
+        device = self._state.device
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        num_pages = -(-num_tokens // self._page_size)
         return Batch(
-            input_ids=state.last_token[rows],
+            input_ids=zeros,
+            positions=torch.arange(num_tokens, device=device),
+            slot_mapping=zeros,
+            query_start=self._state.upload([0, num_tokens], torch.int32),
+            seq_lens=self._state.upload([num_tokens], torch.int32),
+            page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=device),
+            num_reqs=1,
+            num_tokens=num_tokens,
+            max_query_len=num_tokens,
+            max_seq_len_ub=num_tokens,
+        )
+
+    def decode(self, rows: Tensor, max_seq_len_ub: int) -> Batch:
+        """One token for each of `rows` [n] i64; device work only, on shapes the host knows.
+
+        Those that are inactive by now are padding, and so is row 0.
+        """
+        state, num_rows = self._state, rows.shape[0]
+        live = rows * state.active[rows]
+        positions = state.seq_len[live]
+        table = self._table(live, max_seq_len_ub)
+        return Batch(
+            input_ids=state.last_token[live],
             positions=positions,
             slot_mapping=self._slots(table, positions),
             query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=state.device),
@@ -63,13 +81,8 @@ class BatchBuffers:
             num_reqs=num_rows,
             num_tokens=num_rows,
             max_query_len=1,
-            max_seq_len_ub=plan.max_seq_len_ub,
+            max_seq_len_ub=max_seq_len_ub,
         )
-
-    def live_rows(self, plan: Plan) -> Tensor:
-        """[len(plan.decode)] i64: the rows, those that are inactive by now replaced by row 0."""
-        rows = self._state.upload(plan.decode, torch.int64)
-        return rows * self._state.active[rows]
 
     def _table(self, rows: Tensor, max_seq_len: int) -> Tensor:
         """[len(rows), pages of max_seq_len] i32."""

@@ -70,6 +70,7 @@ class EngineConfig(Section):
     prefix_cache: bool = True
     attention: Auto | str = "auto"
     graph: Auto | str = "auto"
+    strict: bool = False  # a graph that differs from eager at the start is an error
 
     @model_validator(mode="after")
     def _positive(self) -> EngineConfig:
@@ -161,8 +162,8 @@ class WorkerConfig(Section):
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
             ("engine", "device"): (machine.device, "what is here"),
             ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
-            ("engine", "attention"): ("reference", "the only backend of this version"),
-            ("engine", "graph"): ("eager", "the only runner of this version"),
+            ("engine", "attention"): ("reference", "CPU") if cpu else ("triton", "CUDA"),
+            ("engine", "graph"): _graph(self.role, cpu),
             ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
         }
         tree = self.model_dump()
@@ -180,3 +181,12 @@ class WorkerConfig(Section):
                 f"but the model has {model_max_len} positions"
             )
         return WorkerConfig.model_validate(tree)
+
+
+def _graph(role: str, cpu: bool) -> tuple[str, str]:
+    """The graph runner that `auto` means, and why."""
+    if cpu:
+        return "eager", "the CPU has no graphs"
+    if role == "prefill":
+        return "eager", "prompts have no graphs in this version"
+    return "full", "CUDA, decode"

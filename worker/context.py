@@ -16,8 +16,12 @@ from worker.batch import Batch
 class LayerAttention(Protocol):
     """The part of an attention backend that a layer calls; see worker.attention.base."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Attend and store; see AttentionBackend.forward."""
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values; see AttentionBackend.kv."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+        """Attend to what is stored; see AttentionBackend.forward."""
         ...
 
 

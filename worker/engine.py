@@ -9,19 +9,21 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from worker import memory
 from worker.api import Member
 from worker.attention.base import ATTENTION
+from worker.buffers import BatchBuffers
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.single import SingleCollective
 from worker.config import WorkerConfig
-from worker.errors import UserError
-from worker.graph.base import GRAPHS
+from worker.graph.base import GRAPHS, Parts
 from worker.machine import probe
 from worker.meter import StepMeter
 from worker.metrics import WorkerMetrics
 from worker.models.config import ModelSpec, read_model_spec
+from worker.models.decoder import Decoder
 from worker.models.loader import load_model
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
@@ -51,8 +53,9 @@ class Engine:
         """Enqueue a step, if there is one to do."""
         if plan is None:
             return None
-        self.meter.launched(plan)
-        return self.runner.launch(plan)
+        step = self.runner.launch(plan)
+        self.meter.launched(plan, self.runner.path)
+        return step
 
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step: the only host sync of a turn."""
@@ -89,55 +92,77 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     Raises:
-        UserError: the model directory, the configuration or a library is at fault.
+        UserError: the model directory, the configuration, a library or too little memory.
     """
     spec = read_model_spec(config.model.directory)
     asked_len = config.model.max_model_len
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
     )
-    engine = config.engine
-    device = torch.device(engine.device)
+    device = torch.device(config.engine.device)
     if device.type == "cpu":
-        torch.set_num_threads(int(engine.threads))
+        torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
-    num_pages = _num_pages(config, layout, device)
-    config = _fit(config, asked_len, num_pages)
-    pool = KVPool(layout, num_pages, device)
-    attention = resolve("attention backend", engine.attention, ATTENTION)(
-        pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
-    )
-    model = load_model(
-        config.model.directory,
-        spec,
-        SingleCollective(),
-        device=device,
-        dtype=DTYPES[config.model.dtype],
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-    )
-    graph = resolve("graph runner", engine.graph, GRAPHS)(model, attention)
-    graph.capture()
-    page_size = int(config.kv.page_size)
-    max_pages = -(-int(config.model.max_model_len) // page_size) + 1
-    state = StepState(
-        engine.max_num_reqs,
-        max_pages,
-        spec.eos_token_ids,
-        device,
-        num_extras=engine.penalty_rows if config.role == "decode" else 0,
-        vocab_size=spec.vocab_size,
-    )
+    with memory.clear_error("loading the weights", device):
+        model = load_model(
+            config.model.directory,
+            spec,
+            SingleCollective(),
+            device=device,
+            dtype=DTYPES[config.model.dtype],
+            load_format=config.model.load_format,
+            seed=config.model.seed,
+        )
+    with memory.clear_error("trying the largest steps", device):
+        reserve_bytes = memory.cost_of(lambda: _trial(config, spec, layout, model), device)
+    num_pages = memory.num_pages(config, layout, device, reserve_bytes)
+    config = memory.fit(config, asked_len, num_pages)
+    with memory.clear_error("allocating the KV pool and the graphs", device):
+        pool = KVPool(layout, num_pages, device)
+        parts = _parts(config, spec, pool, model)
+        graph = resolve("graph runner", config.engine.graph, GRAPHS)(parts)
+        graph.capture()
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
+    for check in graph.checks:
+        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
+            metrics.bucket_seconds(str(check.bucket), path).set(took_ms / 1e3)
+        metrics.bucket_differs(str(check.bucket)).set(not check.equal)
     log.info("%s moves KV by %s/%s", name, transport.name, transport.kind)
-    book = PageBook(num_pages, page_size, prefix_cache=engine.prefix_cache)
+    book = PageBook(num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache)
     _watch(metrics, book)
-    runner = ModelRunner(model, graph, state, page_size)
-    meter = StepMeter(metrics, engine.graph)
-    return Engine(config, spec, layout, pool, book, runner, transport, metrics, meter)
+    runner = ModelRunner(parts, graph)
+    return Engine(config, spec, layout, pool, book, runner, transport, metrics, StepMeter(metrics))
+
+
+def _parts(config: WorkerConfig, spec: ModelSpec, pool: KVPool, model: Decoder) -> Parts:
+    """Everything that a step's device work needs, over `pool`."""
+    engine, page_size = config.engine, int(config.kv.page_size)
+    attention = resolve("attention backend", engine.attention, ATTENTION)(
+        pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    )
+    max_len = int(config.model.max_model_len)
+    state = StepState(
+        engine.max_num_reqs,
+        -(-max_len // page_size) + 1,
+        spec.eos_token_ids,
+        pool.device,
+        num_extras=engine.penalty_rows if config.role == "decode" else 0,
+        vocab_size=spec.vocab_size,
+    )
+    return Parts(model, attention, pool, state, BatchBuffers(state, page_size), config, max_len)
+
+
+def _trial(config: WorkerConfig, spec: ModelSpec, layout: KVLayout, model: Decoder) -> object:
+    """The largest steps, once, over a pool of two pages; what they keep."""
+    pool = KVPool(layout, 2, torch.device(config.engine.device))
+    parts = _parts(config, spec, pool, model)
+    graph = resolve("graph runner", config.engine.graph, GRAPHS)(parts)
+    graph.trial()
+    pool.close()
+    return graph
 
 
 def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
@@ -151,47 +176,6 @@ def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
         dtype=config.model.dtype,
     )
     return KVLayout((target,), config.model.name)
-
-
-def _num_pages(config: WorkerConfig, layout: KVLayout, device: torch.device) -> int:
-    """Pages of the pool, the sink included."""
-    engine, page_size = config.engine, int(config.kv.page_size)
-    max_len = int(config.model.max_model_len)
-    if engine.num_pages != "auto":
-        num_pages = int(engine.num_pages)
-    elif device.type == "cpu":
-        most = engine.max_num_reqs * -(-max_len // page_size) + 1
-        num_pages = min(most, engine.cpu_pool_bytes // layout.page_bytes)
-    else:
-        free, total = torch.cuda.mem_get_info(device)
-        used = total - free
-        num_pages = int(total * engine.memory_fraction - used) // layout.page_bytes
-    if num_pages < 2:
-        raise UserError(
-            f"engine.num_pages: no room for a single page of {layout.page_bytes} bytes",
-            "engine.num_pages",
-        )
-    return num_pages
-
-
-def _fit(config: WorkerConfig, asked_len: int | str, num_pages: int) -> WorkerConfig:
-    """`config` with a max_model_len that the pool can hold.
-
-    Raises:
-        UserError: more was asked for by name.
-    """
-    holds = (num_pages - 1) * int(config.kv.page_size)
-    if int(config.model.max_model_len) <= holds:
-        return config
-    if asked_len != "auto":
-        raise UserError(
-            f"model.max_model_len is {asked_len}, but {num_pages - 1} KV pages hold {holds} tokens:"
-            " lower it or raise engine.num_pages",
-            "model.max_model_len",
-        )
-    log.info("model.max_model_len = %d (what the KV pool holds)", holds)
-    model = config.model.model_copy(update={"max_model_len": holds})
-    return config.model_copy(update={"model": model})
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:

@@ -13,17 +13,16 @@ WEIGHT = 0.2  # of the newest step in the moving average
 class StepMeter:
     """Times the steps of one engine, launch to settle, less the wait behind the step before."""
 
-    def __init__(self, metrics: WorkerMetrics, path: str) -> None:
+    def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet
         self._metrics = metrics
-        self._path = path
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
 
-    def launched(self, plan: Plan) -> None:
-        """`plan` was enqueued."""
+    def launched(self, plan: Plan, path: str) -> None:
+        """`plan` was enqueued, as a graph or op by op (`path`)."""
         self._launched_at[plan.step] = time.monotonic()
-        self._metrics.steps(_kind(plan), self._path).inc()
+        self._metrics.steps(_kind(plan), path).inc()
 
     def settled(self, plan: Plan) -> None:
         """`plan` was waited for."""

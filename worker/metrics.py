@@ -55,6 +55,12 @@ class WorkerMetrics:
         self.pages = gauge("kv_pages", "KV pages by state", "state")
         self.usage = gauge("kv_cache_usage_ratio", "Pages in use or promised, 0 to 1")
         self.leases = gauge("leases", "Leases alive")
+        self.bucket_seconds = gauge(
+            "decode_bucket_seconds", "One step as measured at the start", "rows", "path"
+        )
+        self.bucket_differs = gauge(
+            "decode_bucket_differs", "1 where a graph's result was not eager's", "rows"
+        )
         self.transport = gauge("transport_info", "1 for the transport in use", "transport")
 
     def serve(self, host: str) -> str:

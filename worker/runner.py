@@ -3,52 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.api import TokenLogprob
-from worker.buffers import BatchBuffers
-from worker.graph.base import GraphRunner
-from worker.models.decoder import Decoder
+from worker.graph.base import GraphRunner, Parts
 from worker.plan import Drawn, Plan
-from worker.sampler import SamplingRows, logprobs, sample
-from worker.state import StepState
-
-
-@dataclass(slots=True)
-class Result:
-    """What the tail leaves for the host."""
-
-    drawn: Tensor  # [num sampled rows, 3] i64 of (token, valid, finished)
-    values: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] f32
-    ids: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] i64
-
-    def to_host(self) -> Result:
-        """Pinned copies that are under way on the current stream."""
-
-        def copy(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        drawn = copy(self.drawn)
-        assert drawn is not None
-        return Result(drawn, copy(self.values), copy(self.ids))
-
-    def read(self) -> list[Drawn]:
-        """One entry a sampled row; only after the device is through."""
-        logprobs: list[TokenLogprob | None] = [None] * len(self.drawn)
-        if self.values is not None and self.ids is not None:
-            pairs = zip(self.values.tolist(), self.ids.tolist(), strict=True)
-            logprobs = [TokenLogprob(v[0], tuple(zip(i[1:], v[1:], strict=True))) for v, i in pairs]
-        return [
-            Drawn(token, bool(valid), bool(finished), logprob)
-            for (token, valid, finished), logprob in zip(self.drawn.tolist(), logprobs, strict=True)
-        ]
+from worker.tail import Result, Sampled, decoding, draw
 
 
 class Step:
@@ -83,16 +45,19 @@ class ModelRunner:
     after the other, so that launching, settling and pulling overlap with compute there as well.
     """
 
-    def __init__(
-        self, model: Decoder, graph: GraphRunner, state: StepState, page_size: int
-    ) -> None:
-        self._model = model
-        self._graph = graph
-        self._state = state
-        self._buffers = BatchBuffers(state, page_size)
-        cpu = state.device.type == "cpu"
+    def __init__(self, parts: Parts, graph: GraphRunner) -> None:
+        self.model = parts.model
+        self.graph = graph
+        self._state = parts.state
+        self._buffers = parts.buffers
+        cpu = parts.state.device.type == "cpu"
         self._stream = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
         self._hidden: Tensor | None = None  # of a masked plan whose tail is still to come
+
+    @property
+    def path(self) -> str:
+        """How the last step was launched: a graph's replay, or eager."""
+        return self.graph.path
 
     def launch(self, plan: Plan) -> Step:
         """Enqueue one step (a masked plan's body only); returns before the device is through."""
@@ -124,15 +89,21 @@ class ModelRunner:
         """Finish what was launched and free what the graph runner holds."""
         if self._stream is not None:
             self._stream.shutdown()
-        self._graph.close()
+        self.graph.close()
 
     @torch.inference_mode()
     def _run(self, plan: Plan) -> Result | None:
+        """A plan without masks, from its row changes to its tokens."""
+        self._state.apply(plan)
+        if plan.decode and not plan.adjust and plan.num_logprobs < 0:
+            _, result = self.graph.decode(plan.decode, plan.max_seq_len_ub, plan.tail)
+            return result
         hidden = self._forward(plan)
         return self._draw(plan, hidden, None) if plan.tail != "none" else None
 
     @torch.inference_mode()
     def _body(self, plan: Plan) -> None:
+        self._state.apply(plan)
         self._hidden = self._forward(plan)
 
     @torch.inference_mode()
@@ -144,37 +115,31 @@ class ModelRunner:
         return self._draw(plan, hidden, self._state.send(masks))
 
     def _forward(self, plan: Plan) -> Tensor:
-        self._state.apply(plan)
-        return self._graph.launch(self._buffers.build(plan))
+        """Hidden states of the decode rows, or of all tokens of the chunks."""
+        if plan.decode:
+            return self.graph.decode(plan.decode, plan.max_seq_len_ub, "none")[0]
+        return self.graph.launch(self._buffers.chunks(plan))
 
     def _draw(self, plan: Plan, hidden: Tensor, mask: Tensor | None) -> Result:
-        """The sampling tail."""
         state = self._state
         if plan.decode:
-            rows = self._buffers.live_rows(plan)
-            valid = state.active[rows]
-            position = state.seq_len[rows] + 1
+            sampled = decoding(state, state.upload(plan.decode, torch.int64))
         else:
             hidden = hidden[state.upload(_last_of_sampled(plan), torch.int64)]
             rows = state.upload(plan.sampled_rows, torch.int64)
-            valid = torch.ones_like(rows, dtype=torch.bool)
             ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.sample]
             position = state.upload(ends, torch.int64)
-        params = SamplingRows.gather(state, rows, position)
-        logits = self._model.logits(hidden)
-        extras = state.extras if plan.adjust else None
-        token = sample(logits, params, plan.tail, extras, mask)
-        stop = (params.stop_ids == token[:, None]).any(-1) & (position >= params.min_len)
-        finished = stop | (position + 1 >= state.max_len[rows])
-        state.seq_len[rows] = torch.where(valid, position, state.seq_len[rows])
-        state.last_token[rows] = torch.where(valid, token, state.last_token[rows])
-        state.active[rows] = valid & ~finished
-        if extras is not None:
-            extras.counts[params.extra, token] += 1  # a place belongs to one row; 0 to nobody
-        result = Result(torch.stack((token, valid.long(), finished.long()), dim=-1))
-        if plan.num_logprobs >= 0:
-            result.values, result.ids = logprobs(logits, token, plan.num_logprobs)
-        return result
+            sampled = Sampled(rows, position, torch.ones_like(rows, dtype=torch.bool))
+        return draw(
+            self.model,
+            state,
+            sampled,
+            hidden,
+            plan.tail,
+            adjust=plan.adjust,
+            num_logprobs=plan.num_logprobs,
+            mask=mask,
+        )
 
 
 def _last_of_sampled(plan: Plan) -> list[int]:

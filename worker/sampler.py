@@ -15,23 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.kernels.draw import DrawParams, draw_triton
+from worker.kernels.gather_rows import gather_rows
 from worker.kernels.philox import gumbel_ref
 from worker.plan import Tail
 from worker.state import Extras, StepState
 
 
 @dataclass(slots=True, frozen=True)
-class SamplingRows:
+class SamplingRows(DrawParams):
     """Parameters of the rows whose logits are given; index i belongs to logits[i]."""
 
-    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
-    seed: Tensor  # [n] i64
-    temperature: Tensor  # [n] f32; 0 = greedy
-    top_k: Tensor  # [n] i64; 0 = off
-    top_p: Tensor  # [n] f32
-    min_p: Tensor  # [n] f32
-    min_len: Tensor  # [n] i64
-    stop_ids: Tensor  # [n, MAX_STOP_IDS] i64; -1 = unused place
     presence_penalty: Tensor  # [n] f32
     frequency_penalty: Tensor  # [n] f32
     repetition_penalty: Tensor  # [n] f32
@@ -40,11 +34,20 @@ class SamplingRows:
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
         """The parameters of `rows` [n] i64, to draw at `position` [n] i64."""
+        ints, floats, stop_ids = gather_rows(
+            (state.seed, state.top_k, state.min_len, state.extra),
+            (
+                state.temperature, state.top_p, state.min_p,
+                state.presence_penalty, state.frequency_penalty, state.repetition_penalty,
+            ),
+            state.stop_ids,
+            rows,
+        )  # fmt: skip
+        seed, top_k, min_len, extra = ints
+        temperature, top_p, min_p, presence, frequency, repetition = floats
         return cls(
-            position, state.seed[rows], state.temperature[rows], state.top_k[rows],
-            state.top_p[rows], state.min_p[rows], state.min_len[rows], state.stop_ids[rows],
-            state.presence_penalty[rows], state.frequency_penalty[rows],
-            state.repetition_penalty[rows], state.extra[rows],
+            position, seed, temperature, top_k, top_p, min_p, min_len, stop_ids,
+            presence, frequency, repetition, extra,
         )  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def sample(
     """Draw one token a row.
 
     Args:
-        logits: [n, vocab] f32.
+        logits: [n, vocab], of the model's dtype; not written.
         rows: parameters of the n rows.
         extras: penalty counts and biases; None when no row has any.
         mask: [n, ceil(vocab / 32)] i32, bit v % 32 of word v // 32 set iff the grammar allows token
@@ -69,11 +72,24 @@ def sample(
         [n] i64. A row's token is the same under every tail that serves it.
     """
     if extras is not None:
-        logits = penalize(logits, rows, extras)
-    allowed = adjust(logits, rows)
+        logits = penalize(logits.float(), rows, extras)
     if mask is not None:
-        allowed = follow(mask, allowed, logits)
-    logits = allowed
+        logits = logits.float()
+        logits = follow(mask, adjust(logits, rows), logits)
+    stops = mask is None  # follow() has seen to them
+    if logits.is_cuda and tail != "none":
+        return draw_triton(logits, rows, filtered=tail == "filtered", stops=stops)
+    return draw_ref(logits, rows, tail, stops=stops)
+
+
+def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = True) -> Tensor:
+    """The twin of draw_triton, and what that has to draw. `stops`: forbid stop ids below min_len.
+
+    logits: [n, vocab]; rows and tail: see `sample`. Returns [n] i64.
+    """
+    logits = logits.float()
+    if stops:
+        logits = adjust(logits, rows)
     if tail == "greedy":
         return logits.argmax(-1)
     greedy = rows.temperature == 0
@@ -130,14 +146,14 @@ def logprobs(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tenso
     """What the model thought, before any change of `logits`.
 
     Args:
-        logits: [n, vocab] f32.
+        logits: [n, vocab], of the model's dtype.
         token: [n] i64, the drawn ones.
         num_top: likeliest alternatives wanted.
 
     Returns:
         Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
     """
-    all_values = logits.log_softmax(-1)
+    all_values = logits.float().log_softmax(-1)
     own = all_values.gather(1, token[:, None])
     top, ids = all_values.topk(num_top, dim=-1)
     return torch.cat((own, top), 1), torch.cat((token[:, None], ids), 1)

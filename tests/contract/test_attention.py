@@ -1,25 +1,32 @@
-"""Every attention backend against a dense float64 oracle, over a pool poisoned with NaN."""
+"""Every attention backend against a dense float64 oracle, over a pool poisoned with NaN.
+
+Triton's runs in a process of its own, on a part of the cases: there the interpreter takes the
+place of the GPU. tests/gpu/test_attention_on_cuda.py has all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.attention.base import ATTENTION
 from worker.batch import Batch
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.context import forward_context
 from worker.errors import Unsupported
+from worker.kernels.jit import HAS_TRITON
 from worker.registry import resolve
 
 NUM_LAYERS = 4
 BOUNDS = {"float32": 2e-5, "bfloat16": 0.03}
 CPU = torch.device("cpu")
+BACKENDS = ["triton"] if INTERPRETED else sorted(set(ATTENTION) - {"triton"})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -164,7 +171,9 @@ def check(
         ]  # fmt: skip
         with forward_context(batch, attention, plan):
             out = attention.forward(q, new[0], new[1], layer_id)
+            again = attention.forward(q, None, None, layer_id)
 
+        assert torch.equal(bits(again), bits(out)), "k and v were stored by the first call"
         assert out.shape == q.shape
         assert out.dtype == q.dtype
         start = 0
@@ -196,7 +205,8 @@ def check_memory(pool, layer_id, rows, dense, before, page_size) -> None:
 MIXED = [(0, 16), (37, 1), (5, 7), (0, 1), (64, 3), (15, 2), (16, 16)]
 
 
-@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.skipif(INTERPRETED, reason="many, and slow there")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -209,7 +219,7 @@ def test_ragged_rows_match_the_dense_oracle(backend, heads, head_dim, page_size,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -220,13 +230,33 @@ def test_widths_from_1_to_16_mix_in_one_batch(backend, dtype, page_size, groups)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 9])
 def test_a_decode_batch_of_equal_widths(backend, width):
     check(backend, [(n, width) for n in (0, 1, 15, 16, 17, 31, 40)], padded_reqs=1, padded_rows=1)
 
 
-@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "head_dim", "page_size"), [((2, 2), 64, 1), ((8, 1), 32, 64)])
+def test_long_rows_in_many_splits(backend, heads, head_dim, page_size):
+    shapes = [(399, 1), (0, 2), (256, 3), (255, 1), (63, 1)]
+    check(backend, shapes, heads=heads, head_dim=head_dim, page_size=page_size, padded_rows=20)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+def test_few_programs_take_many_items_each(monkeypatch):
+    from worker.attention import triton
+
+    def few(*bounds):
+        return replace(choose(*bounds), programs=3)
+
+    choose = triton.choose
+    monkeypatch.setattr(triton, "choose", few)
+    check("triton", MIXED, padded_rows=20, padded_reqs=1)
+    check("triton", [(399, 1), (0, 2), (300, 3)], page_size=64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     rows, pages = make_rows([(4, 1)], 16, 0)
     pool = make_pool(16, 2, 32, 1, "float32", pages)
@@ -240,7 +270,7 @@ def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     pool.close()
 
 
-@pytest.mark.parametrize("backend", sorted(ATTENTION))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     cls: Any = resolve("attention backend", backend, ATTENTION)
     assert isinstance(cls.static_plan, bool)
@@ -255,3 +285,30 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
         cls(pool, 4, 2, 32, 1.0)
     pool.close()
+
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    def test_triton_under_its_interpreter():
+        run_interpreted(__file__)
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    @pytest.mark.parametrize(
+        ("num_reqs", "width", "tensor_core"), [(8, 1, "mma.sync"), (4, 512, "wgmma")]
+    )
+    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core):
+        from worker.kernels import paged_attention as paged
+
+        tiles = paged.choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
+        types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
+        types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
+        types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
+        types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
+        types |= {"scale": "fp32"}
+        constants = paged.constants_of(tiles, (32, 8), 128, 64) | {"PDL": True}
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        ptx = ptx_of(paged._attend_kernel, types, constants, **options)
+        assert tensor_core in ptx
+        assert "cp.async" in ptx
+        assert "add.f32" not in "".join(line for line in ptx.splitlines() if "atom" in line)

@@ -30,11 +30,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L1": ("kernels.", "batch", "context", "machine", "meter"),
     "L2": ("comm.", "cache.", "attention."),
     "L3": ("layers.", "models."),
-    "L4": ("graph.", "spec.", "transfer.", "state", "buffers", "sampler", "grammar", "runner"),
+    "L4": (
+        "graph.", "spec.", "transfer.",
+        "state", "buffers", "sampler", "grammar", "tail", "runner",
+    ),
     "L5": ("req", "schedule.", "ranks"),
     "L6": (
         "loop", "peers", "fetch", "inbound", "outbound", "replies", "followers",
-        "engine", "admission",
+        "memory", "engine", "admission",
         "prefill", "decode", "build",
     ),
 }  # fmt: skip

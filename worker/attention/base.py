@@ -14,6 +14,7 @@ from worker.errors import Unsupported
 
 ATTENTION: Mapping[str, str] = {
     "reference": "worker.attention.reference:ReferenceAttention",
+    "triton": "worker.attention.triton:TritonAttention",
 }
 
 
@@ -44,13 +45,18 @@ class AttentionBackend(Protocol):
         """What all layers of one pass share; goes into forward_context(). Never waits."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values; see KVPool.layer."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
         """Store k and v at the batch's slots, then attend to all keys up to each row's position.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
-        the pool's dtype. Returns [num_tokens, num_heads, head_dim]; padded rows are zero. The
-        plan is the current forward context's. Only slots in slot_mapping are written, and no
-        slot past a request's own KV length reaches its result, whatever lies there.
+        the pool's dtype. k and v are both None where a fused kernel has stored them already.
+        Returns [num_tokens, num_heads, head_dim]; padded rows are zero. The plan is the current
+        forward context's. Only slots in slot_mapping are written, and no slot past a request's
+        own KV length reaches its result, whatever lies there.
         """
         ...
 

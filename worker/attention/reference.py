@@ -110,11 +110,16 @@ class ReferenceAttention:
             width=width,
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """See AttentionBackend.kv."""
+        return self._layers[layer_id]
+
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
         """See AttentionBackend.forward."""
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
-        store_kv(k, v, *self._layers[layer_id], plan.slot_mapping)
+        if k is not None and v is not None:
+            store_kv(k, v, *self._layers[layer_id], plan.slot_mapping)
         key_rows, value_rows = self._rows[layer_id]
         torch.index_select(key_rows, 0, plan.key_rows, out=plan.keys.view(-1, self.head_dim))
         torch.index_select(value_rows, 0, plan.key_rows, out=plan.values.view(-1, self.head_dim))

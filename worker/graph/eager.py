@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionBackend
 from worker.batch import Batch
 from worker.context import forward_context
-from worker.models.decoder import Decoder
+from worker.graph.base import BucketCheck, Parts
+from worker.plan import Tail
+from worker.tail import Result, decoding, draw
 
 
 class EagerRunner:
     """The GraphRunner without graphs."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
-        self._model = model
-        self._attention = attention
+    def __init__(self, parts: Parts) -> None:
+        self.path = "eager"
+        self.checks: list[BucketCheck] = []
+        self._parts = parts
+
+    @torch.inference_mode()
+    def trial(self) -> None:
+        """See GraphRunner.trial; every token and every row is the sink's."""
+        state, config = self._parts.state, self._parts.config
+        if config.role == "decode":
+            rows = torch.zeros(config.engine.max_num_reqs, dtype=torch.int64, device=state.device)
+            self.step(rows, self._parts.max_len, "filtered")
+        self.launch(self._parts.buffers.blank_chunk(config.engine.max_prefill_tokens))
 
     def capture(self) -> None:
         """Nothing to prepare."""
 
     def launch(self, batch: Batch) -> Tensor:
         """See GraphRunner.launch."""
-        attn_plan = self._attention.plan(batch)
-        with forward_context(batch, self._attention, attn_plan):
-            return self._model.forward(self._model.embed(batch.input_ids), batch.positions)
+        attention, model = self._parts.attention, self._parts.model
+        attn_plan = attention.plan(batch)
+        with forward_context(batch, attention, attn_plan):
+            return model.forward(model.embed(batch.input_ids), batch.positions)
+
+    def decode(
+        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail
+    ) -> tuple[Tensor, Result | None]:
+        """See GraphRunner.decode."""
+        uploaded = self._parts.state.upload(rows, torch.int64)
+        return self.step(uploaded, max_seq_len_ub, tail)
+
+    def step(self, rows: Tensor, max_seq_len_ub: int, tail: Tail) -> tuple[Tensor, Result | None]:
+        """`decode` of `rows` [n] i64 on the device: all that a graph of it holds."""
+        parts = self._parts
+        hidden = self.launch(parts.buffers.decode(rows, max_seq_len_ub))
+        if tail == "none":
+            return hidden, None
+        sampled = decoding(parts.state, rows)
+        return hidden, draw(parts.model, parts.state, sampled, hidden, tail)
 
     def close(self) -> None:
         """Nothing to free."""

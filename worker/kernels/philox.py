@@ -6,13 +6,21 @@ SC 2011. The same constants and rounds as Random123 and Triton's tl.philox.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from worker.kernels.jit import HAS_TRITON, tl, triton
 
 _MASK = 0xFFFFFFFF
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+
+_log: Any = None
+if HAS_TRITON:
+    _log = tl.extra.cuda.libdevice.log  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,3 +66,30 @@ def gumbel_ref(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     # 23 bits, centred: exact in f32 and never 0 or 1 (24 bits and a half round to 1).
     uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
+
+
+@triton.jit
+def natural_log(x, EXACT: tl.constexpr):
+    """log of f32 to the last bit or so: noise comes from near log(1), where the fast one fails.
+
+    EXACT: compiled for CUDA; else the interpreter's.
+    """
+    if EXACT:
+        return _log(x)
+    return tl.log(x)
+
+
+@triton.jit
+def gumbel_block(seed, position, start, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """gumbel_ref's noise of one row for the tokens start .. start + BLOCK - 1, as [BLOCK] f32.
+
+    seed, position: i64 scalars; start: a multiple of 4. The words are bit for bit philox_ref's.
+    """
+    block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = block * 0
+    at = zero + position.to(tl.uint32)
+    words = tl.philox(seed, block, at, zero, zero)
+    even, odd = tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3])
+    bits = tl.interleave(even, odd)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+    return -natural_log(-natural_log(uniform, EXACT), EXACT)

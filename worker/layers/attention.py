@@ -5,15 +5,39 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from worker.context import current
+from worker.kernels.qk_rope_store import qk_rope_store
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding
 
 
 class Attention(nn.Module):
-    """Stores k and v and attends, in the pool's layer `layer_id`."""
+    """From the packed projection: norms, rope, the new keys and values into the pool, attention."""
 
-    def __init__(self, layer_id: int) -> None:
+    def __init__(
+        self,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_id = layer_id  # of the pool
+        self.rotary = rotary
+        self.q_norm = q_norm  # of each head, before rope
+        self.k_norm = k_norm
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim], k, v alike with kv heads -> shape of q."""
-        return current().attention.forward(q, k, v, self.layer_id)
+    def forward(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Attend to what is stored, qkv's own tokens included.
+
+        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim]; positions: [num_tokens] i64.
+        Returns [num_tokens, num_heads, head_dim].
+        """
+        context = current()
+        k_cache, v_cache = context.attention.kv(self.layer_id)
+        norms = self.q_norm, self.k_norm
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+        q = qk_rope_store(
+            qkv, positions, self.rotary.table, k_cache, v_cache, context.batch.slot_mapping,
+            q_weight, k_weight, 0.0 if self.q_norm is None else self.q_norm.eps,
+        )  # fmt: skip
+        return context.attention.forward(q, None, None, self.layer_id)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
+from worker.kernels.product import product
 from worker.layers.linear import empty_parameter
 from worker.layers.shard import Shard
 
@@ -42,10 +43,10 @@ class VocabParallelEmbedding(nn.Module):
         return self._collective.all_reduce(part)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size] -> [n, vocab_size] f32: products with every token's row."""
-        part = F.linear(hidden, self.weight)
+        """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row."""
+        part = product(hidden, self.weight)
         whole = self._collective.all_gather(part, dim=-1)
-        return whole[:, : self.vocab_size].float()
+        return whole[:, : self.vocab_size]
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
+from worker.kernels.product import product
 from worker.layers.shard import HeadSplit, Shard, split_even
 
 
@@ -48,7 +48,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""
@@ -101,7 +101,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""
-        part = F.linear(x, self.weight, self._local_bias)
+        part = product(x, self.weight, self._local_bias)
         return part if self._collective is None else self._collective.all_reduce(part)
 
     def shards(self, prefix: str) -> dict[str, Shard]:

@@ -1,11 +1,11 @@
-"""Rotary position embedding with its table; one serves all layers of a model."""
+"""The table of rotary position embedding; one serves all layers of a model."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from worker.kernels.rope import RopeScaling, rope, rope_inv_freq, rope_table
+from worker.kernels.rope import RopeScaling, rope_inv_freq, rope_table
 
 
 class RotaryEmbedding(nn.Module):
@@ -30,7 +30,3 @@ class RotaryEmbedding(nn.Module):
         inv_freq = rope_inv_freq(head_dim, theta, scaling)
         table = rope_table(inv_freq, max_positions, device)
         self.register_buffer("table", table, persistent=False)
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated copies of q and k: [num_tokens, heads, head_dim]; positions: [num_tokens] i64."""
-        return rope(q, k, positions, self.table)

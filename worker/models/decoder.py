@@ -48,9 +48,6 @@ class SelfAttention(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
-        self.rotary = rotary
-        self.attention = Attention(layer_id)
         self.qkv = ColumnParallelLinear(
             spec.hidden_size,
             qkv_parts(heads, spec.num_heads, spec.num_kv_heads, spec.head_dim),
@@ -73,16 +70,12 @@ class SelfAttention(nn.Module):
             eps = spec.rms_norm_eps
             self.q_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
+        self.attention = Attention(layer_id, rotary, self.q_norm, self.k_norm)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
-        num_tokens = hidden.shape[0]
-        projected = self.qkv(hidden).split(self.qkv.part_sizes, dim=-1)
-        q, k, v = (part.view(num_tokens, -1, self.head_dim) for part in projected)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k, positions)
-        return self.output(self.attention(q, k, v).view(num_tokens, -1))
+        attended = self.attention(self.qkv(hidden), positions)
+        return self.output(attended.flatten(1))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -251,7 +244,7 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size] f32, on all ranks."""
+        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size], on all ranks."""
         return self.head.logits(hidden)
 
     def shards(self) -> dict[str, Shard]:

@@ -1,0 +1,231 @@
+"""Step times of one engine in this process: `python -m benchmarks.engine`.
+
+    python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json \\
+        --load-format dummy --phase decode --batch 1,8,32,128,256 --prompt-len 512 \\
+        --output-len 128 --also top_p@32 --json out.json
+
+Runs the decode worker's own scheduler, runner and overlap, without sockets. A step's time is the
+slope between two output lengths, so that prompts and everything before them cancel out. The floor
+is the bytes of the weights and of the mean KV over the read bandwidth measured in the same run.
+Every step is one host wait, and step n + 1 is launched before step n is settled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.load.result import machine
+from worker.api import Sampling
+from worker.config import WorkerConfig
+from worker.engine import Engine, build_engine
+from worker.req import Req
+from worker.runner import Step
+from worker.schedule.decode import DecodeScheduler
+
+SHORT_OUTPUT = 8  # tokens of the shorter run
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def build(options: argparse.Namespace, max_batch: int) -> Engine:
+    """A decode engine with random weights of the given shape."""
+    place = Path(tempfile.mkdtemp(prefix="kvlane-bench-"))
+    shutil.copy(options.model_config, place / "config.json")
+    max_len = options.prompt_len + options.output_len + 8
+    page_size = options.page_size
+    config = WorkerConfig.model_validate(
+        {
+            "role": "decode",
+            "model": {
+                "path": str(place), "load_format": options.load_format, "max_model_len": max_len,
+                **({"dtype": options.dtype} if options.dtype else {}),
+            },
+            "kv": {"page_size": page_size},
+            "engine": {
+                "max_num_reqs": max_batch, "penalty_rows": 1, "prefix_cache": False,
+                "max_prefill_tokens": options.chunk, "graph": "eager" if options.eager else "auto",
+                "attention": options.attention, "growth_tokens": options.output_len,
+                "num_pages": max_batch * (-(-max_len // page_size) + 1) + 2,
+            },
+        }
+    )  # fmt: skip
+    engine = build_engine(config, name="bench", host="127.0.0.1")
+    shutil.rmtree(place)
+    return engine
+
+
+class Bench:
+    """An engine with the scheduler that drives it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+
+    def generate(
+        self, batch: int, prompt_len: int, output_len: int, sampling: Sampling, seed: int
+    ) -> float:
+        """Seconds from the first launch until each of `batch` requests has its last token."""
+        rng = random.Random(seed)
+        scheduler, engine = self._scheduler, self.engine
+        reqs = []
+        for number in range(batch):
+            tokens = rng.choices(range(engine.spec.vocab_size), k=prompt_len)
+            req = Req(str(number), 1, "bench", tokens, prompt_len, sampling, float("inf"))
+            assert scheduler.admit(req), "the pool is made for this batch"
+            scheduler.prefill_locally(req)
+            reqs.append(req)
+        synchronize()
+        began = time.perf_counter()
+        pending: Step | None = None
+        num_left = batch
+        while num_left or pending is not None:
+            step = engine.launch(scheduler.plan())
+            if pending is not None:
+                for req, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+                    if reason is not None:
+                        scheduler.finish(req, reason)
+                        num_left -= 1
+            pending = step
+        took_s = time.perf_counter() - began
+        assert all(len(req.tokens) == prompt_len + output_len for req in reqs)
+        return took_s
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def step_times(bench: Bench, batch: int, sampling: str, options: argparse.Namespace) -> list[float]:
+    """Milliseconds a step, one figure a repetition."""
+    found = []
+    for number in range(options.repeat + 1):
+        took = {
+            length: bench.generate(
+                batch, options.prompt_len, length,
+                Sampling(length, ignore_eos=True, seed=number, **SAMPLINGS[sampling]),
+                seed=number,
+            )
+            for length in (SHORT_OUTPUT, options.output_len)
+        }  # fmt: skip
+        slope = (took[options.output_len] - took[SHORT_OUTPUT]) / (
+            options.output_len - SHORT_OUTPUT
+        )
+        found.append(1e3 * slope)
+    return found[1:]  # the first one warms up
+
+
+def read_bandwidth(num_bytes: int = 4 << 30) -> float:
+    """Bytes per second at which this device reads memory once: the best of several sums."""
+    if not torch.cuda.is_available():
+        num_bytes = 256 << 20
+    source = torch.ones(num_bytes // 8, dtype=torch.int64, device=device())
+    best = float("inf")
+    for _ in range(10):
+        synchronize()
+        began = time.perf_counter()
+        source.sum()
+        synchronize()
+        best = min(best, time.perf_counter() - began)
+    return num_bytes / best
+
+
+def device() -> str:
+    """Where engines run here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def floor_ms(engine: Engine, batch: int, options: argparse.Namespace, bandwidth: float) -> float:
+    """Milliseconds to read the weights a step needs, and the mean KV of `batch` requests."""
+    model = engine.runner.model
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if model.head is not model.embedding:
+        weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
+    per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
+    tokens = options.prompt_len + options.output_len / 2
+    return 1e3 * (weights + batch * tokens * per_token) / bandwidth
+
+
+def main() -> None:
+    """Measure every batch, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-config", type=Path, required=True, help="a config.json")
+    parser.add_argument("--load-format", default="dummy", choices=("dummy", "safetensors"))
+    parser.add_argument("--dtype", default="", help="default: as the config says; float32 on CPU")
+    parser.add_argument("--phase", default="decode", choices=("decode",))
+    parser.add_argument("--batch", default="1,8,32", help="requests at a time, comma-separated")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
+    parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--profile", type=Path, help="write a chrome trace of 20 decode steps here")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    batches = [int(part) for part in options.batch.split(",")]
+    bench = Bench(build(options, max(batches)))
+    engine = bench.engine
+    with torch.inference_mode():
+        bandwidth = read_bandwidth()
+    rows: list[dict[str, Any]] = []
+    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s; milliseconds a step")
+    print("batch   median      min      max    floor")
+    also = [part.split("@") for part in options.also.split(",") if part]
+    wanted = [(batch, options.sampling) for batch in batches]
+    for batch, sampling in wanted + [(int(batch), name) for name, batch in also]:
+        times = step_times(bench, batch, sampling, options)
+        floor = floor_ms(engine, batch, options, bandwidth)
+        median = statistics.median(times)
+        figures = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{floor:9.3f}"
+        print(f"{batch:5}{figures}  {sampling}", flush=True)
+        rows.append(
+            {
+                "batch": batch, "sampling": sampling, "median_ms": median, "times_ms": times,
+                "floor_ms": floor,
+            }
+        )  # fmt: skip
+    if options.profile:
+        profile(bench, batches[-1], options)
+    if options.json:
+        about = {k: str(v) for k, v in vars(options).items()}
+        whole = {
+            "options": about, "machine": machine(), "torch": torch.__version__,
+            "read_bytes_per_s": bandwidth, "graph": engine.config.engine.graph,
+            "attention": engine.config.engine.attention, "steps": rows,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    engine.close()
+
+
+def profile(bench: Bench, batch: int, options: argparse.Namespace) -> None:
+    """Trace the decode steps of one short run."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        bench.generate(batch, 16, 20, Sampling(20, ignore_eos=True, temperature=0.0), seed=99)
+    trace.export_chrome_trace(str(options.profile))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The triton attention backend on one GPU, with the reference backend in float32 as the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.attention.base import ATTENTION
+from worker.batch import Batch
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.context import forward_context
+from worker.registry import resolve
+
+pytestmark = pytest.mark.gpu(1)
+
+NUM_LAYERS = 4
+LAYER = 2
+BOUNDS = {"bfloat16": 0.01, "float16": 0.0015, "float32": 2e-5}  # of |error| / (1 + |value|)
+
+
+@dataclass(slots=True)
+class Case:
+    """A pool, a batch over it, and what the layer is fed."""
+
+    pool: KVPool
+    batch: Batch
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def pool_of(kv_heads: int, head_dim: int, page: int, groups: int, dtype: str, pages: int) -> KVPool:
+    """A pool on the GPU in which all but the sink page is NaN."""
+    region = KVRegion("target", NUM_LAYERS, kv_heads, head_dim, groups, page, dtype)
+    pool = KVPool(KVLayout((region,), "test"), pages, torch.device("cuda"))
+    for layer_id in range(NUM_LAYERS):
+        for cache in pool.layer(layer_id):
+            cache[1:] = float("nan")
+    return pool
+
+
+def make(
+    shapes: list[tuple[int, int]],
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 128,
+    page: int = 16,
+    groups: int = 1,
+    dtype: str = "bfloat16",
+    padded_rows: int = 3,
+    padded_reqs: int = 1,
+    seed: int = 0,
+) -> Case:
+    """Requests of (prefix, width); their prefixes are random, what no request owns is NaN."""
+    torch.manual_seed(seed)
+    needs = [-(-(prefix + width) // page) for prefix, width in shapes]
+    order = (torch.randperm(sum(needs) + 2) + 1).tolist()
+    stale = order.pop()
+    pool = pool_of(heads[1], head_dim, page, groups, dtype, sum(needs) + 3)
+    table, slots = [], []
+    for (prefix, width), need in zip(shapes, needs, strict=True):
+        mine, order = order[:need], order[need:]
+        at = torch.arange(prefix + width)
+        pages = torch.tensor(mine)[at // page].cuda()
+        for cache in pool.layer(LAYER):
+            filled = torch.randn(prefix, heads[1], head_dim, device="cuda", dtype=cache.dtype)
+            cache[pages[:prefix], :, (at % page)[:prefix].cuda()] = filled
+        slots.append((pages.cpu() * page + at % page)[prefix:])
+        table.append(mine + [stale] * (max(needs) + 1 - need))
+    table += [[0] * (max(needs) + 1)] * padded_reqs
+    widths = [width for _, width in shapes] + [0] * padded_reqs
+    lengths = [prefix + width for prefix, width in shapes] + [0] * padded_reqs
+    num_tokens = sum(widths) + padded_rows
+    batch = Batch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
+        slot_mapping=torch.cat([*slots, torch.zeros(padded_rows, dtype=torch.int64)]).cuda(),
+        query_start=torch.tensor([0, *widths]).cumsum(0).int().cuda(),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        page_table=torch.tensor(table, dtype=torch.int32, device="cuda"),
+        num_reqs=len(widths),
+        num_tokens=num_tokens,
+        max_query_len=max(widths),
+        max_seq_len_ub=max(lengths) + 7,
+    )
+    torch_dtype = getattr(torch, dtype)
+    q, k, v = (
+        torch.randn(num_tokens, n, head_dim, device="cuda", dtype=torch_dtype)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    return Case(pool, batch, q, k, v)
+
+
+def backend(name: str, pool: KVPool, num_heads: int) -> Any:
+    region = pool.region()
+    heads = (num_heads, region.num_kv_heads)
+    return resolve("attention backend", name, ATTENTION)(
+        pool, *heads, region.head_dim, region.head_dim**-0.5
+    )
+
+
+def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
+    batch = batch or case.batch
+    with forward_context(batch, attention, attention.plan(batch)):
+        return attention.forward(case.q, case.k, case.v, LAYER)
+
+
+def oracle(case: Case) -> Tensor:
+    """The reference backend's result from a float32 copy of the pool."""
+    region = case.pool.region()
+    exact = pool_of(
+        region.num_kv_heads, region.head_dim, region.page_size, region.num_groups, "float32",
+        case.pool.num_pages,
+    )  # fmt: skip
+    pairs = zip(exact.layer(LAYER), case.pool.layer(LAYER), strict=True)
+    for cache, source in pairs:
+        cache.copy_(source)
+    in_f32 = Case(exact, case.batch, case.q.float(), case.k.float(), case.v.float())
+    return attend(backend("reference", exact, case.q.shape[1]), in_f32)
+
+
+def check(case: Case) -> None:
+    out = attend(backend("triton", case.pool, case.q.shape[1]), case)
+    expected = oracle(case)
+    error = ((out.float() - expected).abs() / (1 + expected.abs())).max().item()
+    assert error < BOUNDS[case.pool.region().dtype], error
+    assert not out[int(case.batch.query_start[-1]) :].any()
+
+
+RAGGED = [(0, 1), (63, 1), (64, 1), (700, 1), (129, 1), (1300, 1)]
+WIDTHS = [(0, 16), (37, 1), (500, 7), (0, 1), (64, 3), (1000, 16)]
+CHUNKS = [(0, 300), (512, 200), (100, 1), (17, 130)]
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", HEADS)
+def test_decode_prefill_and_windows_match_the_reference(heads, head_dim, page, dtype):
+    for shapes in (RAGGED, WIDTHS, CHUNKS):
+        check(make(shapes, heads, head_dim, page, 1, dtype))
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
+def test_layer_groups_and_other_head_counts(page, shapes):
+    check(make(shapes, page=page, groups=4))
+    check(make(shapes, heads=(14, 2), head_dim=64, page=page, groups=4))
+    check(make(shapes, heads=(4, 2), head_dim=32, page=page, groups=2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_float32_is_float32(head_dim):
+    for shapes in (RAGGED, WIDTHS, CHUNKS):
+        check(make(shapes, head_dim=head_dim, dtype="float32"))
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+def test_every_window_of_equal_widths(width):
+    shapes = [(n, width) for n in (0, 1, 64, 700)]
+    check(make(shapes, heads=(32, 8), page=64, padded_rows=width))
+
+
+def test_a_batch_of_many_rows_and_a_very_long_one():
+    shapes = [(17 * i % 640, 1) for i in range(250)] + [(20000, 1)]
+    check(make(shapes, page=64, padded_reqs=5, padded_rows=5))
+
+
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
+def test_the_same_bits_every_time(shapes):
+    case = make(shapes, heads=(32, 8))
+    attention = backend("triton", case.pool, 32)
+    first = attend(attention, case)
+    assert all(torch.equal(attend(attention, case), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS])
+def test_a_row_s_bits_do_not_depend_on_the_other_rows(shapes):
+    """Each request alone, the others cut down to nothing, under a much higher length bound."""
+    case = make(shapes, heads=(32, 8))
+    attention = backend("triton", case.pool, 32)
+    whole = attend(attention, case)
+    for i in range(len(shapes)):
+        seq_lens = torch.zeros_like(case.batch.seq_lens)
+        seq_lens[i] = case.batch.seq_lens[i]
+        alone = replace(case.batch, seq_lens=seq_lens, max_seq_len_ub=30000)
+        start, end = case.batch.query_start[i : i + 2].tolist()
+        with forward_context(alone, attention, attention.plan(alone)):
+            out = attention.forward(case.q, None, None, LAYER)
+        assert torch.equal(out[start:end], whole[start:end])
+        out[start:end] = 0
+        assert not out.any(), "requests without KV"
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 40, 256])
+def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs):
+    """Captured at short lengths under a high bound; replayed with others, and with rows gone."""
+    shapes = [(1 + 37 * i % 900 + 5000 * (i == 1), 1) for i in range(num_reqs)]
+    case = make(shapes, heads=(32, 8), page=64, padded_rows=0, padded_reqs=0)
+    attention = backend("triton", case.pool, 32)
+    live = case.batch
+    buffer = replace(live, seq_lens=torch.ones_like(live.seq_lens), max_seq_len_ub=40960)
+    attend(attention, case, buffer)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(attention, case, buffer)
+    for keep in (num_reqs, num_reqs // 2, num_reqs):
+        seq_lens = live.seq_lens.clone()
+        seq_lens[keep:] = 0
+        buffer.seq_lens.copy_(seq_lens)
+        graph.replay()
+        eager = attend(attention, case, replace(live, seq_lens=seq_lens))
+        assert torch.equal(out, eager)
+        assert not out[keep:].any()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_device():
+    case = make(WIDTHS, heads=(32, 8))
+    attention = backend("triton", case.pool, 32)
+    attend(attention, case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(attention, case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,144 @@
+"""Full decode graphs: equal to eager, and without effect on anything that is not the batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+
+from tests.support.prompts import problem_ids
+from worker.api import Sampling
+from worker.config import WorkerConfig
+from worker.plan import Tail
+from worker.req import Req
+
+torch = pytest.importorskip("torch")
+
+ROWS = 12
+NUM_PAGES = 400
+STEPS = [0]  # launched by all schedulers of this file: an allocator wants them to ascend
+
+
+def build(dtype: str, graph: str = "full", **engine: object) -> Any:
+    from worker.engine import build_engine
+
+    config = WorkerConfig.model_validate(
+        {
+            "role": "decode",
+            "model": {"dtype": dtype},
+            "kv": {"page_size": 16},
+            "engine": {
+                "device": "cuda", "graph": graph, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
+                "prefix_cache": False, "strict": True, **engine,
+            },
+        }
+    )  # fmt: skip
+    return build_engine(config, name="decode-0", host="127.0.0.1")
+
+
+def serve(
+    engine: Any, prompts: Sequence[Sequence[int]], wanted: Sequence[Sampling]
+) -> tuple[list[list[int]], set[int]]:
+    """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
+    from worker.schedule.decode import DecodeScheduler
+
+    eos_ids = frozenset(engine.spec.eos_token_ids)
+    scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
+    scheduler._step = STEPS[0]
+    reqs, owned, pending = [], set(), None
+    for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
+        req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
+        assert scheduler.admit(req)
+        scheduler.prefill_locally(req)
+        reqs.append(req)
+    live = set(reqs)
+    while live or pending is not None:
+        step = engine.launch(scheduler.plan())
+        owned |= {page for req in live if req.hold for page in req.hold.pages}
+        if pending is not None:
+            for req, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+                if reason is not None:
+                    scheduler.finish(req, reason)
+                    live.discard(req)
+        pending = step
+    STEPS[0] = scheduler._step
+    return [req.tokens[req.num_prompt_tokens :] for req in reqs], owned
+
+
+def sampling_of(i: int) -> Sampling:
+    seeded = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": i}
+    return Sampling(40 + i, **(seeded if i % 2 else {"temperature": 0.0}))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
+    engine = build(dtype)
+    runner = engine.runner.graph
+    assert {check.bucket for check in runner.checks} == set(runner.buckets)
+    assert all(check.equal for check in runner.checks)
+    assert set(runner._captured) == {(b, t) for b in runner.buckets for t in get_args(Tail)}
+    engine.close()
+
+
+@pytest.mark.gpu(1)
+def test_texts_through_graphs_equal_eager() -> None:
+    """In float32, where the padded shape does not change a result that decides a token."""
+    prompts, wanted = problem_ids(ROWS), [sampling_of(i) for i in range(ROWS)]
+    found = []
+    for graph in ("eager", "full"):
+        engine = build("float32", graph)
+        found.append(serve(engine, prompts, wanted)[0])
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu(1)
+def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
+    """Canary: only pages of the batch change, the sink aside; replays leave nothing behind."""
+    engine = build("float32")
+    prompts, wanted = problem_ids(ROWS), [sampling_of(i) for i in range(ROWS)]
+    alone, _ = serve(engine, prompts[:3], wanted[:3])
+    caches = [
+        cache for layer in range(engine.spec.num_layers) for cache in engine.pool.layer(layer)
+    ]
+    for cache in caches:
+        cache[1:].fill_(float("nan"))  # a stale slot that were read would show
+    before = [cache.clone() for cache in caches]
+    all_of_them, owned = serve(engine, prompts, wanted)
+    others = torch.tensor([p for p in range(1, NUM_PAGES) if p not in owned], device="cuda")
+    assert len(others) > 10
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[others].view(torch.int32), old[others].view(torch.int32))
+    assert all_of_them[:3] == alone, "the same texts among others, after another batch"
+    assert serve(engine, prompts[:3], wanted[:3])[0] == alone
+    state = engine.runner.graph._parts.state
+    assert not state.active.any()
+    assert int(state.seq_len[0]) == int(state.last_token[0]) == 0, "row 0 is nobody's"
+    engine.close()
+
+
+@pytest.mark.gpu(1)
+def test_poisoned_padding_changes_nothing() -> None:
+    """What lies in row 0, in the sink page and beyond the batch's rows is never a result's part."""
+    engine = build("float32")
+    prompts, wanted = problem_ids(ROWS)[:5], [sampling_of(i) for i in range(5)]  # bucket 8
+    clean, _ = serve(engine, prompts, wanted)
+    state = engine.runner.graph._parts.state
+    for layer in range(engine.spec.num_layers):
+        for cache in engine.pool.layer(layer):
+            cache[0].fill_(float("nan"))
+    state.temperature[0], state.top_p[0], state.seed[0] = 1.0, 0.5, 99
+    state.last_token[0] = 77
+    engine.runner.graph._rows.fill_(0)
+    assert serve(engine, prompts, wanted)[0] == clean
+    engine.close()
+
+
+@pytest.mark.gpu(1)
+def test_too_little_memory_is_one_clear_error() -> None:
+    from worker.errors import UserError
+
+    with pytest.raises(UserError, match=r"no room for a single page of .* GiB"):
+        build("bfloat16", num_pages="auto", memory_fraction=1e-5)

@@ -1,0 +1,188 @@
+"""The small Triton kernels on one GPU, at real sizes, against their torch twins on the same GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.test_kernels_triton import CASES, columns, rows_of
+from worker.kernels.draw import draw_triton
+from worker.kernels.gather_rows import gather_rows, gather_rows_ref
+from worker.kernels.philox import gumbel_ref
+from worker.kernels.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from worker.kernels.rope import rope_inv_freq, rope_table
+from worker.kernels.swiglu import swiglu, swiglu_ref
+from worker.sampler import SamplingRows, adjust, draw_ref, keep_likely
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.gpu(1)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEP = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+HIDDEN, MLP, VOCAB = 4096, 12288, 151936
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def close(got: Tensor, wanted: Tensor, share: float = 2e-3) -> None:
+    """Nearly all equal, the rest off by a unit in the last place, for sums are in another order.
+
+    A flipped rounding before the last one may show as two, and rope subtracts what it makes of it.
+    """
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    off = (got.float() - wanted.float()).abs()
+    assert bool((off <= 2 * STEP[got.dtype] * wanted.float().abs().clamp(min=1.0)).all())
+    if got.dtype != torch.float32:
+        assert float((got != wanted).float().mean()) < share
+
+
+def replayed(run: Callable[[], Any]) -> Any:
+    """What `run` leaves in its results when a graph of it is replayed twice."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 33, 256])
+@pytest.mark.parametrize("hidden", [HIDDEN, 1000])
+def test_norms_match_their_twins(m: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual = noise(m, hidden, dtype=dtype), noise(m, hidden, dtype=dtype, seed=1)
+    weight = noise(hidden, dtype=dtype, seed=2)
+    close(rms_norm(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6))
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    wanted, wanted_total = add_rms_norm_ref(x, residual, weight, 1e-6)
+    close(normed, wanted)
+    assert torch.equal(total, wanted_total)
+    assert torch.equal(add_rms_norm(x[:1], residual[:1], weight, 1e-6)[0], normed[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 33, 256])
+@pytest.mark.parametrize("mlp", [MLP, 1001])
+def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
+    gate_up = noise(m, 2 * mlp, dtype=dtype) * 2
+    close(swiglu(gate_up), swiglu_ref(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(32, 8, 128, 64), (14, 2, 64, 16), (8, 1, 256, 1), (6, 2, 80, 16)],
+)
+def test_qk_rope_store_matches_its_twin(
+    heads: int, kv_heads: int, head_dim: int, page_size: int, normed: bool, dtype: torch.dtype
+) -> None:
+    m, num_pages = 65, 200
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = noise(m, width + 64, dtype=dtype)[:, :width]
+    qkv[-4:] = qkv[-1]  # padded rows, all on slot 0
+    order = torch.randperm(num_pages * page_size - page_size, generator=torch.Generator())[:m]
+    slots, positions = (order + page_size).cuda(), torch.randint(0, 4096, (m,)).cuda()
+    slots[-4:] = positions[-4:] = 0
+    table = rope_table(rope_inv_freq(head_dim, 1e6, None), 4096, torch.device("cuda"))
+    weights = [noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
+    results = []
+    for op in (qk_rope_store, qk_rope_store_ref):
+        shape = num_pages, kv_heads, 2, 2, page_size, head_dim
+        memory = torch.full(shape, 7.0, dtype=dtype, device="cuda")
+        caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
+        results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
+    (q, memory), (q_ref, memory_ref) = results
+    close(q, q_ref)
+    close(memory, memory_ref)
+    assert torch.equal(memory == 7.0, memory_ref == 7.0)
+    if not normed:  # rope's products are not fused: equal bit for bit
+        assert torch.equal(q, q_ref)
+        assert torch.equal(memory, memory_ref)
+
+
+def gaps(logits: Tensor, rows: SamplingRows, got: Tensor, wanted: Tensor) -> list[float]:
+    """How far below the twin's choice each differing one stands, perturbed."""
+    values = adjust(logits.float(), rows)
+    values = values / torch.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
+    values += gumbel_ref(rows.seed, rows.position, logits.shape[1])
+    own, its = values.gather(1, got[:, None]), values.gather(1, wanted[:, None])
+    return (its - own).flatten()[got != wanted].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [1, 32, 200])
+def test_unfiltered_draws_are_the_twin_s(m: int, dtype: torch.dtype) -> None:
+    logits = noise(m, VOCAB, dtype=dtype)
+    mixed = [(0.0, 0.8, 1.0, 1.7)[i % 4] for i in range(m)]
+    for temperature, tail in ((mixed, "random"), (0.0, "greedy")):
+        rows = rows_of(m, "cuda", temperature=temperature)
+        wanted = draw_ref(logits, rows, tail)  # type: ignore[arg-type]
+        got = draw_triton(logits, rows, filtered=False)
+        off = gaps(logits, rows, got, wanted)
+        assert all(abs(gap) < 1e-5 for gap in off), off
+        assert len(off) <= m // 100
+        assert torch.equal(
+            replayed(lambda rows=rows: draw_triton(logits, rows, filtered=False)), got
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("scale", [0.02, 1.0, 4.0])
+def test_filtered_draws_are_the_twin_s(name: str, scale: float, dtype: torch.dtype) -> None:
+    """Many rows; at most a few may see a token at top_p's border otherwise."""
+    repeat = 20
+    columns = {key: list(values) * repeat for key, values in CASES[name].items()}
+    rows = rows_of(5 * repeat, "cuda", **columns)
+    logits = (noise(5 * repeat, VOCAB) * scale).to(dtype)
+    got = draw_triton(logits, rows, filtered=True)
+    assert int((got != draw_ref(logits, rows, "filtered")).sum()) <= 1
+    assert torch.equal(replayed(lambda: draw_triton(logits, rows, filtered=True)), got)
+    for row in (0, 7, 99):
+        alone = {each: getattr(rows, each)[[row]] for each in rows.__dataclass_fields__}
+        assert draw_triton(logits[[row]], replace(rows, **alone), filtered=True) == got[row]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_token_of_a_narrow_set_comes_and_no_other(dtype: torch.dtype) -> None:
+    logits = (noise(1, 9_000) * 0.5).to(dtype)
+    rows = rows_of(3_000, "cuda", top_k=12, top_p=0.6)
+    first = replace(rows, **{each: getattr(rows, each)[:1] for each in rows.__dataclass_fields__})
+    wanted = keep_likely(logits.float(), first)[0].isfinite().nonzero().flatten().tolist()
+    assert 4 < len(wanted) < 12
+    tokens = draw_triton(logits.expand(3_000, -1).contiguous(), rows, filtered=True)
+    assert tokens.unique().tolist() == wanted
+
+
+def test_stop_tokens_stay_out_below_min_len() -> None:
+    logits = noise(8, VOCAB, dtype=torch.bfloat16)
+    logits[:, VOCAB - 3] = 60.0
+    stops = torch.full((8, 16), -1)
+    stops[:, 3] = VOCAB - 3
+    rows = rows_of(8, "cuda", min_len=[0, 999] * 4, stop_ids=stops, top_p=0.9)
+    for filtered in (False, True):
+        tokens = draw_triton(logits, rows, filtered=filtered)
+        assert (tokens == VOCAB - 3).tolist() == [True, False] * 4
+
+
+@pytest.mark.parametrize("n", [1, 32, 257])
+def test_gathered_rows_are_the_twin_s(n: int) -> None:
+    rows = torch.randint(0, 300, (n,), device="cuda")
+    got = replayed(lambda: gather_rows(*columns(300, "cuda"), rows))
+    wanted = gather_rows_ref(*columns(300, "cuda"), rows)
+    for a, b in zip((*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,55 @@
+"""Triton kernels on the CPU: the interpreter has to be chosen before Triton is imported.
+
+A test file of kernels runs itself once more in a process that has it chosen:
+
+    if not INTERPRETED:
+        @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+        def test_this_file_under_the_interpreter(): run_interpreted(__file__)
+    else:
+        ... the tests
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHY = (
+    "Triton is not installed: its kernels run here under its interpreter only (pip install triton)"
+)
+ROOT = Path(__file__).parents[2]
+
+
+def run_interpreted(path: str) -> None:
+    """The tests of the file `path`, under the interpreter, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", path],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert " passed" in done.stdout
+
+
+def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+    """What a @triton.jit function becomes on an sm_90, compiled without one.
+
+    types: of each argument that is no constant, as "*bf16" or "i32"; all are multiples of 16.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    at = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    source = ASTSource(
+        fn=kernel,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={at[name]: value for name, value in constants.items()},
+        attrs={at[name]: [["tt.divisibility", 16]] for name in types},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -1,0 +1,340 @@
+"""The small Triton kernels against their torch twins, under the interpreter; compiled for sm_90."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from worker.api import MAX_STOP_IDS
+from worker.kernels import draw, gather_rows, philox, qk_rope_store, rms_norm, swiglu
+from worker.kernels.rope import rope_inv_freq, rope_table
+from worker.sampler import SamplingRows, draw_ref
+
+pytest.importorskip("triton", reason=WHY)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of the largest value: a unit in the last place, and in bf16 two roundings that the interpreter
+# cuts off where a GPU rounds.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 0.024}
+CPU = torch.device("cpu")
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
+    """n rows, each its own seed and position; `columns` are scalars or lists."""
+    values: dict[str, Tensor] = {
+        "position": torch.arange(n) * 7 + 3,
+        "seed": torch.arange(n) * 2**33 + 11,
+        "temperature": torch.ones(n),
+        "top_k": torch.zeros(n, dtype=torch.int64),
+        "top_p": torch.ones(n),
+        "min_p": torch.zeros(n),
+        "min_len": torch.zeros(n, dtype=torch.int64),
+        "stop_ids": torch.full((n, MAX_STOP_IDS), -1),
+        "presence_penalty": torch.zeros(n),
+        "frequency_penalty": torch.zeros(n),
+        "repetition_penalty": torch.ones(n),
+        "extra": torch.zeros(n, dtype=torch.int64),
+    }
+    for name, value in columns.items():
+        values[name] = torch.zeros_like(values[name]) + torch.as_tensor(value)
+    return SamplingRows(**{name: value.to(device) for name, value in values.items()})
+
+
+def columns(num_rows: int, device: str = "cpu") -> Any:
+    """Four of integers, six of floats and a table, of other values everywhere."""
+    at = torch.arange(num_rows, device=device)
+    ints = tuple(at * 2**40 + i for i in range(4))
+    floats = tuple(at + i / 8 for i in range(6))
+    return ints, floats, at[:, None] * 100 + torch.arange(MAX_STOP_IDS, device=device)
+
+
+def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
+    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": [1, 5, 400, 5000, 0]},
+    "top_p": {"top_p": [1e-9, 0.3, 0.8, 0.99, 1.0]},
+    "min_p": {"min_p": [0.999999, 0.5, 0.1, 1e-4, 0.0]},
+    "top_k, top_p": {"top_k": [900, 3, 40, 1, 0], "top_p": [0.9, 0.95, 0.5, 0.9, 0.2]},
+    "all": {
+        "top_k": [50, 8, 300, 0, 20], "top_p": [0.9, 0.8, 0.99, 0.7, 1.0],
+        "min_p": [0.01, 0.05, 0.0, 0.02, 0.2], "temperature": [0.8, 1.5, 1.0, 0.4, 0.0],
+    },
+}  # fmt: skip
+
+
+if not INTERPRETED:
+
+    def test_this_file_under_the_interpreter() -> None:
+        run_interpreted(__file__)
+
+    @contextmanager
+    def compiling(module: Any) -> Iterator[dict[str, str]]:
+        """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""
+        found: dict[str, str] = {}
+
+        class Compiled:
+            def __init__(self, kernel: Any) -> None:
+                self.kernel = kernel
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return self.compile
+
+            def compile(self, *args: Any, **given: Any) -> None:
+                names, name = self.kernel.arg_names, self.kernel.__name__
+                name += "_top_p" if given.get("PROBABLE") else ""
+                if name in found:
+                    return
+                types = dict(zip(names, map(type_of, args), strict=False))
+                given |= {"PDL": True, "launch_pdl": True}
+                if "EXACT" in names:
+                    given["EXACT"] = True
+                constants = {each: given.pop(each) for each in names if each in given}
+                ptx = ptx_of(self.kernel, types, constants, **given)
+                found[name] = ptx
+
+        kernels = [name for name in vars(module) if name.endswith("_kernel")]
+        with mock.patch.multiple(
+            module, **{name: Compiled(getattr(module, name)) for name in kernels}
+        ):
+            yield found
+        assert set(kernels) <= set(found)
+        for ptx in found.values():
+            assert ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+            assert "griddepcontrol.launch_dependents" in ptx
+            assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
+
+    def type_of(value: object) -> str:
+        if isinstance(value, Tensor):
+            names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+            return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
+        return "fp32" if isinstance(value, float) else "i32"
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_the_layer_kernels_compile_for_hopper_without_one(dtype: torch.dtype) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        with compiling(rms_norm):
+            rms_norm.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
+        with compiling(swiglu):
+            swiglu.swiglu_triton(empty(2, 24576))
+        cache, ids = empty(2, 8, 16, 128), torch.zeros(2, dtype=torch.int64)
+        with compiling(qk_rope_store) as found:
+            qk_rope_store.qk_rope_store_triton(
+                empty(2, 6144), ids, torch.empty(64, 128), cache, cache, ids, empty(128),
+                empty(128), 1e-6,
+            )  # fmt: skip
+        if dtype == torch.bfloat16:  # four numbers at once
+            assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_the_draw_compiles_for_hopper_without_one(dtype: torch.dtype) -> None:
+        with compiling(draw) as found:
+            draw.draw_triton(torch.empty(2, 151936, dtype=dtype), rows_of(2), filtered=True)
+        assert "mul.hi.u32" in found["_draw_kernel"]
+
+    def test_the_gather_compiles_for_hopper_without_one() -> None:
+        with compiling(gather_rows):
+            gather_rows.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
+
+else:
+    triton = pytest.importorskip("triton", reason=WHY)
+    tl = triton.language
+    pytestmark = [  # numpy's, where a GPU says nothing
+        pytest.mark.filterwarnings(f"ignore:{what}") for what in ("All-NaN", "invalid value")
+    ]
+
+    def close(got: Tensor, wanted: Tensor) -> None:
+        assert got.dtype == wanted.dtype
+        assert got.shape == wanted.shape
+        bound = BOUNDS[got.dtype] * max(1.0, float(wanted.float().abs().max()))
+        assert (got.float() - wanted.float()).abs().max() <= bound
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (2, 3, 33)])
+    def test_norms_match_their_twins(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        x, residual = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
+        weight = noise(shape[-1], dtype=dtype, seed=2)
+        kept = x.clone(), residual.clone()
+        close(rms_norm.rms_norm_triton(x, weight, 1e-5), rms_norm.rms_norm_ref(x, weight, 1e-5))
+        got = rms_norm.add_rms_norm_triton(x, residual, weight, 1e-5)
+        wanted = rms_norm.add_rms_norm_ref(x, residual, weight, 1e-5)
+        close(got[0], wanted[0])
+        close(got[1], wanted[1])
+        assert torch.equal(x, kept[0])
+        assert torch.equal(residual, kept[1])
+
+    def test_a_norm_of_rows_within_wider_ones() -> None:
+        wide, weight = noise(4, 100), noise(60, seed=1)
+        close(
+            rms_norm.rms_norm_triton(wide[:, :60], weight, 1e-6),
+            rms_norm.rms_norm_ref(wide[:, :60], weight, 1e-6),
+        )
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
+    def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        gate_up = noise(*shape, dtype=dtype) * 3
+        close(swiglu.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "head_dim", "page_size"),
+        [(4, 2, 32, 4), (1, 1, 64, 1), (6, 2, 24, 16), (14, 2, 16, 5), (8, 8, 128, 2)],
+    )
+    def test_qk_rope_store_matches_its_twin(
+        heads: int, kv_heads: int, head_dim: int, page_size: int, normed: bool, dtype: torch.dtype
+    ) -> None:
+        """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0."""
+        width = (heads + 2 * kv_heads) * head_dim
+        qkv = noise(6, width + 8, dtype=dtype)[:, :width]
+        qkv[4:] = qkv[3]  # padded rows are equal, so that it does not matter which one wins
+        positions = torch.tensor([3, 63, 1, 0, 0, 0])
+        slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
+        table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
+        weights = [noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
+        results = []
+        for op in (qk_rope_store.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):
+            memory = torch.full((5, kv_heads, 2, 2, page_size, head_dim), 7.0, dtype=dtype)
+            caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
+            results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
+        (q, memory), (q_ref, memory_ref) = results
+        close(q, q_ref)
+        close(memory, memory_ref)
+        assert torch.equal(memory == 7.0, memory_ref == 7.0)
+        assert torch.equal(memory[:, :, 1, 1], memory_ref[:, :, 1, 1])  # values are copied
+        if dtype == torch.float32 and not normed:
+            assert torch.equal(q, q_ref)
+
+    @triton.jit
+    def _words_kernel(seed, position, out, noise, BLOCK: tl.constexpr):
+        start = tl.program_id(0) * BLOCK
+        at = tl.arange(0, BLOCK // 4)
+        block = (start // 4 + at).to(tl.uint32)
+        zero = block * 0
+        counter = zero + tl.load(position).to(tl.uint32)
+        words = tl.philox(tl.load(seed), block, counter, zero, zero)
+        for i in tl.static_range(4):
+            tl.store(out + start + at * 4 + i, words[i].to(tl.int64))
+        drawn = philox.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK, False)
+        tl.store(noise + start + tl.arange(0, BLOCK), drawn)
+
+    @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -(2**63), 2**40 + 3])
+    @pytest.mark.parametrize("position", [0, 1, 2**31 + 5])
+    def test_words_are_philox_s_bit_for_bit(seed: int, position: int) -> None:
+        seeds, positions = torch.tensor([seed]), torch.tensor([position])
+        out, drawn = torch.zeros(64, dtype=torch.int64), torch.zeros(64)
+        _words_kernel[(2,)](seeds, positions, out, drawn, BLOCK=32)
+        zero = torch.zeros((), dtype=torch.int64)
+        words = philox.philox_ref(torch.arange(16), positions, zero, zero, seeds)
+        assert torch.equal(out, torch.stack(words, -1).flatten())
+        torch.testing.assert_close(
+            drawn, philox.gumbel_ref(seeds, positions, 64)[0], rtol=1e-6, atol=1e-6
+        )
+
+    @pytest.mark.parametrize("n", [1, 32, 70])
+    def test_gathered_rows_are_the_twin_s(n: int) -> None:
+        rows = torch.arange(n) * 13 % 40
+        rows[-1] = 0
+        got = gather_rows.gather_rows_triton(*columns(40), rows)
+        wanted = gather_rows.gather_rows_ref(*columns(40), rows)
+        for a, b in zip(
+            (*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True
+        ):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+    def disagreements(logits: Tensor, rows: SamplingRows, tail: Any) -> int:
+        got = draw.draw_triton(logits, rows, filtered=tail == "filtered")
+        assert got.dtype == torch.int64
+        return int((got != draw_ref(logits, rows, tail)).sum())
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("vocab", [5, 2500])
+    def test_unfiltered_draws_are_the_twin_s(vocab: int, dtype: torch.dtype) -> None:
+        logits = (noise(6, vocab) * 2).to(dtype)
+        rows = rows_of(6, temperature=[0.0, 1.0, 0.3, 1.7, 0.0, 1.0])
+        assert disagreements(logits, rows, "random") == 0
+        assert disagreements(logits, rows_of(6, temperature=0.0), "greedy") == 0
+
+    def test_of_equal_logits_the_lowest_id_wins() -> None:
+        logits = torch.zeros(3, 2500)
+        logits[1, [700, 2100, 1999]] = 4.0
+        logits[2] = float("-inf")
+        tokens = draw.draw_triton(logits, rows_of(3, temperature=0.0), filtered=False)
+        assert tokens.tolist() == [0, 700, 0]
+
+    @pytest.mark.parametrize("filtered", [False, True])
+    def test_no_stop_token_is_drawn_below_min_len(filtered: bool) -> None:
+        stops = torch.full((4, MAX_STOP_IDS), -1)
+        stops[:, :2] = torch.tensor([3, 1100])
+        rows = rows_of(4, temperature=[0.0, 1.0, 0.0, 1.0], min_len=[99, 99, 0, 0], stop_ids=stops)
+        logits = noise(4, 1200)
+        logits[:, [3, 1100]] = 30.0
+        tokens = draw.draw_triton(logits, rows, filtered=filtered)
+        wanted = draw_ref(logits, rows, "filtered" if filtered else "random")
+        assert torch.equal(tokens, wanted)
+        assert not set(tokens[:2].tolist()) & {3, 1100}
+        assert set(tokens[2:].tolist()) <= {3, 1100}
+        allowed = draw.draw_triton(logits, rows, filtered=filtered, stops=False)
+        assert set(allowed.tolist()) <= {3, 1100}
+
+    @pytest.fixture
+    def small_blocks() -> Iterator[None]:
+        """Several blocks a row, although the rows are short."""
+        with mock.patch.multiple(draw, DRAW_BLOCK=256, SEARCH_BLOCK=256):
+            yield
+
+    @pytest.mark.parametrize(  # 0: all logits are equal; 0.02: many are, in bf16
+        ("name", "dtype", "scale"),
+        [
+            *((name, torch.bfloat16, 0.02) for name in CASES),
+            ("top_k, top_p", torch.bfloat16, 0.0),
+            ("top_p", torch.float32, 2.0),
+            ("all", torch.float32, 2.0),
+        ],
+    )
+    @pytest.mark.usefixtures("small_blocks")
+    def test_filtered_draws_are_the_twin_s(name: str, scale: float, dtype: torch.dtype) -> None:
+        rows = rows_of(5, **CASES[name])
+        logits = (noise(5, 500, seed=1) * scale + 3).to(dtype)
+        logits[:, 100] = float("-inf")
+        assert disagreements(logits, rows, "filtered") == 0
+
+    @pytest.mark.usefixtures("small_blocks")
+    def test_a_row_is_the_same_alone_in_any_batch_and_again() -> None:
+        logits = (noise(5, 500) * 1.5).to(torch.bfloat16)
+        rows = rows_of(5, **CASES["all"])
+        together = draw.draw_triton(logits, rows, filtered=True)
+        assert torch.equal(draw.draw_triton(logits, rows, filtered=True), together)
+        for row in (0, 3):
+            alone = draw.draw_triton(logits[[row]], pick(rows, [row]), filtered=True)
+            assert alone.item() == together[row]
+
+    def test_rows_may_be_part_of_wider_ones() -> None:
+        wide = noise(3, 1300)
+        rows = rows_of(3, top_p=0.7)
+        got = draw.draw_triton(wide[:, :1201], rows, filtered=True)
+        assert torch.equal(got, draw_ref(wide[:, :1201], rows, "filtered"))
+
+    def test_a_row_of_nan_draws_some_token() -> None:
+        logits = torch.full((2, 1100), float("nan"))
+        for filtered in (False, True):
+            tokens = draw.draw_triton(logits, rows_of(2, top_k=5, top_p=0.5), filtered=filtered)
+            assert bool(((tokens >= 0) & (tokens < 1100)).all())

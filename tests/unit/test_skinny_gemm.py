@@ -1,0 +1,160 @@
+"""The weight-streaming product against float64, under Triton's interpreter; compiled for sm_90."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from worker.kernels.jit import HAS_TRITON
+from worker.kernels.skinny_gemm import (
+    MAX_ROWS,
+    SkinnyTile,
+    SkinnyWorkspace,
+    _skinny_gemm_kernel,
+    choose,
+    skinny_gemm,
+    skinny_gemm_ref,
+)
+
+# The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.
+BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_the_twin_accumulates_in_f32():
+    x, w = torch.ones(2, 4096, dtype=torch.bfloat16), torch.ones(3, 4096, dtype=torch.bfloat16)
+    w[:, ::2] = 0.00390625  # lost one by one beside a bf16 sum of 2048
+    assert torch.equal(skinny_gemm_ref(x, w).float(), torch.full((2, 3), 2056.0).bfloat16().float())
+
+
+def test_float32_goes_to_torch():
+    x, w, out = (
+        noise(3, 40, dtype=torch.float32),
+        noise(5, 40, dtype=torch.float32),
+        torch.empty(3, 5),
+    )
+    workspace = SkinnyWorkspace.allocate([], "cpu")
+    assert torch.equal(skinny_gemm(x, w, out, workspace), skinny_gemm_ref(x, w))
+
+
+@pytest.mark.parametrize("k", [64, 100, 128, 4096, 12288])
+@pytest.mark.parametrize("n", [1, 300, 1024, 4096, 6144, 24576, 151936])
+def test_the_weights_alone_choose_what_the_sums_depend_on(n, k):
+    tiles = [choose(m, n, k) for m in range(1, MAX_ROWS + 1)]
+    assert {tile.block_m for tile in tiles} == {16, 32, 64}
+    assert all(m <= tile.block_m for m, tile in enumerate(tiles, 1))
+    assert len({(t.block_n, t.split) for t in tiles}) == 1
+    assert len({t.block_k for t in tiles}) == 1 or tiles[0].split == 1
+    assert tiles[0].split == 1 or tiles[0].split * tiles[0].block_k <= k
+    ring = (tiles[-1].block_n + MAX_ROWS) * tiles[-1].block_k * 2 * tiles[-1].num_stages
+    assert ring <= 227 * 1024
+
+
+if not INTERPRETED:
+    needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+
+    @needs_triton
+    def test_this_file_under_the_interpreter():
+        run_interpreted(__file__)
+
+    @needs_triton
+    @pytest.mark.parametrize("block_m", [16, 32, 64])
+    @pytest.mark.parametrize("split", [1, 2])
+    def test_it_compiles_for_hopper_without_one(block_m, split):
+        types = dict.fromkeys(("x", "w", "out"), "*bf16") | {"partial": "*fp32", "arrivals": "*i32"}
+        types |= dict.fromkeys(("M", "N", "K", "stride_x", "stride_out"), "i32")
+        constants = {
+            "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": split, "STEPS": 16,
+            "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+        }  # fmt: skip
+        ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
+        assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k16.f32.bf16.bf16" in ptx
+        assert "cp.async.cg.shared.global" in ptx
+        assert "griddepcontrol.launch_dependents" in ptx
+        assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg.shared.global")
+        assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
+
+else:
+
+    def product(
+        x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile | None = None, poison: float = 7e7
+    ) -> torch.Tensor:
+        """One product into poisoned memory; nothing beside [m, n] may be written."""
+        (m, k), n = x.shape, w.shape[0]
+        tile = tile or choose(m, n, k)
+        workspace = SkinnyWorkspace.allocate([(tile, n)], "cpu")
+        workspace.partial.fill_(poison)
+        around = torch.full((m + 2, n + 3), 77.0, dtype=x.dtype)
+        skinny_gemm(x, w, around[1 : m + 1, :n], workspace, tile)
+        assert not workspace.arrivals.any()
+        out = around[1 : m + 1, :n].clone()
+        around[1 : m + 1, :n] = 77.0
+        assert (around == 77.0).all()
+        return out
+
+    def tile_of(m: int, split: int, block_k: int = 64) -> SkinnyTile:
+        return SkinnyTile(choose(m, 64, 64).block_m, 64, block_k, split, 4, 3, 2)
+
+    def error(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
+        exact = x.double() @ w.double().T
+        return float((got.double() - exact).norm() / exact.norm())
+
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("split", [1, 2, 3, 4])
+    @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33, 64])
+    @pytest.mark.parametrize(("n", "k"), [(64, 256), (70, 200), (33, 130), (129, 65)])
+    def test_any_shape_matches_float64(m, n, k, split, dtype):
+        x, w = noise(m, k, dtype=dtype), noise(n, k, dtype=dtype, seed=1)
+        out = product(x, w, tile_of(m, split))
+        assert error(out, x, w) < BOUNDS[dtype]
+        assert error(out, x, w) < 2 * error(skinny_gemm_ref(x, w), x, w) + BOUNDS[dtype] / 2
+
+    @pytest.mark.parametrize("m", [1, 8, 64])
+    def test_the_table_s_own_choice_matches_float64(m):
+        x, w = noise(m, 384), noise(100, 384, seed=1)
+        assert error(product(x, w), x, w) < BOUNDS[torch.bfloat16]
+
+    def test_more_ranges_than_blocks_of_k_add_nothing():
+        x, w = noise(3, 70), noise(64, 70, seed=1)
+        assert error(product(x, w, tile_of(3, 4)), x, w) < BOUNDS[torch.bfloat16]
+
+    @pytest.mark.parametrize("split", [1, 4])
+    def test_two_runs_are_equal_whatever_the_workspace_held(split):
+        x, w = noise(5, 256), noise(70, 256, seed=1)
+        first = product(x, w, tile_of(5, split))
+        assert torch.equal(first, product(x, w, tile_of(5, split), poison=float("nan")))
+
+    @pytest.mark.parametrize("split", [1, 4])
+    @pytest.mark.parametrize("others", [0.0, 1e30, float("inf"), float("nan")])
+    @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the other rows
+    def test_a_row_depends_on_no_other(split, others):
+        x, w = noise(20, 256), noise(70, 256, seed=1)
+        alone = product(x, w, tile_of(20, split))
+        for row in (0, 7, 19):
+            changed = torch.full_like(x, others)
+            changed[row] = x[row]
+            assert torch.equal(product(changed, w, tile_of(20, split))[row], alone[row])
+
+    def test_rows_may_be_part_of_a_wider_tensor():
+        wide, w = noise(4, 300), noise(64, 128, seed=1)
+        out = product(wide[:, :128], w, tile_of(4, 2))
+        assert torch.equal(out, product(wide[:, :128].contiguous(), w, tile_of(4, 2)))
+
+    def test_a_workspace_serves_one_product_after_the_other():
+        tile = tile_of(4, 2)
+        workspace = SkinnyWorkspace.allocate([(tile, 64), (tile, 200)], "cpu")
+        for n in (200, 64, 200):
+            x, w = noise(4, 256), noise(n, 256, seed=n)
+            out = torch.empty(4, n, dtype=x.dtype)
+            assert torch.equal(skinny_gemm(x, w, out, workspace, tile), product(x, w, tile))
+
+    def test_a_workspace_that_is_too_small_is_refused():
+        x, w = noise(4, 256), noise(64, 256, seed=1)
+        with pytest.raises(AssertionError):
+            skinny_gemm(x, w, x[:, :64], SkinnyWorkspace.allocate([], "cpu"), tile_of(4, 2))

@@ -1,0 +1,97 @@
+"""Attention by this project's own Triton kernels; every length is read on the device alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import AttentionCaps, check_caps
+from worker.batch import Batch
+from worker.cache.pool import KVPool
+from worker.context import current
+from worker.errors import Unsupported
+from worker.kernels.jit import HAS_TRITON, INTERPRETED
+from worker.kernels.paged_attention import PagedPlan, choose, paged_attention, plan_items
+from worker.kernels.store_kv import store_kv
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """What all layers of one pass share."""
+
+    slot_mapping: Tensor  # [num_tokens] i64
+    paged: PagedPlan
+
+
+class TritonAttention:
+    """Prefill, decode and verify windows by one split-KV kernel.
+
+    Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
+    captured at high bounds serves all batches of its bucket. A row's result depends on its own
+    tokens and on the batch's padded shape (num_reqs, num_tokens, max_query_len), nothing else.
+    `plan` allocates all scratch, in a capture from the graph's pool; one stream at a time.
+    """
+
+    caps: ClassVar[AttentionCaps] = AttentionCaps(
+        devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        head_dims=frozenset({32, 64, 128, 256}),
+        page_sizes=frozenset(1 << i for i in range(13)),
+    )
+    static_plan: ClassVar[bool] = True
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
+        if not HAS_TRITON:
+            raise Unsupported("attention backend: triton is not installed")
+        check_caps(self.caps, pool, num_heads, num_kv_heads, head_dim)
+        region = pool.region()
+        self.heads = (num_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.scale = scale
+        self._page_size = region.page_size
+        self._item_bytes = getattr(torch, region.dtype).itemsize
+        self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
+        self._num_sms = 132
+        if pool.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+
+    def plan(self, batch: Batch) -> TritonPlan:
+        """See AttentionBackend.plan; device work only."""
+        tiles = choose(
+            batch.num_reqs,
+            batch.num_tokens,
+            batch.max_query_len,
+            batch.max_seq_len_ub,
+            self.heads,
+            self.head_dim,
+            self._item_bytes,
+            self._num_sms,
+        )
+        paged = plan_items(
+            batch.query_start,
+            batch.seq_lens,
+            batch.page_table,
+            tiles,
+            self.heads,
+            self.head_dim,
+            self._page_size,
+        )
+        return TritonPlan(batch.slot_mapping, paged)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """See AttentionBackend.kv."""
+        return self._layers[layer_id]
+
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+        """See AttentionBackend.forward."""
+        plan = current().attn_plan
+        assert isinstance(plan, TritonPlan), "the plan must be this backend's own"
+        caches = self._layers[layer_id]
+        if k is not None and v is not None:
+            store_kv(k, v, *caches, plan.slot_mapping)
+        return paged_attention(q, *caches, plan.paged, self.scale)

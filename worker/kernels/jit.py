@@ -1,0 +1,39 @@
+"""Triton where it is installed; without it the kernels' files still import, for their references.
+
+With TRITON_INTERPRET=1 set before the import, every kernel runs on CPU tensors instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+if TYPE_CHECKING:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    gdc_launch_dependents: Any
+    gdc_wait: Any
+elif HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    # Programmatic dependent launch, compute capability 9.0: let the next kernel start; wait for the
+    # kernel before.
+    gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
+    gdc_wait = tl.extra.cuda.gdc_wait
+else:
+
+    class _Absent:
+        """Stands for both modules: `triton.jit` leaves a function as it is, nothing else works."""
+
+        @staticmethod
+        def jit(function: Any = None, **_options: Any) -> Any:
+            return function if function is not None else lambda each: each
+
+    triton = tl = _Absent()
+    gdc_launch_dependents = gdc_wait = None

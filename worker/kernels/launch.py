@@ -1,0 +1,30 @@
+"""Launch options that the small kernels share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
+    """`options`, and those with which a kernel over `x` starts while the one before still ends.
+
+    Programmatic dependent launch, compute capability 9.0 and later: each program calls gdc_wait
+    before it touches anything but weights, so the kernel is right after whatever came before.
+    """
+    if x.is_cuda and _capability(x.device)[0] >= 9:
+        return {"PDL": True, "launch_pdl": True, **options}
+    return {"PDL": False, **options}
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,465 @@
+"""Causal attention of ragged query rows over the paged KV cache, for decode, verify and prefill.
+
+The query rows of one request times the heads that share a kv head form tiles of `block_m` rows; a
+tile's keys are cut into splits. `plan_items` lists all (tile, split) of a batch on the device, once
+for all layers, so that no launch depends on a length that the host does not know and no program
+starts for a split that is empty. How a tile is cut depends on its own length and on the batch's
+shape alone: a row's result is the same, bit for bit, whatever the other rows are. The last program
+to finish a tile adds the splits in their order.
+
+The twin in plain torch is `worker.attention.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.kernels.jit import (
+    HAS_TRITON,
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    tl,
+    triton,
+)
+from worker.kernels.launch import overlap
+
+MAX_SPLITS = 64
+FIELDS = 8  # i32 words of an item, see _item: one sector of the L2
+_TILE_BYTES = 16384  # of keys, and as much of values, that one step of the loop brings in
+
+
+@triton.jit
+def _bound(x, INTERPRETED: tl.constexpr):
+    """x for range(): the interpreter's scalars are arrays of one element, which numpy refuses."""
+    if INTERPRETED:
+        return x.handle.data.item()
+    else:
+        return x
+
+
+@triton.jit
+def _cut(num_keys, shortest, most, BLOCK_N: tl.constexpr):
+    """How many splits num_keys keys are cut into, and the keys of each but the last."""
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_keys, shortest), 1), most)
+    length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N), 1) * BLOCK_N
+    return tl.maximum(tl.cdiv(num_keys, length), 1), length
+
+
+@triton.jit
+def _num_keys(tile, query_len, seq_len, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Keys that the last query row of a tile sees."""
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+    return tl.maximum(seq_len - query_len + last + 1, 0)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "shortest", "most", "stride_table"])
+def _plan_kernel(
+    query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests,): each writes its own items behind those of all requests before it."""
+    req = tl.program_id(0)
+    before = tl.zeros((BLOCK_R,), tl.int32)
+    for first in range(0, _bound(req, INTERPRETED), BLOCK_R):
+        others = first + tl.arange(0, BLOCK_R)
+        earlier = others < req
+        other_start = tl.load(query_start + others, mask=earlier, other=0)
+        other_end = tl.load(query_start + others + 1, mask=earlier, other=0)
+        other_seq_len = tl.load(seq_lens + others, mask=earlier, other=0)
+        other_len = other_end - other_start
+        for tile in range(_bound(max_tiles, INTERPRETED)):
+            num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP)
+            num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
+            before += tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
+    item = tl.sum(before, 0)
+
+    start = tl.load(query_start + req)
+    end = tl.load(query_start + req + 1)
+    query_len = end - start
+    seq_len = tl.load(seq_lens + req)
+    split = tl.arange(0, BLOCK_S)
+    table = page_table + req.to(tl.int64) * stride_table
+    num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
+    for tile in range(_bound(num_tiles, INTERPRETED)):
+        num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP)
+        num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
+        at = items + (item + split) * FIELDS
+        listed = split < num_splits
+        begin = split * length
+        page = tl.load(table + begin // PAGE, mask=listed & (begin < num_keys), other=0)
+        tl.store(at, tl.zeros_like(split) + start, mask=listed)
+        tl.store(at + 1, tl.zeros_like(split) + query_len * GROUP, mask=listed)
+        tl.store(at + 2, tl.zeros_like(split) + (seq_len - query_len), mask=listed)
+        tl.store(at + 3, begin, mask=listed)
+        tl.store(at + 4, tl.minimum(begin + length, num_keys), mask=listed)
+        tl.store(at + 5, tl.zeros_like(split) + req, mask=listed)
+        tl.store(at + 6, page, mask=listed)
+        tl.store(at + 7, split + (num_splits * 256 + tile * 65536), mask=listed)
+        item += num_splits
+    if req == tl.num_programs(0) - 1:
+        tl.store(counts, item)
+        tl.store(counts + 1, end)
+
+
+@triton.jit
+def _combine(
+    partial, stats, first_slot, num_splits, here, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, HEAD_DIM] f32: the splits of one tile, added in their order."""
+    local = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    for first in range(0, _bound(num_splits, INTERPRETED), UNROLL):
+        for i in tl.static_range(UNROLL):  # so many loads are under way together
+            slot = first_slot + (first + i) * KV_HEADS
+            known = here & (first + i < num_splits)
+            stats_at = stats + slot * (2 * ROWS) + local
+            part_top = tl.load(stats_at, mask=known, other=float("-inf"), cache_modifier=".cg")
+            part_weight = tl.load(stats_at + ROWS, mask=known, other=0.0, cache_modifier=".cg")
+            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(part_at, mask=known[:, None], other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, part_top)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            old, new = tl.exp2(top - base), tl.exp2(part_top - base)  # new: 0 if it saw no key
+            weight = weight * old + part_weight * new
+            total = total * old[:, None] + part * new[:, None]
+            top = higher
+    return total / tl.where(here, weight, 1.0)[:, None]
+
+
+@triton.jit
+def _item(items, index, wanted, FIELDS: tl.constexpr):
+    """The fields of one item, as _plan_kernel wrote them."""
+    at = items + index * FIELDS
+    start = tl.load(at, mask=wanted, other=0)
+    num_rows = tl.load(at + 1, mask=wanted, other=0)
+    past = tl.load(at + 2, mask=wanted, other=0)
+    begin = tl.load(at + 3, mask=wanted, other=0)
+    end = tl.load(at + 4, mask=wanted, other=0)
+    req = tl.load(at + 5, mask=wanted, other=0)
+    page = tl.load(at + 6, mask=wanted, other=0)
+    cut = tl.load(at + 7, mask=wanted, other=0)
+    return start, num_rows, past, begin, end, req, page, cut
+
+
+@triton.jit
+def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of the block of keys that begins at `key`: one if it lies in one page, else of each."""
+    if PAGE >= BLOCK_N:
+        page = tl.load(table + key // PAGE, mask=key < end, other=0)
+    else:
+        page = tl.load(table + keys // PAGE, mask=keys < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def _online(
+    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over keys begin..end - 1, not yet divided: sums, their weights, the highest score."""
+    dims = tl.arange(0, HEAD_DIM)
+    block = tl.arange(0, BLOCK_N)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    if PAGE >= BLOCK_N:
+        page = first_page.to(tl.int64)
+    else:
+        page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    for key in range(_bound(begin, INTERPRETED), _bound(end, INTERPRETED), BLOCK_N):
+        keys = key + block
+        if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
+            spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
+        else:
+            spot = page * stride_page + (block % PAGE) * HEAD_DIM
+        inside = (keys < end)[:, None]  # what lies beyond may be NaN, and 0 · NaN is NaN
+        k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        dtype = v_tile.dtype
+        if INTERPRETED:
+            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        # Only the last block goes past `end`, where no row of the tile sees anything.
+        scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(scores - base[:, None])
+        weight = weight * shrink + tl.sum(p, 1)
+        p = p.to(dtype)
+        if INTERPRETED:
+            p = p.to(tl.float32)
+        acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, weight, top
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_table"])
+def _attend_kernel(
+    q, out, k_cache, v_cache, page_table, items, counts, partial, stats, arrivals,
+    num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    FIELDS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs; they share the (item, kv head) out among themselves.
+
+    q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
+    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: in base 2.
+    items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
+    partial: f32 [items, KV_HEADS, ROWS, HEAD_DIM]; stats: f32 [items, KV_HEADS, 2, ROWS].
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # There is room for an item of every program: its load need not wait for the number of items.
+    start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
+        items, program // KV_HEADS, program >= 0, FIELDS
+    )
+    num_pairs = tl.load(counts) * KV_HEADS
+    num_rows = tl.load(counts + 1)
+    local = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    for flat in range(
+        _bound(program, INTERPRETED), _bound(num_pairs, INTERPRETED),
+        _bound(num_programs, INTERPRETED),
+    ):  # fmt: skip
+        head = flat % KV_HEADS
+        split, num_splits = cut % 256, cut // 256 % 256
+        rows = cut // 65536 * BLOCK_M + local
+        here = rows < num_r
+        column = rows // GROUP
+        position = past + column
+        table = page_table + req.to(tl.int64) * stride_table
+        row = (start + column).to(tl.int64)
+        within = (head * GROUP + rows % GROUP) * HEAD_DIM
+        q_at = q + (row * stride_q + within)[:, None] + dims[None, :]
+        q_tile = tl.load(q_at, mask=here[:, None], other=0.0)
+        if INTERPRETED:
+            q_tile = q_tile.to(tl.float32)
+        acc, weight, top = _online(
+            q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
+            stride_page, begin, end, position, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE, INTERPRETED,
+        )  # fmt: skip
+
+        out_at = out + (row * (KV_HEADS * GROUP * HEAD_DIM) + within)[:, None] + dims[None, :]
+        if num_splits == 1:
+            whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
+            tl.store(out_at, whole.to(out.dtype.element_ty), mask=here[:, None])
+        else:
+            slot = tl.cast(flat, tl.int64)
+            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(part_at, acc, mask=here[:, None])
+            tl.store(stats + slot * (2 * ROWS) + local, top, mask=here)
+            tl.store(stats + slot * (2 * ROWS) + ROWS + local, weight, mask=here)
+            tl.debug_barrier()  # all threads' parts are written before the one atomic releases them
+            first_slot = slot - split * KV_HEADS
+            arrived = tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_splits - 1:
+                total = _combine(
+                    partial, stats, first_slot, num_splits, here, BLOCK_M, HEAD_DIM, KV_HEADS,
+                    ROWS, UNROLL, INTERPRETED,
+                )  # fmt: skip
+                tl.store(out_at, total.to(out.dtype.element_ty), mask=here[:, None])
+                tl.store(arrivals + first_slot, 0)
+        following = flat + num_programs
+        start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
+            items, following // KV_HEADS, following < num_pairs, FIELDS
+        )
+
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    last = num_tokens * HEADS
+    for first in range(
+        _bound(num_rows * HEADS + program * 16, INTERPRETED), _bound(last, INTERPRETED),
+        _bound(num_programs * 16, INTERPRETED),
+    ):  # fmt: skip
+        padding = first + tl.arange(0, 16)
+        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
+        zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTiles:
+    """How batches of one shape are cut up, and how much there can be at most."""
+
+    block_m: int
+    block_n: int
+    rows: int  # of a tile that can be in use
+    max_tiles: int  # of one request
+    max_splits: int  # of one tile
+    max_items: int  # of the batch
+    shortest: int  # keys that are worth a split
+    most: int  # splits of a tile, however long
+    programs: int
+    num_warps: int
+    num_stages: int
+    early: bool  # start while the kernel before still ends
+
+
+@cache
+def choose(
+    num_reqs: int,
+    num_tokens: int,
+    max_query_len: int,
+    max_seq_len: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    item_bytes: int,
+    num_sms: int,
+) -> PagedTiles:
+    """The tiles for host bounds of a batch and (query, kv) heads; no search when serving.
+
+    `max_seq_len` bounds the splits and never moves them: a bound that is too high changes no
+    result. A long row gets up to 8 splits in any decode batch, lest the others wait for it.
+    """
+    group = heads[0] // heads[1]
+    rows = max_query_len * group
+    widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
+    block_m = min(max(16, _power_of_two(rows)), widest)
+    block_n = min(64, _TILE_BYTES // (head_dim * item_bytes))
+    max_tiles = -(-rows // block_m)
+    tiles = min(num_reqs * max_tiles, -(-num_tokens * group // block_m) + num_reqs)
+    programs = tiles * heads[1]
+    few_rows = rows <= 64
+    most = -(-(16 if few_rows else 4) * num_sms // programs)
+    most = min(max(most, 8 if few_rows else 1), MAX_SPLITS)
+    # Microseconds for 576 keys, whole and in splits of 320, 192 and 128, on an H200: 8 programs
+    # 11.5, 9.1, 7.4, 7.2; 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
+    shortest = 128 if 3 * programs <= num_sms else 256 if 2 * programs <= num_sms else 1024
+    max_splits = max(1, min(most, -(-max_seq_len // shortest)))
+    return PagedTiles(
+        block_m=block_m,
+        block_n=block_n,
+        rows=min(block_m, rows),
+        max_tiles=max_tiles,
+        max_splits=max_splits,
+        max_items=tiles * max_splits,
+        shortest=shortest,
+        most=most,
+        programs=min(programs * max_splits, 16 * num_sms),
+        num_warps=4 if block_m * head_dim <= 8192 else 8,
+        num_stages=3,
+        # Programs that start early lie unevenly on the SMs: 256 took 28 us a layer so, and 23 not.
+        # Up to one an SM gain 0.7 us.
+        early=programs <= num_sms,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """One batch cut up, for all layers of a pass, which run one after the other."""
+
+    tiles: PagedTiles
+    heads: tuple[int, int]  # query, kv
+    page_table: Tensor  # [num_reqs, max_pages] i32
+    items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
+    counts: Tensor  # [2] i32: items, query rows
+    arrivals: Tensor  # [max_items * kv_heads] i32; all 0 between launches
+    partial: Tensor  # [max_items * kv_heads * rows * head_dim] f32; scratch
+    stats: Tensor  # [max_items * kv_heads * 2 * rows] f32; scratch
+
+
+def plan_items(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    tiles: PagedTiles,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+) -> PagedPlan:
+    """Cut the batch up, on the device; query_start and seq_lens are i32 as in Batch.
+
+    All that a pass needs is allocated here, so during a capture from the graph's own pool.
+    """
+    assert query_start.dtype == seq_lens.dtype == page_table.dtype == torch.int32
+    assert page_table.stride(1) == 1
+    device, kv_heads = seq_lens.device, heads[1]
+    slots = tiles.max_items * kv_heads
+    split_slots = slots if tiles.max_splits > 1 else 1
+    plan = PagedPlan(
+        tiles=tiles,
+        heads=heads,
+        page_table=page_table,
+        items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
+        counts=torch.empty(2, dtype=torch.int32, device=device),
+        arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
+        partial=torch.empty(split_slots * tiles.rows * head_dim, device=device),
+        stats=torch.empty(split_slots * tiles.rows * 2, device=device),
+    )
+    constants: dict[str, Any] = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP": heads[0] // kv_heads,
+        "PAGE": page_size, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS, "FIELDS": FIELDS,
+        "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+    _plan_kernel[(seq_lens.shape[0],)](
+        query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
+        tiles.shortest, tiles.most, page_table.stride(0), **constants,
+    )  # fmt: skip
+    return plan
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+) -> Tensor:
+    """Each row's attention to its request's keys up to its own position; padded rows are zero.
+
+    q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
+    [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim].
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    tiles, page_size = plan.tiles, k_cache.shape[2]
+    assert HAS_TRITON
+    assert num_heads == plan.heads[0]
+    assert k_cache.stride() == v_cache.stride()
+    assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    options = overlap(q)
+    if not tiles.early:
+        options = {"PDL": options["PDL"]}  # the kernel after may start early all the same
+    options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    _attend_kernel[(tiles.programs,)](
+        q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
+        plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
+        plan.page_table.stride(0), scale * 1.4426950408889634,
+        **constants_of(tiles, plan.heads, head_dim, page_size), **options,
+    )  # fmt: skip
+    return out
+
+
+def constants_of(
+    tiles: PagedTiles, heads: tuple[int, int], head_dim: int, page_size: int
+) -> dict[str, Any]:
+    """What _attend_kernel is compiled for, PDL aside."""
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "HEAD_DIM": head_dim,
+        "PAGE": page_size,
+        "GROUP": heads[0] // heads[1],
+        "KV_HEADS": heads[1],
+        "ROWS": tiles.rows,
+        "UNROLL": 4 if tiles.block_m <= 32 else 1,
+        "FIELDS": FIELDS,
+        "INTERPRETED": INTERPRETED,
+    }

@@ -1,0 +1,104 @@
+"""The sampling tail: from hidden states to drawn tokens and the step state after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.api import TokenLogprob
+from worker.models.decoder import Decoder
+from worker.plan import Drawn, Tail
+from worker.sampler import SamplingRows, logprobs, sample
+from worker.state import StepState
+
+
+@dataclass(slots=True)
+class Result:
+    """What the tail leaves for the host."""
+
+    drawn: Tensor  # [num sampled rows, 3] i64 of (token, valid, finished)
+    values: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] f32
+    ids: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] i64
+
+    def to_host(self) -> Result:
+        """Pinned copies that are under way on the current stream."""
+
+        def copy(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        drawn = copy(self.drawn)
+        assert drawn is not None
+        return Result(drawn, copy(self.values), copy(self.ids))
+
+    def read(self) -> list[Drawn]:
+        """One entry a sampled row; only after the device is through."""
+        logprobs: list[TokenLogprob | None] = [None] * len(self.drawn)
+        if self.values is not None and self.ids is not None:
+            pairs = zip(self.values.tolist(), self.ids.tolist(), strict=True)
+            logprobs = [TokenLogprob(v[0], tuple(zip(i[1:], v[1:], strict=True))) for v, i in pairs]
+        return [
+            Drawn(token, bool(valid), bool(finished), logprob)
+            for (token, valid, finished), logprob in zip(self.drawn.tolist(), logprobs, strict=True)
+        ]
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """For whom a token is drawn; index i belongs to the i-th hidden state."""
+
+    rows: Tensor  # [n] i64; 0 = nobody
+    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
+    valid: Tensor  # [n] bool; whether it counts
+
+
+def decoding(state: StepState, rows: Tensor) -> Sampled:
+    """The sampled of a decode step over `rows` [n] i64; inactive ones draw for nobody."""
+    live = rows * state.active[rows]
+    return Sampled(live, state.seq_len[live] + 1, state.active[live])
+
+
+def draw(
+    model: Decoder,
+    state: StepState,
+    sampled: Sampled,
+    hidden: Tensor,
+    tail: Tail,
+    *,
+    adjust: bool = False,
+    num_logprobs: int = -1,
+    mask: Tensor | None = None,
+) -> Result:
+    """Draw one token for each of `sampled` and move its row on; device work only.
+
+    Args:
+        model: has the head.
+        state: of the rows; changed.
+        sampled: whom it is for.
+        hidden: [n, hidden] after the final norm.
+        tail: which kernels are needed, see `sampler.sample`.
+        adjust: some row has penalties or biases.
+        num_logprobs: likeliest alternatives to report; -1 = no logprobs.
+        mask: what grammars allow, [n, words] i32, on the device.
+    """
+    rows, position = sampled.rows, sampled.position
+    params = SamplingRows.gather(state, rows, position)
+    logits = model.logits(hidden)
+    extras = state.extras if adjust else None
+    token = sample(logits, params, tail, extras, mask)
+    stop = (params.stop_ids == token[:, None]).any(-1) & (position >= params.min_len)
+    finished = stop | (position + 1 >= state.max_len[rows])
+    valid = sampled.valid
+    state.seq_len[rows] = torch.where(valid, position, state.seq_len[rows])
+    state.last_token[rows] = torch.where(valid, token, state.last_token[rows])
+    state.active[rows] = valid & ~finished
+    if extras is not None:
+        extras.counts[params.extra, token] += 1  # a place belongs to one row; 0 to nobody
+    result = Result(torch.stack((token, valid.long(), finished.long()), dim=-1))
+    if num_logprobs >= 0:
+        result.values, result.ids = logprobs(logits, token, num_logprobs)
+    return result
