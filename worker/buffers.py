@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from worker.batch import Batch
+from worker.kernels.step_rows import read_rows
 from worker.plan import Plan
 from worker.state import StepState
+from worker.tail import Sampled
 
 
 class BatchBuffers:
@@ -16,6 +18,8 @@ class BatchBuffers:
     def __init__(self, state: StepState, page_size: int) -> None:
         self._state = state
         self._page_size = page_size
+        num_rows = len(state.active) - 1
+        self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan) -> Batch:
         """The batch of a plan of chunks whose row changes have been applied to the state."""
@@ -62,27 +66,26 @@ class BatchBuffers:
             max_seq_len_ub=num_tokens,
         )
 
-    def decode(self, rows: Tensor, max_seq_len_ub: int) -> Batch:
+    def decode(self, rows: Tensor, max_seq_len_ub: int) -> tuple[Batch, Sampled]:
         """One token for each of `rows` [n] i64; device work only, on shapes the host knows.
 
         Those that are inactive by now are padding, and so is row 0.
         """
-        state, num_rows = self._state, rows.shape[0]
-        live = rows * state.active[rows]
-        positions = state.seq_len[live]
-        table = self._table(live, max_seq_len_ub)
-        return Batch(
-            input_ids=state.last_token[live],
-            positions=positions,
-            slot_mapping=self._slots(table, positions),
-            query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=state.device),
-            seq_lens=(positions + 1).to(torch.int32),
-            page_table=table,
+        num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
+        read = read_rows(rows, self._state.columns, self._page_size, num_pages)
+        batch = Batch(
+            input_ids=read.input_ids,
+            positions=read.positions,
+            slot_mapping=read.slots,
+            query_start=self._one_each[: num_rows + 1],
+            seq_lens=read.seq_lens,
+            page_table=read.table,
             num_reqs=num_rows,
             num_tokens=num_rows,
             max_query_len=1,
             max_seq_len_ub=max_seq_len_ub,
         )
+        return batch, Sampled(read.live, read.next_positions, read.valid)
 
     def _table(self, rows: Tensor, max_seq_len: int) -> Tensor:
         """[len(rows), pages of max_seq_len] i32."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
+from worker.kernels.step_rows import RowColumns
 from worker.plan import Plan, RowStart
 
 NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
@@ -57,6 +58,9 @@ class StepState:
         self.frequency_penalty = floats(0.0)
         self.repetition_penalty = floats(1.0)
         self.extra = ints()  # place in the tables of `extras`; 0 = the neutral one
+        self.columns = RowColumns(
+            self.active, self.seq_len, self.last_token, self.max_len, self.page_table
+        )
         self.extras = Extras(num_extras, vocab_size, device)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:

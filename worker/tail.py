@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from worker.api import TokenLogprob
+from worker.kernels.step_rows import leave_rows
 from worker.models.decoder import Decoder
 from worker.plan import Drawn, Tail
 from worker.sampler import SamplingRows, logprobs, sample
@@ -90,15 +91,12 @@ def draw(
     logits = model.logits(hidden)
     extras = state.extras if adjust else None
     token = sample(logits, params, tail, extras, mask)
-    stop = (params.stop_ids == token[:, None]).any(-1) & (position >= params.min_len)
-    finished = stop | (position + 1 >= state.max_len[rows])
-    valid = sampled.valid
-    state.seq_len[rows] = torch.where(valid, position, state.seq_len[rows])
-    state.last_token[rows] = torch.where(valid, token, state.last_token[rows])
-    state.active[rows] = valid & ~finished
+    drawn = leave_rows(
+        rows, position, sampled.valid, token, params.stop_ids, params.min_len, state.columns
+    )
     if extras is not None:
         extras.counts[params.extra, token] += 1  # a place belongs to one row; 0 to nobody
-    result = Result(torch.stack((token, valid.long(), finished.long()), dim=-1))
+    result = Result(drawn)
     if num_logprobs >= 0:
         result.values, result.ids = logprobs(logits, token, num_logprobs)
     return result

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_kernels_triton import CASES, columns, rows_of
+from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
+from worker.kernels import step_rows
 from worker.kernels.draw import draw_triton
 from worker.kernels.gather_rows import gather_rows, gather_rows_ref
 from worker.kernels.philox import gumbel_ref
@@ -186,3 +187,10 @@ def test_gathered_rows_are_the_twin_s(n: int) -> None:
     wanted = gather_rows_ref(*columns(300, "cuda"), rows)
     for a, b in zip((*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("n", [1, 32, 257])
+def test_both_ends_of_a_step_are_the_twins(n: int) -> None:
+    rows = torch.cat((1 + torch.randperm(300)[:n], torch.zeros(2, dtype=torch.int64))).cuda()
+    states = step_columns(300, 5, "cuda"), step_columns(300, 5, "cuda")
+    check_ends(*states, rows, (step_rows.read_rows, step_rows.leave_rows))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.api import MAX_STOP_IDS
-from worker.kernels import draw, gather_rows, philox, qk_rope_store, rms_norm, swiglu
+from worker.kernels import draw, gather_rows, philox, qk_rope_store, rms_norm, step_rows, swiglu
 from worker.kernels.rope import rope_inv_freq, rope_table
 from worker.sampler import SamplingRows, draw_ref
 
@@ -51,6 +51,47 @@ def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
     for name, value in columns.items():
         values[name] = torch.zeros_like(values[name]) + torch.as_tensor(value)
     return SamplingRows(**{name: value.to(device) for name, value in values.items()})
+
+
+def step_columns(num_rows: int, num_pages: int, device: str = "cpu") -> step_rows.RowColumns:
+    """A step state in which every third row is inactive, and row 0 is nobody's."""
+    at = torch.arange(num_rows + 1)
+    pages = torch.randperm((num_rows + 1) * num_pages, generator=torch.Generator().manual_seed(3))
+    active = (at % 3 != 0) & (at > 0)
+    seq_len = torch.where(at > 0, at * 5 % (num_pages * 16 - 2), 0)
+    values = active, seq_len, at + 100, seq_len + 1 + at % 4
+    table = pages.view(num_rows + 1, num_pages).int()
+    return step_rows.RowColumns(*(value.to(device) for value in (*values, table)))
+
+
+def at_step(state: step_rows.RowColumns, rows: Tensor, read: Any, leave: Any) -> tuple[Any, Tensor]:
+    """One step of `rows` by these two functions, in which some tokens stop their row."""
+    found = read(rows, state, 16, state.page_table.shape[1])
+    n, device = len(rows), rows.device
+    token = torch.arange(n, device=device) * 3
+    stop_ids = torch.full((n, MAX_STOP_IDS), -1, device=device)
+    stop_ids[::2, 5] = token[::2]
+    min_len = torch.where(torch.arange(n, device=device) % 4 == 0, 10**6, 0)
+    return found, leave(
+        found.live, found.next_positions, found.valid, token, stop_ids, min_len, state
+    )
+
+
+def check_ends(
+    mine: step_rows.RowColumns, wanted: step_rows.RowColumns, rows: Tensor, ends: Any
+) -> None:
+    """`ends` leave `mine` as the twins leave `wanted`, an equal state, and say the same."""
+    twins = step_rows.read_rows_ref, step_rows.leave_rows_ref
+    (got, drawn), (other, other_drawn) = at_step(mine, rows, *ends), at_step(wanted, rows, *twins)
+    for each in fields(got):
+        a, b = getattr(got, each.name), getattr(other, each.name)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), each.name
+    counts = drawn[:, 1] == 1
+    assert torch.equal(drawn[counts], other_drawn[counts])
+    assert torch.equal(counts, other_drawn[:, 1] == 1)
+    for each in fields(mine):
+        assert torch.equal(getattr(mine, each.name), getattr(wanted, each.name)), each.name
 
 
 def columns(num_rows: int, device: str = "cpu") -> Any:
@@ -151,6 +192,11 @@ if not INTERPRETED:
     def test_the_gather_compiles_for_hopper_without_one() -> None:
         with compiling(gather_rows):
             gather_rows.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
+
+    def test_the_ends_of_a_step_compile_for_hopper_without_one() -> None:
+        state = step_columns(7, 4)
+        with compiling(step_rows):
+            at_step(state, torch.arange(7), step_rows.read_rows_triton, step_rows.leave_rows_triton)
 
 else:
     triton = pytest.importorskip("triton", reason=WHY)
@@ -259,6 +305,12 @@ else:
         ):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("n", [1, 6, 23])
+    def test_both_ends_of_a_step_are_the_twins(n: int) -> None:
+        rows = torch.cat((1 + torch.randperm(30)[:n], torch.zeros(2, dtype=torch.int64)))
+        triton_ends = step_rows.read_rows_triton, step_rows.leave_rows_triton
+        check_ends(step_columns(30, 5), step_columns(30, 5), rows, triton_ends)
 
     def disagreements(logits: Tensor, rows: SamplingRows, tail: Any) -> int:
         got = draw.draw_triton(logits, rows, filtered=tail == "filtered")

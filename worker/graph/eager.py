@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from worker.api import MAX_LOGPROBS
 from worker.batch import Batch
 from worker.context import forward_context
 from worker.graph.base import BucketCheck, Parts
-from worker.plan import Tail
-from worker.tail import Result, decoding, draw
+from worker.plan import TAILS, Tail
+from worker.tail import Result, draw
 
 
 class EagerRunner:
@@ -29,7 +30,22 @@ class EagerRunner:
         if config.role == "decode":
             rows = torch.zeros(config.engine.max_num_reqs, dtype=torch.int64, device=state.device)
             self.step(rows, self._parts.max_len, "filtered")
+            self._all_tails(rows)
         self.launch(self._parts.buffers.blank_chunk(config.engine.max_prefill_tokens))
+
+    def _all_tails(self, rows: Tensor) -> None:
+        """Tails with penalties, masks and logprobs: a kernel compiled while serving is a stall."""
+        parts = self._parts
+        batch, sampled = parts.buffers.decode(rows, parts.max_len)
+        hidden = self.launch(batch)
+        words = -(-parts.model.spec.vocab_size // 32)
+        mask = torch.full((len(rows), words), -1, dtype=torch.int32, device=rows.device)
+        for tail in TAILS[1:]:
+            for allowed in (None, mask):
+                draw(
+                    parts.model, parts.state, sampled, hidden, tail,
+                    adjust=True, num_logprobs=MAX_LOGPROBS, mask=allowed,
+                )  # fmt: skip
 
     def capture(self) -> None:
         """Nothing to prepare."""
@@ -51,10 +67,10 @@ class EagerRunner:
     def step(self, rows: Tensor, max_seq_len_ub: int, tail: Tail) -> tuple[Tensor, Result | None]:
         """`decode` of `rows` [n] i64 on the device: all that a graph of it holds."""
         parts = self._parts
-        hidden = self.launch(parts.buffers.decode(rows, max_seq_len_ub))
+        batch, sampled = parts.buffers.decode(rows, max_seq_len_ub)
+        hidden = self.launch(batch)
         if tail == "none":
             return hidden, None
-        sampled = decoding(parts.state, rows)
         return hidden, draw(parts.model, parts.state, sampled, hidden, tail)
 
     def close(self) -> None:
