@@ -101,7 +101,7 @@ class FullRunner:
         self._captured.clear()
 
     def _check(self) -> None:
-        """Compare every bucket with eager; drop those that do not win, refuse what differs.
+        """Compare every bucket with eager, result and time.
 
         Raises:
             AssertionError: a graph and eager differ, and engine.strict is set.
