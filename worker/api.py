@@ -259,9 +259,7 @@ class KVReady(Message, frozen=True):
     num_groups: int
     last: bool
     num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
-    prefill_s: float = (
-        0.0  # with `last`: from the first step for this prompt to the end of the last
-    )
+    prefill_s: float = 0.0  # with `last`: from the prompt's first step to the end of its last
 
 
 class Renew(Message, frozen=True):

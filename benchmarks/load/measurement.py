@@ -101,7 +101,7 @@ def _warmup(options: Options, tokenizer: Any) -> list[Session]:
         duration_s=None,
         seed=options.seed + WARMUP_SEED,
         tokenizer=tokenizer,
-        options=options.trace,
+        options=options.trace | {"max_requests": options.warmup},
     )
     return [Session(each.turns[:1]) for each in other.sessions[: options.warmup]]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.app import RouterServer
@@ -226,6 +227,11 @@ def speak(
         double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
 
     return script
+
+
+def client_of(url: str) -> openai.OpenAI:
+    """OpenAI's client to the router at `url`; close it."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

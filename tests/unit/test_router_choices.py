@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from router import reply
 from router.schema import ChatBody, CompletionBody, GenerationBody, seed_of
 from router.text import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
 from worker.api import FinishReason, Generate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -52,8 +52,7 @@ def double(served: tuple[DecodeDouble, str], text: Text) -> DecodeDouble:
 
 @pytest.fixture
 def client(served: tuple[DecodeDouble, str], double: DecodeDouble) -> Iterator[openai.OpenAI]:
-    url = f"{served[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=HANG_S) as found:
+    with client_of(served[1]) as found:
         yield found
 
 

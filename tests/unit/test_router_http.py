@@ -19,6 +19,7 @@ from tests.fault.router_doubles import (
     HANG_S,
     MAX_MODEL_LEN,
     DecodeDouble,
+    client_of,
     make_model,
     serving,
     speak,
@@ -60,7 +61,7 @@ def url(served: tuple[DecodeDouble, str], double: DecodeDouble) -> str:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S) as found:
+    with client_of(url) as found:
         yield found
 
 

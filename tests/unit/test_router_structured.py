@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from router.structured import MAX_GRAMMAR_CHARS
 from router.text import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
 from worker.api import FinishReason, Generate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -63,8 +63,7 @@ def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
 
 @pytest.fixture
 def client(served: tuple[DecodeDouble, str]) -> Iterator[openai.OpenAI]:
-    url = f"{served[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=HANG_S) as found:
+    with client_of(served[1]) as found:
         yield found
 
 

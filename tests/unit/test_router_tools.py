@@ -16,7 +16,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.text import Text
 from router.tools import detected
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
+from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -31,17 +32,6 @@ QWEN = (
     "{% endif %}"
 )
 LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/City"}},
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"City": {"type": "string"}},
-}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "time", "description": "what time it is"}},
-]
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALL2 = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
@@ -68,8 +58,7 @@ def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
 
 @pytest.fixture
 def client(served: tuple[DecodeDouble, str]) -> Iterator[openai.OpenAI]:
-    url = f"{served[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=HANG_S) as found:
+    with client_of(served[1]) as found:
         yield found
 
 
