@@ -116,7 +116,7 @@ class DecodeLoop:
         self._pending = step
         self._peers.tend(now, self._inbound.uses)
         self._sweep(now)
-        self._replies.flush(now)
+        self._replies.flush(time.monotonic(), read_at=now)
         self._publish()
         if step is not None or settled is not None or self._scheduler.local:
             return 0.0  # a step that has settled may have made room for whoever waits
@@ -225,7 +225,7 @@ class DecodeLoop:
             if not req.marks.first_token_at:
                 req.marks.first_token_at = now
                 chunk = msgspec.structs.replace(chunk, stages=req.marks.stages())
-            self._replies.add(req.router, chunk, now)
+            self._replies.add(req.router, chunk)
             if reason is not None:
                 self._end(req, reason)
 
@@ -241,7 +241,7 @@ class DecodeLoop:
         self._sweep_at = now + SWEEP_S
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
-            self._replies.add(req.router, _chunk(req, None, FinishReason.ERROR, error), now)
+            self._replies.add(req.router, _chunk(req, None, FinishReason.ERROR, error))
             self._abort(req)
 
     def _publish(self) -> None:

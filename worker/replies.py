@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ class _Final:
     """A final chunk that has not been acknowledged."""
 
     chunk: TokenChunk
-    sent_at: float
+    sent_at: float = math.inf  # inf: still queued
 
 
 class Replies:
@@ -32,11 +33,11 @@ class Replies:
         """Final chunks that a router has not confirmed."""
         return len(self._finals)
 
-    def add(self, router: PeerId, chunk: TokenChunk, now: float) -> None:
+    def add(self, router: PeerId, chunk: TokenChunk) -> None:
         """Queue a chunk for this turn's frame."""
         self._queued.setdefault(router, []).append(chunk)
         if chunk.finish_reason is not None:
-            self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk, now)
+            self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk)
 
     def acknowledged(self, router: PeerId, req_id: str, dispatch: int) -> None:
         """The router has the final chunk."""
@@ -47,10 +48,18 @@ class Replies:
         self._queued.pop(router, None)
         self._finals = {key: each for key, each in self._finals.items() if key[0] != router}
 
-    def flush(self, now: float) -> None:
-        """Send the frames of this turn, and finals that have waited too long again."""
+    def flush(self, now: float, read_at: float) -> None:
+        """Send the frames of this turn, and finals that have waited too long again.
+
+        Args:
+            now: this moment.
+            read_at: when this turn had read what routers say. A turn may take long, and an
+                acknowledgement that nobody has looked for is not missing.
+        """
         for (router, _, _), final in self._finals.items():
-            if now - final.sent_at >= self._resend_s:
+            if final.sent_at == math.inf:
+                final.sent_at = now
+            elif read_at - final.sent_at >= self._resend_s:
                 final.sent_at = now
                 self._queued.setdefault(router, []).append(final.chunk)
         for router, chunks in self._queued.items():
