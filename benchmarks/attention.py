@@ -1,18 +1,18 @@
-"""Decode attention of one layer, every backend, over as many layers as a model has, in one graph.
+"""Attention of one layer, every backend, over as many layers as a model has, in one graph.
 
     python -m benchmarks.attention --batch 1,8,32,128,256 --context 576 --json out.json
+    python -m benchmarks.attention --prefill 512,2048,8192 --json out.json
 
 Every layer reads KV of its own and pages lie in random order, so the L2 holds next to none of it.
-The figure to read is the KV's bytes over the time, against the read bandwidth of the same run.
-`--query-len 4` times verify windows. On a CPU (`--model tiny`) it checks that everything runs; the
-times mean nothing there.
+For decode the figure to read is the KV's bytes over the time, against the read bandwidth of the
+same run; for prefill (one whole prompt, causal) the floating-point operations over the time.
+`--query-len 4` times verify windows. Plans that are made on the host stay outside the graph. On a
+CPU (`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import statistics
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.gemm import about, bandwidth, spread, times_ms
 from worker.attention.base import ATTENTION
-from worker.batch import Batch
+from worker.batch import Batch, HostLengths
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.context import forward_context
@@ -73,12 +73,19 @@ class Scene:
         each = self.shape.kv_heads * self.shape.head_dim * self.q.element_size() * 2
         return self.batch.num_reqs * self.context * each * self.shape.layers
 
+    def flops(self) -> float:
+        """Floating-point operations of one pass: two products over all keys that a row may see."""
+        width = self.batch.max_query_len
+        pairs = width * (self.context - width) + width * (width + 1) / 2
+        heads = self.shape.layers * self.shape.heads
+        return 4 * self.shape.head_dim * heads * self.batch.num_reqs * pairs
 
-def scene_of(args: argparse.Namespace, num_reqs: int) -> Scene:
-    """`num_reqs` rows of `context` tokens each, on random pages of a pool that holds just them."""
+
+def scene_of(args: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
+    """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
     shape, device = MODELS[args.model], torch.device(args.device)
     dtype = getattr(torch, args.dtype)
-    pages = -(-args.context // args.page_size)
+    pages = -(-context // args.page_size)
     region = KVRegion(
         "target", shape.layers, shape.kv_heads, shape.head_dim, 1, args.page_size, args.dtype
     )
@@ -88,61 +95,30 @@ def scene_of(args: argparse.Namespace, num_reqs: int) -> Scene:
         for cache in pool.layer(layer_id):
             cache.normal_()
     order = (torch.randperm(num_reqs * pages) + 1).int().view(num_reqs, pages).to(device)
-    width = args.query_len
     num_tokens = num_reqs * width
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    lengths = torch.full((num_reqs,), args.context, dtype=torch.int32, device=device)
-    bound = max(args.context, args.bound)
-    batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound)
+    lengths = torch.full((num_reqs,), context, dtype=torch.int32, device=device)
+    bound = max(context, args.bound)
+    host = HostLengths([width] * num_reqs, [context] * num_reqs)
+    batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound, host)
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
-    return Scene(shape, pool, batch, q, args.context)
+    return Scene(shape, pool, batch, q, context)
 
 
 def ours(scene: Scene, name: str) -> Pass:
-    """A backend of this project: one plan, then every layer, as in a step."""
+    """A backend: one plan, then every layer, as in a step."""
     shape, batch = scene.shape, scene.batch
     attention: Any = resolve("attention backend", name, ATTENTION)(
         scene.pool, shape.heads, shape.kv_heads, shape.head_dim, scene.scale
     )
 
+    planned = None if attention.static_plan else attention.plan(batch)
+
     def run() -> Tensor:
-        with forward_context(batch, attention, attention.plan(batch)):
+        with forward_context(batch, attention, planned or attention.plan(batch)):
             for layer_id in range(shape.layers):
                 out = attention.forward(scene.q, None, None, layer_id)
-        return out
-
-    return run
-
-
-def flashinfer(scene: Scene) -> Pass:
-    """FlashInfer's decode with tensor cores, planned outside the graph, on the same views."""
-    library: Any = importlib.import_module("flashinfer")
-    shape, batch = scene.shape, scene.batch
-    num_reqs, pages = batch.page_table.shape
-    device = scene.q.device
-    indptr = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * pages
-    page_size = scene.pool.region().page_size
-    last = torch.full((num_reqs,), scene.context - (pages - 1) * page_size, dtype=torch.int32)
-    indices = batch.page_table.flatten().contiguous()
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(256 << 20, dtype=torch.uint8, device=device),
-        "HND",
-        use_cuda_graph=True,
-        use_tensor_cores=True,
-        paged_kv_indptr_buffer=indptr.clone(),
-        paged_kv_indices_buffer=indices.clone(),
-        paged_kv_last_page_len_buffer=last.to(device),
-    )
-    wrapper.plan(
-        indptr, indices, last.to(device), shape.heads, shape.kv_heads, shape.head_dim, page_size,
-        q_data_type=scene.q.dtype, kv_data_type=scene.q.dtype, sm_scale=scene.scale,
-    )  # fmt: skip
-    out = torch.empty_like(scene.q)
-
-    def run() -> Tensor:
-        for layer_id in range(shape.layers):
-            wrapper.run(scene.q, scene.pool.layer(layer_id), out=out)
         return out
 
     return run
@@ -152,10 +128,6 @@ def passes(scene: Scene, names: list[str]) -> dict[str, Pass]:
     """What can run here, the reference first."""
     found: dict[str, Pass] = {}
     for name in ["reference", *(name for name in names if name != "reference")]:
-        if name == "flashinfer" and name not in ATTENTION:
-            if importlib.util.find_spec(name) and scene.batch.max_query_len == 1:
-                found[name] = flashinfer(scene)
-            continue
         try:
             found[name] = ours(scene, name)
         except Unsupported as refusal:
@@ -165,7 +137,9 @@ def passes(scene: Scene, names: list[str]) -> dict[str, Pass]:
 
 def measure(scene: Scene, args: argparse.Namespace) -> dict[str, Any]:
     """Times of every backend for one batch, per layer, and how far it is from the reference."""
-    row: dict[str, Any] = {"batch": scene.batch.num_reqs, "backends": {}}
+    batch = scene.batch
+    row: dict[str, Any] = {"batch": batch.num_reqs, "query_len": batch.max_query_len}
+    row |= {"context": scene.context, "backends": {}}
     expected: Tensor | None = None
     for name, run in passes(scene, args.backends.split(",")).items():
         out = run().float()
@@ -173,10 +147,11 @@ def measure(scene: Scene, args: argparse.Namespace) -> dict[str, Any]:
         if name not in args.backends.split(","):
             continue
         times = times_ms(run, args.device, args.replays)
-        gb_s = scene.kv_bytes() / statistics.median(times) / 1e6
+        median_ms = statistics.median(times)
         row["backends"][name] = spread(times) | {
-            "layer_us": round(statistics.median(times) * 1e3 / scene.shape.layers, 2),
-            "gb_s": round(gb_s, 1),
+            "layer_us": round(median_ms * 1e3 / scene.shape.layers, 2),
+            "gb_s": round(scene.kv_bytes() / median_ms / 1e6, 1),
+            "tflop_s": round(scene.flops() / median_ms / 1e9, 1),
             "max_error": float((out - expected).abs().max()),
         }
     return row
@@ -207,6 +182,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", default="1,8,32,128,256", help="requests, by commas")
     parser.add_argument("--context", type=int, default=576, help="KV length of each")
     parser.add_argument("--query-len", type=int, default=1, help="query rows of each")
+    parser.add_argument("--prefill", default="", help="prompts of these lengths instead, by commas")
     parser.add_argument("--bound", type=int, default=0, help="max_seq_len_ub, if higher")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -222,9 +198,12 @@ def main() -> None:
     args = parsed()
     report: dict[str, Any] = {"rows": [], "read_gb_s": 0.0}
     report |= {key: str(value) for key, value in vars(args).items() if key != "json"}
+    cases = [(num, args.context, args.query_len) for num in map(int, args.batch.split(","))]
+    if args.prefill:
+        cases = [(1, num, num) for num in map(int, args.prefill.split(","))]
     # The largest first: its pool is what the bandwidth is measured on.
-    for num_reqs in sorted(map(int, args.batch.split(",")), reverse=True):
-        scene = scene_of(args, num_reqs)
+    for case in sorted(cases, reverse=True):
+        scene = scene_of(args, *case)
         if not report["rows"]:
             machine: Any = scene
             report |= about(machine)
@@ -236,8 +215,9 @@ def main() -> None:
             share = found["gb_s"] / report["read_gb_s"] if report["read_gb_s"] else 0.0
             found["share"] = round(share, 4)
             print(
-                f"batch {num_reqs:3d} {name:10s} {found['layer_us']:8.2f} us a layer "
-                f"{found['gb_s']:7.1f} GB/s {share:6.1%}  error {found['max_error']:.1e}",
+                f"batch {case[0]:3d} rows {case[2]:4d} {name:14s} {found['layer_us']:8.2f} us a "
+                f"layer {found['gb_s']:7.1f} GB/s {share:6.1%} {found['tflop_s']:6.1f} TFLOP/s  "
+                f"error {found['max_error']:.1e}",
                 flush=True,
             )
         scene.pool.close()

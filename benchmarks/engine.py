@@ -1,13 +1,20 @@
-"""Step times of one engine in this process: `python -m benchmarks.engine`.
+"""Times of one engine in this process, without sockets: `python -m benchmarks.engine`.
 
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json \\
         --load-format dummy --phase decode --batch 1,8,32,128,256 --prompt-len 512 \\
         --output-len 128 --also top_p@32 --json out.json
 
-Runs the decode worker's own scheduler, runner and overlap, without sockets. A step's time is the
-slope between two output lengths, so that prompts and everything before them cancel out. The floor
-is the bytes of the weights and of the mean KV over the read bandwidth measured in the same run.
-Every step is one host wait, and step n + 1 is launched before step n is settled.
+Runs the decode worker's own scheduler, runner and overlap. A step's time is the slope between two
+output lengths, so that prompts and everything before them cancel out. The floor is the bytes of the
+weights and of the mean KV over the read bandwidth measured in the same run. Every step is one host
+wait, and step n + 1 is launched before step n is settled.
+
+    python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
+        --tokens 16,64,128,256,512,1024,2048,8192 --chunk 8192 --repeat 20 --json out.json
+
+Seconds from the launch of a prompt's chunks until its first token is on the host, with what
+`engine.graph` says and, beside it, launched op by op. The floor is the larger of the weights over
+the read bandwidth and the products over the speed of one large product.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +37,14 @@ from benchmarks.load.result import machine
 from worker.api import Sampling
 from worker.config import WorkerConfig
 from worker.engine import Engine, build_engine
+from worker.graph.base import GraphRunner
+from worker.graph.eager import EagerRunner
 from worker.req import Req
 from worker.runner import Step
 from worker.schedule.decode import DecodeScheduler
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
-SAMPLINGS: dict[str, dict[str, float]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
@@ -105,6 +115,11 @@ class Bench:
         return took_s
 
 
+def backends(text: str) -> str | dict[str, str]:
+    """`engine.attention` from the command line."""
+    return dict(each.split("=", 1) for each in text.split(",")) if "=" in text else text
+
+
 def synchronize() -> None:
     """Wait for the device."""
     if torch.cuda.is_available():
@@ -161,35 +176,88 @@ def floor_ms(engine: Engine, batch: int, options: argparse.Namespace, bandwidth:
     return 1e3 * (weights + batch * tokens * per_token) / bandwidth
 
 
-def main() -> None:
-    """Measure every batch, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model-config", type=Path, required=True, help="a config.json")
-    parser.add_argument("--load-format", default="dummy", choices=("dummy", "safetensors"))
-    parser.add_argument("--dtype", default="", help="default: as the config says; float32 on CPU")
-    parser.add_argument("--phase", default="decode", choices=("decode",))
-    parser.add_argument("--batch", default="1,8,32", help="requests at a time, comma-separated")
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
-    parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--eager", action="store_true", help="no graphs")
-    parser.add_argument("--profile", type=Path, help="write a chrome trace of 20 decode steps here")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    batches = [int(part) for part in options.batch.split(",")]
-    bench = Bench(build(options, max(batches)))
+def product_speed(dtype: torch.dtype) -> float:
+    """Operations per second of one large product: the best of several."""
+    size = 8192 if torch.cuda.is_available() else 512
+    a, b = (torch.ones(size, size, dtype=dtype, device=device()) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        synchronize()
+        began = time.perf_counter()
+        torch.mm(a, b)
+        synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: float) -> float:
+    """Milliseconds to read all weights but the embedding's, or to multiply with them."""
+    model = engine.runner.model
+    layers = sum(p.numel() for p in model.layers.parameters())
+    head = model.head.weight
+    read_s = (layers + head.numel()) * head.element_size() / bandwidth
+    return 1e3 * max(read_s, 2 * (layers * num_tokens + head.numel()) / speed)
+
+
+def first_token_ms(
+    bench: Bench, graph: GraphRunner, batch: int, num_tokens: int, options: argparse.Namespace
+) -> tuple[list[float], str]:
+    """Milliseconds until `batch` prompts have their first tokens, and how the last was launched."""
+    bench.engine.runner.graph = graph
+    found, path = [], ""
+    for number in range(options.repeat + 2):
+        sampling = Sampling(1, ignore_eos=True, seed=number, **SAMPLINGS[options.sampling])
+        found.append(1e3 * bench.generate(batch, num_tokens, 1, sampling, seed=number))
+        path = graph.path
+    return found[2:], path  # the first ones warm up
+
+
+def measure_prefill(
+    bench: Bench, batches: list[int], options: argparse.Namespace, bandwidth: float
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens; prints them."""
     engine = bench.engine
-    with torch.inference_mode():
-        bandwidth = read_bandwidth()
+    graph = engine.runner.graph
+    eager = EagerRunner(engine.runner.parts)
+    speed = product_speed(engine.runner.model.embedding.weight.dtype)
+    print(f"{speed / 1e12:.1f} T operations/s; milliseconds until the first token is on the host")
+    print("batch tokens     median      min      max    eager      min      max    floor")
     rows: list[dict[str, Any]] = []
-    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s; milliseconds a step")
-    print("batch   median      min      max    floor")
+    for batch in batches:
+        for num_tokens in options.tokens:
+            times, path = first_token_ms(bench, graph, batch, num_tokens, options)
+            eager_times, _ = first_token_ms(bench, eager, batch, num_tokens, options)
+            floor = prefill_floor_ms(engine, batch * num_tokens, bandwidth, speed)
+            figures = "".join(
+                f"{each:9.3f}"
+                for found in (times, eager_times)
+                for each in (statistics.median(found), min(found), max(found))
+            )
+            print(f"{batch:5}{num_tokens:7}  {figures}{floor:9.3f}  {path}", flush=True)
+            rows.append(
+                {
+                    "batch": batch, "tokens": num_tokens, "path": path, "times_ms": times,
+                    "median_ms": statistics.median(times), "eager_times_ms": eager_times,
+                    "eager_median_ms": statistics.median(eager_times), "floor_ms": floor,
+                }
+            )  # fmt: skip
+    if options.profile:
+        one = Sampling(1, ignore_eos=True, temperature=0.0)
+        for runner, place in ((graph, ""), (eager, ".eager")):
+            engine.runner.graph = runner
+            path = options.profile.with_suffix(place + options.profile.suffix)
+            profile(path, lambda: bench.generate(1, options.tokens[0], 1, one, seed=99))
+    engine.runner.graph = graph
+    return rows
+
+
+def measure_decode(
+    bench: Bench, batches: list[int], options: argparse.Namespace, bandwidth: float
+) -> list[dict[str, Any]]:
+    """A row for each batch; prints them."""
+    engine = bench.engine
+    rows: list[dict[str, Any]] = []
+    print("milliseconds a step\nbatch   median      min      max    floor")
     also = [part.split("@") for part in options.also.split(",") if part]
     wanted = [(batch, options.sampling) for batch in batches]
     for batch, sampling in wanted + [(int(batch), name) for name, batch in also]:
@@ -205,26 +273,66 @@ def main() -> None:
             }
         )  # fmt: skip
     if options.profile:
-        profile(bench, batches[-1], options)
+        sampling = Sampling(20, ignore_eos=True, temperature=0.0)
+        profile(options.profile, lambda: bench.generate(batches[-1], 16, 20, sampling, seed=99))
+    return rows
+
+
+def main() -> None:
+    """Measure every batch, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-config", type=Path, required=True, help="a config.json")
+    parser.add_argument("--load-format", default="dummy", choices=("dummy", "safetensors"))
+    parser.add_argument("--dtype", default="", help="default: as the config says; float32 on CPU")
+    parser.add_argument("--phase", default="decode", choices=("decode", "prefill"))
+    parser.add_argument("--tokens", default="16,64,128,256,512,1024,2048,8192", help="of a prompt")
+    parser.add_argument("--batch", default="1,8,32", help="requests at a time, comma-separated")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
+    parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
+    parser.add_argument(
+        "--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME"
+    )
+    parser.add_argument("--eager", action="store_true", help="no graphs")
+    parser.add_argument("--profile", type=Path, help="chrome trace of some steps")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    batches = [int(part) for part in options.batch.split(",")]
+    options.tokens = [int(part) for part in options.tokens.split(",")]
+    if options.phase == "prefill":
+        options.prompt_len, options.output_len = max(options.tokens), SHORT_OUTPUT
+    bench = Bench(build(options, max(batches)))
+    engine = bench.engine
+    with torch.inference_mode():
+        bandwidth = read_bandwidth()
+        print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    measure = {"decode": measure_decode, "prefill": measure_prefill}[options.phase]
+    rows = measure(bench, batches, options, bandwidth)
     if options.json:
         about = {k: str(v) for k, v in vars(options).items()}
         whole = {
             "options": about, "machine": machine(), "torch": torch.__version__,
-            "read_bytes_per_s": bandwidth, "graph": engine.config.engine.graph,
-            "attention": engine.config.engine.attention, "steps": rows,
+            "read_bytes_per_s": bandwidth, "graph": engine.config.engine.graph.model_dump(),
+            "attention": engine.config.engine.attention.model_dump(), "steps": rows,
         }  # fmt: skip
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     engine.close()
 
 
-def profile(bench: Bench, batch: int, options: argparse.Namespace) -> None:
-    """Trace the decode steps of one short run."""
+def profile(path: Path, work: Callable[[], object]) -> None:
+    """Trace `work`, the second time that it is done."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    work()
     with torch.profiler.profile(activities=activities) as trace:
-        bench.generate(batch, 16, 20, Sampling(20, ignore_eos=True, temperature=0.0), seed=99)
-    trace.export_chrome_trace(str(options.profile))
+        work()
+    trace.export_chrome_trace(str(path))
 
 
 if __name__ == "__main__":

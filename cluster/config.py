@@ -46,7 +46,8 @@ class RoleConfig(Section):
 
     replicas: int = Field(default=1, ge=0)
     num_cpus: float = Field(default=1, ge=0)  # reserved in Ray, a worker
-    num_gpus: Auto | NonNegativeFloat = "auto"  # reserved, a worker; auto: none on CPU, else one
+    # Reserved in Ray, a worker; 0.5: half of one. auto: none on CPU, else one, or what part fits.
+    num_gpus: Auto | NonNegativeFloat = "auto"
     resources: Resources = Field(default_factory=dict)  # Ray's custom resources, a worker
     engine: EngineConfig = EngineConfig()
 
@@ -75,7 +76,7 @@ class ClusterConfig(Section):
     host: str = "127.0.0.1"  # where the routers listen
     port: int = Field(default=8000, ge=0, le=65535)  # of the first router; 0: any free one
     placement_timeout_s: float = Field(default=30.0, gt=0)
-    start_timeout_s: float = Field(default=900.0, gt=0)  # one worker: process, weights, warm-up
+    start_timeout_s: float = Field(default=900.0, gt=0)  # one worker: wait for its GPU, warm-up, …
     drain_timeout_s: float = Field(default=5.0, ge=0)  # what Ctrl-C leaves running requests
     stop_timeout_s: float = Field(default=5.0, gt=0)  # then a worker is killed
     restart_backoff_s: float = Field(default=0.5, gt=0)  # doubles with every early death in a row

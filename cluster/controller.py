@@ -80,8 +80,12 @@ class RaySite:
             Placement: something does not fit; nothing is held then.
         """
         nodes = await asyncio.to_thread(live_nodes)
-        has_gpus = any(node.total.get("GPU", 0) > 0 for node in nodes)
-        self.config = with_devices(self.config, has_gpus=has_gpus)
+        num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
+        self.config = with_devices(
+            self.config,
+            has_gpus=num_gpus > 0,
+            local_gpus=num_gpus if self._home.local else None,
+        )
         self._groups = await self._place(list(self._seats.values()))
         self.config = with_transport(self.config, self._worker_nodes())
 

@@ -35,7 +35,8 @@ from worker.errors import KvlaneError, UserError, WorldError
 log = logging.getLogger("kvlane.launch")
 
 PR_SET_CHILD_SUBREAPER = 36
-MAX_TEMP_PATH = 40  # Ray's socket names below it take some 65 of the 107 characters allowed
+# Below it: 16 characters of our directory and up to 64 of Ray's socket names, of the 107 allowed.
+MAX_TEMP_PATH = 27
 SHORT_TEMP = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0

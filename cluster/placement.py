@@ -58,14 +58,14 @@ def place(
     Args:
         asks: one group each.
         timeout_s: for all of them together.
-        can_grow: nodes may still join; else what no node could ever hold fails at once.
+        can_grow: nodes may still join; else what these could never hold fails at once.
         waiting: told, now and then, what is missing.
 
     Raises:
         Placement: something does not fit; the message says what and why. No group is left.
     """
     began_at = time.monotonic()
-    if not can_grow and any(shortage(ask, nodes := live_nodes()) for ask in asks):
+    if not can_grow and too_much(asks, nodes := live_nodes()):
         raise Placement(explain(asks, nodes, 0.0))
     groups = {ask.name: placement_group([dict(ask.bundle)], name=ask.name) for ask in asks}
     missing = list(asks)
@@ -133,6 +133,14 @@ def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
     return "; ".join(lacking) or "no single node has all of it"
 
 
+def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
+    """Whether these nodes, even if empty, could not hold all asks."""
+    names = {name for ask in asks for name in ask.bundle}
+    wanted = {name: sum(ask.bundle.get(name, 0.0) for ask in asks) for name in names}
+    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
+    return not _fits(wanted, total) or any(shortage(ask, nodes) for ask in asks)
+
+
 def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> str:
     """The message of Placement: each ask with its reason, then each node."""
     after = f" within {waited_s:.0f} s" if waited_s else ""
@@ -145,6 +153,7 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
         have = (f"{name} {node.free.get(name, 0.0):g}/{t:g}" for name, t in node.total.items())
         lines.append(f"  {node.address}: {', '.join(have) or 'nothing to reserve'}")
     if any("GPU" in ask.bundle for ask in missing):
+        lines.append("To share a GPU: --set prefill.num_gpus=0.5 --set decode.num_gpus=0.5")
         lines.append("Without GPUs: --set prefill.engine.device=cpu --set decode.engine.device=cpu")
     lines.append(
         "Ask for fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."

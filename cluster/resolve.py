@@ -7,38 +7,62 @@ the worker (`WorkerConfig.resolved`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from cluster.config import Config, WorkerRole
 from cluster.seats import Seat
+from worker.config import MEMORY_FRACTION
 
 log = logging.getLogger("kvlane.config")
 
+GRAIN = 10_000  # of a resource: the parts of one that Ray tells apart
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
-def with_devices(config: Config, *, has_gpus: bool) -> Config:
-    """`num_gpus` and, where no GPU is reserved, `engine.device` without `auto`.
+def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = None) -> Config:
+    """`num_gpus` without `auto`, and so `engine.device` where no GPU is reserved, and
+    `engine.memory_fraction` where a part of one is.
 
     Args:
         config: as the user wrote it.
         has_gpus: some node of the Ray cluster has a GPU.
+        local_gpus: how many there will ever be; None: nodes may join. Workers share them if they
+            are too few.
     """
+    each = 1.0 if local_gpus is None else _share(config, local_gpus)
     for role in ROLES:
         part = config.role(role)
         device, num_gpus = part.engine.device, part.num_gpus
         if num_gpus == "auto":
             wanted = device == "cuda" or (device == "auto" and has_gpus)
-            num_gpus = 1.0 if wanted else 0.0
+            num_gpus = each if wanted else 0.0
             reason = f"device {device}, {'GPUs' if has_gpus else 'no GPU'} in the Ray cluster"
             log.info("%s.num_gpus = %g (%s)", role, num_gpus, reason)
         if device == "auto" and num_gpus == 0:
             device = "cpu"
             log.info("%s.engine.device = cpu (no GPU is reserved for it)", role)
-        changed = {"num_gpus": num_gpus, "engine": {"device": device}}
+        engine: dict[str, Any] = {"device": device}
+        if part.engine.memory_fraction == "auto" and 0 < num_gpus < 1:
+            engine["memory_fraction"] = fraction = round(MEMORY_FRACTION * num_gpus, 4)
+            log.info("%s.engine.memory_fraction = %g (it shares its GPU)", role, fraction)
+        changed = {"num_gpus": num_gpus, "engine": engine}
         config = _changed(config, {role: changed})
     return config
+
+
+def _share(config: Config, local_gpus: float) -> float:
+    """GPUs of each worker that leaves their number to us: 1, or the half, third, … that fits."""
+    num_workers = 0
+    for part in map(config.role, ROLES):
+        if part.num_gpus != "auto":
+            local_gpus -= part.num_gpus * part.replicas
+        elif part.engine.device != "cpu":
+            num_workers += part.replicas
+    if local_gpus <= 0 or num_workers <= local_gpus:
+        return 1.0  # or too few whatever we do, which is for the placement to say
+    return GRAIN // math.ceil(num_workers / local_gpus) / GRAIN
 
 
 def with_transport(config: Config, nodes: Collection[str]) -> Config:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """The lengths of a batch as the host knows them, for attention backends that plan there.
+
+    seq_lens are the device's for every request that is live there. One that has ended on the
+    device, which the host learns a step later, may stand here with more: its page table is the
+    sink's by then, so it may be computed as if it lived, and nobody reads what comes out.
+    """
+
+    query_lens: Sequence[int]  # [num_reqs]; rows of each request
+    seq_lens: Sequence[int]  # [num_reqs]; KV lengths after this step, at least query_lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +41,4 @@ class Batch:
     num_tokens: int  # rows of input_ids, padded ones included
     max_query_len: int  # host bound of the rows of one request
     max_seq_len_ub: int  # host bound of seq_lens: acceptance is not known here yet
+    host: HostLengths | None = None  # None in a step that is captured: lengths differ by replay

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 log = logging.getLogger("kvlane.config")
 
 Auto = Literal["auto"]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+MEMORY_FRACTION = 0.85  # of the GPUs, or the part of one, that a worker has to itself
 
 
 class Section(BaseModel):
@@ -54,13 +56,48 @@ class KVConfig(Section):
     num_groups: int = Field(default=1, ge=1)  # layer groups that can be announced one by one
 
 
+class AttentionConfig(Section):
+    """Attention backends by kind of batch; a bare string stands for all three of them.
+
+    Values are `auto` or names of worker.attention.base.ATTENTION.
+    """
+
+    prefill: Auto | str = "auto"  # chunks of prompts, on either role
+    decode: Auto | str = "auto"  # one token of each row
+    spec: Auto | str = "auto"  # verify and draft passes; built and checked, nothing runs on it yet
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, given: object) -> object:
+        return dict.fromkeys(cls.model_fields, given) if isinstance(given, str) else given
+
+
+class GraphConfig(Section):
+    """CUDA graphs by kind of step. A bare name stands for each kind that knows it, the other kind
+    is then eager: `full` replays decode steps alone, `piecewise` chunks alone, `eager` nothing.
+    """
+
+    prefill: Auto | Literal["eager", "piecewise"] = "auto"  # chunks of prompts, on either role
+    decode: Auto | Literal["eager", "full"] = "auto"  # auto on CUDA: what replays; on CPU: eager
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        kinds = {"piecewise": "prefill", "full": "decode"}
+        if given not in kinds:
+            return dict.fromkeys(cls.model_fields, given)
+        return dict.fromkeys(cls.model_fields, "eager") | {kinds[given]: given}
+
+
 class EngineConfig(Section):
     """One engine: its memory, its batch limits, its backends."""
 
     device: Auto | Literal["cpu", "cuda"] = "auto"
     threads: Auto | int = "auto"  # intra-op threads on CPU; auto: the CPUs that Ray gave
     num_pages: Auto | int = "auto"  # KV pages; auto: from the two limits below
-    memory_fraction: float = Field(default=0.85, gt=0, le=1)  # of total device memory, CUDA
+    memory_fraction: Auto | Fraction = "auto"  # of total device memory, CUDA; auto: 0.85 of its GPU
     cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
@@ -68,8 +105,8 @@ class EngineConfig(Section):
     growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
     penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
     prefix_cache: bool = True
-    attention: Auto | str = "auto"
-    graph: Auto | str = "auto"
+    attention: AttentionConfig = AttentionConfig()
+    graph: GraphConfig = GraphConfig()
     strict: bool = False  # a graph that differs from eager at the start is an error
 
     @model_validator(mode="after")
@@ -156,21 +193,26 @@ class WorkerConfig(Section):
             ValueError: max_model_len is beyond what the model was made for.
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
-        choices: dict[tuple[str, str], tuple[Any, str]] = {
+        attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
+        choices: dict[tuple[str, ...], tuple[Any, str]] = {
             ("model", "dtype"): ("float32", "CPU") if cpu else (model_dtype, "as stored"),
             ("model", "max_model_len"): (model_max_len, "the model's own limit"),
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
             ("engine", "device"): (machine.device, "what is here"),
             ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
-            ("engine", "attention"): ("reference", "CPU") if cpu else ("triton", "CUDA"),
-            ("engine", "graph"): _graph(self.role, cpu),
+            ("engine", "memory_fraction"): (MEMORY_FRACTION, "a GPU to itself, or none"),
+            **{("engine", "attention", kind): attention for kind in AttentionConfig.model_fields},
+            **{("engine", "graph", kind): why for kind, why in _graphs(self.role, cpu).items()},
             ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
         }
         tree = self.model_dump()
-        for (section, leaf), (value, reason) in choices.items():
-            if tree[section][leaf] == "auto":
-                tree[section][leaf] = value
-                log.info("%s.%s = %s (%s)", section, leaf, value, reason)
+        for (*sections, leaf), (value, reason) in choices.items():
+            node = tree
+            for section in sections:
+                node = node[section]
+            if node[leaf] == "auto":
+                node[leaf] = value
+                log.info("%s.%s = %s (%s)", ".".join(sections), leaf, value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
@@ -183,10 +225,12 @@ class WorkerConfig(Section):
         return WorkerConfig.model_validate(tree)
 
 
-def _graph(role: str, cpu: bool) -> tuple[str, str]:
-    """The graph runner that `auto` means, and why."""
+def _graphs(role: str, cpu: bool) -> dict[str, tuple[str, str]]:
+    """The graphs that `auto` means for each kind of step, and why."""
     if cpu:
-        return "eager", "the CPU has no graphs"
+        return dict.fromkeys(GraphConfig.model_fields, ("eager", "the CPU has no graphs"))
     if role == "prefill":
-        return "eager", "prompts have no graphs in this version"
-    return "full", "CUDA, decode"
+        decode = "eager", "a prefill worker decodes nothing"
+    else:
+        decode = "full", "CUDA"
+    return {"prefill": ("piecewise", "CUDA"), "decode": decode}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,8 +20,23 @@ class LayerAttention(Protocol):
         """One layer's keys and values; see AttentionBackend.kv."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer_id: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Attend to what is stored; see AttentionBackend.forward."""
+        ...
+
+
+class Breaks(Protocol):
+    """A capture under way that leaves room for host code; see worker.graph.segments."""
+
+    def at(self, body: Callable[[Tensor, Tensor], object], x: Tensor, out: Tensor) -> Tensor:
+        """Put `body(x, out)` between two segments; returns `out`."""
         ...
 
 
@@ -32,6 +47,10 @@ class ForwardContext:
     batch: Batch
     attention: LayerAttention
     attn_plan: object
+    # Host code, called once for each layer, in order, when all that writes its KV was enqueued.
+    # Never within a capture: a replay would not call it.
+    on_layer: Callable[[int], None] | None = None
+    breaks: Breaks | None = None  # None: nothing is captured, or all of it in one piece
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
@@ -39,10 +58,15 @@ _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", defa
 
 @contextmanager
 def forward_context(
-    batch: Batch, attention: LayerAttention, attn_plan: object
+    batch: Batch,
+    attention: LayerAttention,
+    attn_plan: object,
+    *,
+    on_layer: Callable[[int], None] | None = None,
+    breaks: Breaks | None = None,
 ) -> Iterator[ForwardContext]:
     """Make one pass's context current within the block; the one before returns afterwards."""
-    context = ForwardContext(batch, attention, attn_plan)
+    context = ForwardContext(batch, attention, attn_plan, on_layer, breaks)
     token = _current.set(context)
     try:
         yield context

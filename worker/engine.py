@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -11,14 +12,15 @@ import torch
 
 from worker import memory
 from worker.api import Member
-from worker.attention.base import ATTENTION
+from worker.attention.base import build_attentions
 from worker.buffers import BatchBuffers
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.single import SingleCollective
 from worker.config import WorkerConfig
-from worker.graph.base import GRAPHS, Parts
+from worker.graph.base import GraphRunner, Parts
+from worker.graph.build import build_graphs
 from worker.machine import probe
 from worker.meter import StepMeter
 from worker.metrics import WorkerMetrics
@@ -49,11 +51,19 @@ class Engine:
     metrics: WorkerMetrics
     meter: StepMeter
 
-    def launch(self, plan: Plan | None) -> Step | None:
-        """Enqueue a step, if there is one to do."""
+    def launch(self, plan: Plan | None, at_layer: Callable[[], None] | None = None) -> Step | None:
+        """Enqueue a step, if there is one to do.
+
+        Args:
+            plan: the step.
+            at_layer: its layer groups are wanted one by one; see ModelRunner.launch_in_groups.
+        """
         if plan is None:
             return None
-        step = self.runner.launch(plan)
+        if at_layer is not None:
+            step = self.runner.launch_in_groups(plan, at_layer)
+        else:
+            step = self.runner.launch(plan)
         self.meter.launched(plan, self.runner.path)
         return step
 
@@ -103,6 +113,33 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
+    with memory.turn(device):
+        config, parts, graph = _on_device(config, spec, layout, asked_len)
+    pool, num_pages = parts.pool, parts.pool.num_pages
+    transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
+    transport.register(pool.memory())
+    metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
+    metrics.transport(f"{transport.name}/{transport.kind}").set(1)
+    for check in graph.checks:
+        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
+            metrics.bucket_seconds(check.kind, str(check.bucket), path).set(took_ms / 1e3)
+        metrics.bucket_differs(check.kind, str(check.bucket)).set(not check.equal)
+    log.info("%s moves KV by %s/%s", name, transport.name, transport.kind)
+    book = PageBook(num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache)
+    _watch(metrics, book)
+    runner = ModelRunner(parts, graph)
+    return Engine(config, spec, layout, pool, book, runner, transport, metrics, StepMeter(metrics))
+
+
+def _on_device(
+    config: WorkerConfig, spec: ModelSpec, layout: KVLayout, asked_len: int | str
+) -> tuple[WorkerConfig, Parts, GraphRunner]:
+    """Weights, pool and graphs, and the config with a max_model_len that the pool holds.
+
+    Raises:
+        UserError: see `build_engine`.
+    """
+    device = torch.device(config.engine.device)
     with memory.clear_error("loading the weights", device):
         model = load_model(
             config.model.directory,
@@ -119,29 +156,19 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     config = memory.fit(config, asked_len, num_pages)
     with memory.clear_error("allocating the KV pool and the graphs", device):
         pool = KVPool(layout, num_pages, device)
-        parts = _parts(config, spec, pool, model)
-        graph = resolve("graph runner", config.engine.graph, GRAPHS)(parts)
-        graph.capture()
-    transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
-    transport.register(pool.memory())
-    metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
-    metrics.transport(f"{transport.name}/{transport.kind}").set(1)
-    for check in graph.checks:
-        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
-            metrics.bucket_seconds(str(check.bucket), path).set(took_ms / 1e3)
-        metrics.bucket_differs(str(check.bucket)).set(not check.equal)
-    log.info("%s moves KV by %s/%s", name, transport.name, transport.kind)
-    book = PageBook(num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache)
-    _watch(metrics, book)
-    runner = ModelRunner(parts, graph)
-    return Engine(config, spec, layout, pool, book, runner, transport, metrics, StepMeter(metrics))
+        with memory.taking(reserve_bytes, device):
+            parts = _parts(config, spec, pool, model)
+            graph = build_graphs(parts)
+            graph.capture()
+    return config, parts, graph
 
 
 def _parts(config: WorkerConfig, spec: ModelSpec, pool: KVPool, model: Decoder) -> Parts:
     """Everything that a step's device work needs, over `pool`."""
     engine, page_size = config.engine, int(config.kv.page_size)
-    attention = resolve("attention backend", engine.attention, ATTENTION)(
-        pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
+    attention = build_attentions(
+        names, pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, scale
     )
     max_len = int(config.model.max_model_len)
     state = StepState(
@@ -152,14 +179,15 @@ def _parts(config: WorkerConfig, spec: ModelSpec, pool: KVPool, model: Decoder) 
         num_extras=engine.penalty_rows if config.role == "decode" else 0,
         vocab_size=spec.vocab_size,
     )
-    return Parts(model, attention, pool, state, BatchBuffers(state, page_size), config, max_len)
+    buffers = BatchBuffers(state, page_size, engine.max_prefill_tokens)
+    return Parts(model, attention, pool, state, buffers, config, max_len)
 
 
 def _trial(config: WorkerConfig, spec: ModelSpec, layout: KVLayout, model: Decoder) -> object:
     """The largest steps, once, over a pool of two pages; what they keep."""
     pool = KVPool(layout, 2, torch.device(config.engine.device))
     parts = _parts(config, spec, pool, model)
-    graph = resolve("graph runner", config.engine.graph, GRAPHS)(parts)
+    graph = build_graphs(parts)
     graph.trial()
     pool.close()
     return graph

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,16 +143,16 @@ class Fetch:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._computed_at:
             self._computed_at, self._prefill_s = time.monotonic(), message.prefill_s
-        groups = range(message.first_group, message.first_group + message.num_groups)
-        fresh: list[tuple[int, int]] = []
+        said = _bits(range(message.first_group, message.first_group + message.num_groups))
+        fresh: dict[int, list[tuple[int, int]]] = {}  # by the groups that are new, as bits
         for number, remote in enumerate(message.pages, message.first_page):
             seen = self._seen_groups.get(number, 0)
-            if seen | _bits(groups) != seen and self.num_landed <= number < self._num_wanted:
-                self._seen_groups[number] = seen | _bits(groups)
-                fresh.append((number, remote))
-        if fresh:
-            numbers, pages = zip(*fresh, strict=True)
-            self._announced.append(_Ready(numbers, pages, groups))
+            if said & ~seen and self.num_landed <= number < self._num_wanted:
+                self._seen_groups[number] = seen | said
+                fresh.setdefault(said & ~seen, []).append((number, remote))
+        for new, pairs in fresh.items():
+            numbers, pages = zip(*pairs, strict=True)
+            self._announced.extend(_Ready(numbers, pages, groups) for groups in _ranges(new))
 
     def renewed(self, sent_at: float) -> None:
         """The renewal that we sent at `sent_at` was acknowledged."""
@@ -250,3 +250,13 @@ class Fetch:
 
 def _bits(groups: range) -> int:
     return sum(1 << group for group in groups)
+
+
+def _ranges(bits: int) -> Iterator[range]:
+    """Runs of set bits, lowest first."""
+    first = 0
+    while bits >> first:
+        first += ((bits >> first) & -(bits >> first)).bit_length() - 1  # to the next set bit
+        length = (~(bits >> first) & ((bits >> first) + 1)).bit_length() - 1  # ones from there on
+        yield range(first, first + length)
+        first += length

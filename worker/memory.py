@@ -1,11 +1,19 @@
-"""How much memory the KV pool gets: what is left beside weights, activations and graphs."""
+"""How much memory the KV pool gets: what is left beside weights, activations and graphs.
+
+What a device has free is measured, and every process on it changes that. So workers of one device
+are built in turn (`turn`), and one that was built holds all that it will ever need (`taking`).
+"""
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +23,52 @@ from worker.errors import UserError
 
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
+POLL_S = 0.1
+SAY_EVERY_S = 10.0
+
+
+@contextmanager
+def turn(device: torch.device) -> Iterator[None]:
+    """Only one process of this host at a time is inside for one CUDA device; nothing on the CPU."""
+    if device.type == "cpu":
+        yield
+        return
+    uuid = torch.cuda.get_device_properties(device).uuid
+    with alone(f"kvlane-build-{uuid}", f"GPU {uuid}"):
+        yield
+
+
+@contextmanager
+def alone(name: str, what: str) -> Iterator[None]:
+    """One process at a time is inside for one `name`; the others wait, and say so in the log.
+
+    The lock is an abstract socket address, which the kernel frees whatever way the process ends and
+    which leaves no file. Its reach is the network namespace. `cluster.start_timeout_s` bounds the
+    wait.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
+        began_at = said_at = time.monotonic()
+        while not _bound(lock, name):
+            now = time.monotonic()
+            if said_at == began_at or now - said_at > SAY_EVERY_S:
+                log.info(
+                    "waiting for another process that is building on %s (%.0f s)",
+                    what, now - began_at,
+                )  # fmt: skip
+                said_at = now
+            time.sleep(POLL_S)
+        yield
+
+
+def _bound(lock: socket.socket, name: str) -> bool:
+    """Whether `lock` has the name now, which one socket at a time can have."""
+    try:
+        lock.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
 
 
 def free_bytes(device: torch.device) -> int:
@@ -40,6 +94,44 @@ def cost_of(work: Callable[[], object], device: torch.device) -> int:
     return max(0, before - free)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory of one CUDA device as one worker sees it, in bytes."""
+
+    total: int
+    free: int  # nobody uses it
+    weights: int  # of this worker, on the device
+    reserve: int  # what its steps and graphs need
+    fraction: float  # of `total` that is for this worker
+
+    @property
+    def why(self) -> str:
+        """The numbers, for people."""
+        share = self.fraction * self.total
+        return (
+            f"engine.memory_fraction {self.fraction:g} of {self.total / GIB:.2f} GiB is "
+            f"{share / GIB:.2f} GiB; weights take {self.weights / GIB:.2f}, steps and graphs "
+            f"{self.reserve / GIB:.2f}; {self.free / GIB:.2f} are free"
+        )
+
+    def for_pool(self) -> int:
+        """What is left for the KV pool; negative if the rest does not fit already.
+
+        Raises:
+            UserError: others hold so much that the worker's share is not there. A smaller pool
+                instead would depend on who was faster.
+        """
+        share = int(self.fraction * self.total)
+        if share > self.weights + self.free:
+            raise UserError(
+                f"engine.memory_fraction: no room for this worker's share: {self.why}. The rest is "
+                "held by other processes: the fractions of all workers on one GPU have to sum up "
+                "to less than 1, with about 0.01 for each worker's CUDA context",
+                "engine.memory_fraction",
+            )
+        return share - self.weights - self.reserve
+
+
 def num_pages(
     config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
 ) -> int:
@@ -52,7 +144,8 @@ def num_pages(
         reserve_bytes: what steps and graphs need beside weights and pool.
 
     Raises:
-        UserError: there is no room for a single page; the message has the numbers.
+        UserError: there is no room for a single page, or not for this worker's share; the message
+            has the numbers.
     """
     engine, page_size = config.engine, int(config.kv.page_size)
     if engine.num_pages != "auto":
@@ -63,15 +156,14 @@ def num_pages(
         why = f"engine.cpu_pool_bytes is {engine.cpu_pool_bytes}"
     else:
         free = free_bytes(device)
-        weights = torch.cuda.memory_reserved(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = int(total * engine.memory_fraction)
-        found = (min(share - weights, free) - reserve_bytes) // layout.page_bytes
-        why = (
-            f"engine.memory_fraction {engine.memory_fraction} of {total / GIB:.2f} GiB is "
-            f"{share / GIB:.2f} GiB; weights take {weights / GIB:.2f}, steps and graphs "
-            f"{reserve_bytes / GIB:.2f}; {free / GIB:.2f} are free"
+        room = Room(
+            total=torch.cuda.get_device_properties(device).total_memory,
+            free=free,
+            weights=torch.cuda.memory_reserved(device),
+            reserve=reserve_bytes,
+            fraction=float(engine.memory_fraction),
         )
+        found, why = room.for_pool() // layout.page_bytes, room.why
         log.info("%d KV pages of %d bytes: %s", max(0, found), layout.page_bytes, why)
     if found < 2:
         raise UserError(
@@ -79,6 +171,21 @@ def num_pages(
             "engine.num_pages",
         )
     return int(found)
+
+
+@contextmanager
+def taking(num_bytes: int, device: torch.device) -> Iterator[None]:
+    """What the body leaves of `num_bytes` stays in the allocator's cache: the next process on this
+    device sees it taken, and this one's first large step finds it."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.cuda.memory_reserved(device)
+    yield
+    left = before + num_bytes - torch.cuda.memory_reserved(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    if left > 0:
+        torch.empty(min(left, free), dtype=torch.uint8, device=device)
 
 
 @contextmanager

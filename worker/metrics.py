@@ -56,10 +56,10 @@ class WorkerMetrics:
         self.usage = gauge("kv_cache_usage_ratio", "Pages in use or promised, 0 to 1")
         self.leases = gauge("leases", "Leases alive")
         self.bucket_seconds = gauge(
-            "decode_bucket_seconds", "One step as measured at the start", "rows", "path"
+            "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"
         )
         self.bucket_differs = gauge(
-            "decode_bucket_differs", "1 where a graph's result was not eager's", "rows"
+            "graph_bucket_differs", "1 where a graph's result was not eager's", "kind", "rows"
         )
         self.transport = gauge("transport_info", "1 for the transport in use", "transport")
 

@@ -28,6 +28,7 @@ from worker.config import LeaseConfig
 from worker.errors import Busy, UserError
 from worker.lease import PinLease
 from worker.metrics import WorkerMetrics
+from worker.plan import Chunk
 from worker.req import PrefillReq
 from worker.schedule.prefill import PrefillScheduler
 
@@ -117,11 +118,27 @@ class Outbound:
         if pinned is not None:
             self._drop(pinned)
 
+    def groups_final(self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_groups: int) -> None:
+        """The first `num_groups` layer groups of these chunks are final; the rest is computed yet.
+
+        Only for the step that settles next: the KV of all steps before it is announced.
+        """
+        for req, chunk in chunks:
+            first_group = req.num_announced_groups
+            if req.dropped or num_groups <= first_group:
+                continue
+            req.num_announced_groups = num_groups
+            pages = self._pages(req, req.num_announced_pages, chunk.start + len(chunk.tokens))
+            if pages:
+                groups = range(first_group, num_groups)
+                self._say(self._by_req[req], req.num_announced_pages, pages, groups, last=False)
+
     def grown(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """A step has settled: announce the pages that have become final by it."""
         for req in reqs:
             req.prefill_s = now - req.started_at
-            self._announce(self._by_req[req], req.num_announced_pages)
+            self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
+            req.num_announced_groups = 0
 
     def sweep(self, now: float) -> None:
         """Let go of what nobody renewed."""
@@ -130,23 +147,35 @@ class Outbound:
             self._metrics.lease_expired.inc()
             self._drop(pinned)
 
-    def _announce(self, pinned: _Pinned, first: int) -> None:
-        """Whole pages from number `first` on, and the last partial one once all is computed.
+    def _announce(self, pinned: _Pinned, first: int, first_group: int = 0) -> None:
+        """Pages from number `first` on, as far as all is computed, from `first_group` on.
 
         The first announcement goes out even without pages: it acknowledges the request.
         """
         req = pinned.req
+        pages = self._pages(req, first, req.num_computed_tokens)
+        req.num_announced_pages = max(req.num_announced_pages, first + len(pages))
         last = req.num_computed_tokens == req.num_target_tokens
-        end = req.num_computed_tokens // self._page_size
-        if last:
-            end = -(-req.num_computed_tokens // self._page_size)
-        pages = tuple(req.hold.pages[first:end])
-        req.num_announced_pages = max(first, end)
-        num_cached = req.hold.num_matched
-        ready = KVReady(
-            pinned.xfer, first, pages, 0, self._num_groups, last, num_cached, req.prefill_s
+        self._say(pinned, first, pages, range(first_group, self._num_groups), last=last)
+
+    def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
+        """Ids of the pages from number `first` on that are whole after `num_tokens` tokens.
+
+        The last one of a prompt is as whole as it gets.
+        """
+        end = num_tokens // self._page_size
+        if num_tokens == req.num_target_tokens:
+            end = -(-num_tokens // self._page_size)
+        return tuple(req.hold.pages[first:end])
+
+    def _say(
+        self, pinned: _Pinned, first: int, pages: tuple[int, ...], groups: range, *, last: bool
+    ) -> None:
+        cached, prefill_s = pinned.req.hold.num_matched, pinned.req.prefill_s
+        self._send(
+            pinned.peer,
+            KVReady(pinned.xfer, first, pages, groups.start, len(groups), last, cached, prefill_s),
         )
-        self._send(pinned.peer, ready)
 
     def _refuse(self, peer: PeerId, xfer: Xfer, error: Busy | UserError) -> None:
         retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0

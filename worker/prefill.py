@@ -1,6 +1,8 @@
 """The prefill loop: computes prompts, announces their KV, pins it while a lease lives.
 
-One turn: messages, launch step n, settle step n - 1, announce, sweep.
+One turn: messages, launch step n, settle step n - 1, announce, sweep. Of a step that is still being
+computed, the layer groups that are final are announced while step n is launched, at its layers, and
+while the loop waits for the step to settle.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class PrefillLoop:
             engine.metrics,
         )
         self._pending: Step | None = None
+        self._num_groups_told = 0  # layer groups of `_pending` that were announced
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
         metrics.on_scrape(metrics.waiting, lambda: len(self._scheduler.waiting))
@@ -56,15 +59,31 @@ class PrefillLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
-        step = self._engine.launch(self._scheduler.plan(now))
+        step = self._engine.launch(self._scheduler.plan(now), self._announce_groups)
         if self._pending is not None:
-            self._engine.settle(self._pending)
-            grown = self._scheduler.settle(self._pending.plan.step)
-            self._outbound.grown(grown, time.monotonic())
-        self._pending = step
+            self._settle(self._pending)
+        self._pending, self._num_groups_told = step, 0
         self._outbound.sweep(now)
         self._publish()
         return 0.0 if self._pending is not None or self._scheduler.waiting else MAX_IDLE_S
+
+    def _settle(self, step: Step) -> None:
+        for event in step.group_events:
+            event.synchronize()
+            self._announce_groups()
+        self._engine.settle(step)
+        grown = self._scheduler.settle(step.plan.step)
+        self._outbound.grown(grown, time.monotonic())
+
+    def _announce_groups(self) -> None:
+        """Tell decode of the layer groups of the step before that have become final."""
+        step = self._pending
+        if step is None or self._num_groups_told == len(step.group_events):
+            return
+        num_final = step.num_groups_final
+        if num_final > self._num_groups_told:
+            self._num_groups_told = num_final
+            self._outbound.groups_final(self._scheduler.chunks_of(step.plan.step), num_final)
 
     def _handle(self, peer: str, event: object, now: float) -> None:
         match event:

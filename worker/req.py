@@ -111,7 +111,8 @@ class PrefillReq:
     num_computed_tokens: int = 0  # settled
     num_planned_tokens: int = 0  # launched
     num_table_pages: int = 0
-    num_announced_pages: int = 0
+    num_announced_pages: int = 0  # with all their layer groups
+    num_announced_groups: int = 0  # of the pages of the chunk that is being computed
     started_at: float = 0.0  # monotonic: when its first step was planned
     prefill_s: float = 0.0  # from then to the end of the last step that has settled
     dropped: bool = False  # given back; a step in flight may still compute it

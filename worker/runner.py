@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +15,38 @@ from worker.plan import Drawn, Plan
 from worker.tail import Result, Sampled, decoding, draw
 
 
+class HostEvent:
+    """What torch.cuda.Event is on CUDA, for the thread that is the CPU's stream."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+
+    def record(self) -> None:
+        """Called by the stream when it gets here."""
+        self._passed.set()
+
+    def query(self) -> bool:
+        """Whether the stream has been here."""
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        """Block until it has."""
+        self._passed.wait()
+
+
+GroupEvent = HostEvent | torch.cuda.Event
+
+
 class Step:
-    """A launched step. `wait()` is the only host sync of the engine's loop."""
+    """A launched step. `wait()` is the only host sync of the engine's loop.
+
+    `group_events` has one event for each layer group of the KV but the last: passed when that
+    group's KV of the step's chunks is final. Empty unless they were asked for.
+    """
 
     def __init__(self, plan: Plan, runner: ModelRunner) -> None:
         self.plan = plan
+        self.group_events: list[GroupEvent] = []
         self._runner = runner
         self._running: Future[Any] | None = None  # of Result | None; of the body: None
         self._result: Result | None = None
@@ -27,6 +56,12 @@ class Step:
         """Launch the tail of a masked plan, with what `Grammars.masks` allows."""
         assert self.plan.masked
         self._runner.launch_tail(self, masks)
+
+    @property
+    def num_groups_final(self) -> int:
+        """Layer groups, from the first on, whose events have passed; never waits."""
+        passed = (i for i, event in enumerate(self.group_events) if not event.query())
+        return next(passed, len(self.group_events))
 
     def wait(self) -> list[Drawn]:
         """Block until the device is through; the tokens of plan.sampled_rows."""
@@ -46,12 +81,16 @@ class ModelRunner:
     """
 
     def __init__(self, parts: Parts, graph: GraphRunner) -> None:
+        self.parts = parts
         self.model = parts.model
         self.graph = graph
         self._state = parts.state
         self._buffers = parts.buffers
         cpu = parts.state.device.type == "cpu"
         self._stream = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
+        region = parts.pool.region()
+        self._num_early_groups = region.num_groups - 1
+        self._layers_per_group = region.layers_per_group
         self._hidden: Tensor | None = None  # of a masked plan whose tail is still to come
 
     @property
@@ -69,6 +108,24 @@ class ModelRunner:
             self._body(plan)
         else:
             self._record(step, self._run(plan))
+        return step
+
+    def launch_in_groups(self, plan: Plan, at_layer: Callable[[], None]) -> Step:
+        """Enqueue a step of chunks that says when each layer group's KV is final.
+
+        Args:
+            plan: chunks of which nothing is sampled.
+            at_layer: called between layers while the launch of a step keeps this thread busy.
+        """
+        step = Step(plan, self)
+        events = step.group_events
+        if self._stream is not None:
+            events += [HostEvent() for _ in range(self._num_early_groups)]
+            step._running = self._stream.submit(self._run_in_groups, plan, events, None)
+        else:
+            events += [torch.cuda.Event() for _ in range(self._num_early_groups)]
+            self._run_in_groups(plan, events, at_layer)
+            self._record(step, None)
         return step
 
     def launch_tail(self, step: Step, masks: Tensor) -> None:
@@ -94,16 +151,33 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, plan: Plan) -> Result | None:
         """A plan without masks, from its row changes to its tokens."""
-        self._state.apply(plan)
         if plan.decode and not plan.adjust and plan.num_logprobs < 0:
+            self._state.apply(plan)
             _, result = self.graph.decode(plan.decode, plan.max_seq_len_ub, plan.tail)
             return result
         hidden = self._forward(plan)
         return self._draw(plan, hidden, None) if plan.tail != "none" else None
 
     @torch.inference_mode()
+    def _run_in_groups(
+        self, plan: Plan, events: list[GroupEvent], at_layer: Callable[[], None] | None
+    ) -> None:
+        def on_layer(layer_id: int) -> None:
+            group, within = divmod(layer_id + 1, self._layers_per_group)
+            if not within and group <= len(events):
+                events[group - 1].record()
+            if at_layer is not None:
+                at_layer()
+
+        try:
+            self._forward(plan, on_layer if events else None)
+        except BaseException:
+            for event in events:  # whoever waits for them goes on to `wait`, which raises this
+                event.record()
+            raise
+
+    @torch.inference_mode()
     def _body(self, plan: Plan) -> None:
-        self._state.apply(plan)
         self._hidden = self._forward(plan)
 
     @torch.inference_mode()
@@ -114,11 +188,22 @@ class ModelRunner:
         assert hidden is not None
         return self._draw(plan, hidden, self._state.send(masks))
 
-    def _forward(self, plan: Plan) -> Tensor:
-        """Hidden states of the decode rows, or of all tokens of the chunks."""
+    def _forward(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """The plan's row changes; hidden states of the decode rows, or of all tokens of the chunks.
+
+        A forward over chunks reads nothing of the rows but their pages, so the rest of the changes
+        is enqueued while the device is at it.
+        """
         if plan.decode:
+            self._state.apply(plan)
             return self.graph.decode(plan.decode, plan.max_seq_len_ub, "none")[0]
-        return self.graph.launch(self._buffers.chunks(plan))
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        shape = self.graph.padded(num_tokens, len(plan.chunks), hooked=on_layer is not None)
+        self._state.apply_pages(plan)
+        batch = self._buffers.chunks(plan, shape.num_rows, steady=shape.steady)
+        hidden = self.graph.launch(batch, on_layer)
+        self._state.apply_rows(plan)
+        return hidden
 
     def _draw(self, plan: Plan, hidden: Tensor, mask: Tensor | None) -> Result:
         state = self._state

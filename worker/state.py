@@ -16,6 +16,7 @@ from worker.api import MAX_STOP_IDS, Sampling
 from worker.kernels.step_rows import RowColumns
 from worker.plan import Plan, RowStart
 
+LINE = 16  # elements
 NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
 
 
@@ -36,28 +37,33 @@ class StepState:
         self.device = device
         self._eos_ids = tuple(eos_ids)
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(n, *shape, dtype=torch.int64, device=device)
+        def columns(num: int, dtype: torch.dtype) -> Tensor:
+            padded = -(-n // LINE) * LINE  # so that all begin alike for the kernels
+            return torch.zeros(num, padded, dtype=dtype, device=device)
 
-        def floats(value: float) -> Tensor:
-            return torch.full((n,), value, dtype=torch.float32, device=device)
-
+        # What a row starts with, a line for each column: one copy moves them all.
+        self._ints, self._floats = columns(7, torch.int64), columns(6, torch.float32)
+        ints, floats = self._ints[:, :n], self._floats[:, :n]
         self.page_table = torch.zeros(n, max_pages, dtype=torch.int32, device=device)
         self.active = torch.zeros(n, dtype=torch.bool, device=device)
-        self.seq_len = ints()  # tokens whose KV is in the pages
-        self.last_token = ints()  # token at position seq_len, the next decode input
-        self.max_len = ints()  # tokens of prompt + output at which the row finishes
-        self.min_len = ints()  # no stop token is drawn at a position below this
-        self.stop_ids = ints(MAX_STOP_IDS) - 1  # ids that end the row; -1 = unused place
-        self.seed = ints()
-        self.temperature = floats(0.0)  # 0 = greedy
-        self.top_k = ints()  # 0 = off
-        self.top_p = floats(1.0)
-        self.min_p = floats(0.0)
-        self.presence_penalty = floats(0.0)
-        self.frequency_penalty = floats(0.0)
-        self.repetition_penalty = floats(1.0)
-        self.extra = ints()  # place in the tables of `extras`; 0 = the neutral one
+        self.seq_len = ints[0]  # tokens whose KV is in the pages
+        self.last_token = ints[1]  # token at position seq_len, the next decode input
+        self.max_len = ints[2]  # tokens of prompt + output at which the row finishes
+        self.min_len = ints[3]  # no stop token is drawn at a position below this
+        # Ids that end the row; -1 = unused place.
+        self.stop_ids = torch.full((n, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
+        self.seed = ints[4]
+        self.temperature = floats[0]  # 0 = greedy
+        self.top_k = ints[5]  # 0 = off
+        self.top_p = floats[1].fill_(1.0)
+        self.min_p = floats[2]
+        self.presence_penalty = floats[3]
+        self.frequency_penalty = floats[4]
+        self.repetition_penalty = floats[5].fill_(1.0)
+        self.extra = ints[6]  # place in the tables of `extras`; 0 = the neutral one
+        # Host, counted from plans alone: KV length of each row after the last step applied. The
+        # device's own for rows that are active there; those that ended unseen count on.
+        self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active, self.seq_len, self.last_token, self.max_len, self.page_table
         )
@@ -74,40 +80,59 @@ class StepState:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def apply(self, plan: Plan) -> None:
-        """Releases, then starts, then pages of `plan`, ordered on the current stream."""
-        if plan.releases:
-            self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
-        if plan.starts:
-            self._start(plan.starts)
+        """All changes of `plan`, ordered on the current stream."""
+        self.apply_rows(plan)
+        self.apply_pages(plan)
+
+    def apply_pages(self, plan: Plan) -> None:
+        """New entries of the page tables: all that a forward over chunks reads."""
         if plan.pages:
             rows = [each.row for each in plan.pages for _ in each.pages]
             cols = [each.first + i for each in plan.pages for i in range(len(each.pages))]
             pages = [page for each in plan.pages for page in each.pages]
-            where = self.upload(rows, torch.int64), self.upload(cols, torch.int64)
-            self.page_table.index_put_(where, self.upload(pages, torch.int32))
+            at, column, page = self.upload([rows, cols, pages], torch.int64)
+            self.page_table.index_put_((at, column), page.int())
+
+    def apply_rows(self, plan: Plan) -> None:
+        """Releases, then starts: what a decode step and every tail reads."""
+        if plan.releases:
+            self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
+        if plan.starts:
+            self._start(plan.starts)
+        for start in plan.starts:
+            self.seq_len_ub[start.row] = start.seq_len
+        for chunk in plan.chunks:
+            self.seq_len_ub[chunk.row] = chunk.start + len(chunk.tokens)
+        for row in plan.decode:
+            self.seq_len_ub[row] += 1
 
     def _start(self, starts: Sequence[RowStart]) -> None:
-        rows = self.upload([start.row for start in starts], torch.int64)
         sampling = [start.sampling or NO_SAMPLING for start in starts]
-        columns: list[tuple[Tensor, list[object]]] = [
-            (self.active, [start.active for start in starts]),
-            (self.seq_len, [start.seq_len for start in starts]),
-            (self.last_token, [start.last_token for start in starts]),
-            (self.max_len, [start.max_len for start in starts]),
-            (self.min_len, [start.min_len for start in starts]),
-            (self.stop_ids, [self._stop_ids(each) for each in sampling]),
-            (self.seed, [each.seed for each in sampling]),
-            (self.temperature, [each.temperature for each in sampling]),
-            (self.top_k, [each.top_k for each in sampling]),
-            (self.top_p, [each.top_p for each in sampling]),
-            (self.min_p, [each.min_p for each in sampling]),
-            (self.presence_penalty, [each.presence_penalty for each in sampling]),
-            (self.frequency_penalty, [each.frequency_penalty for each in sampling]),
-            (self.repetition_penalty, [each.repetition_penalty for each in sampling]),
-            (self.extra, [start.extra for start in starts]),
-        ]
-        for column, values in columns:
-            column[rows] = self.upload(values, column.dtype)
+        ints: list[tuple[int, ...]] = [
+            (
+                start.row, start.active, start.seq_len, start.last_token, start.max_len,
+                start.min_len, each.seed, each.top_k, start.extra,
+            )
+            for start, each in zip(starts, sampling, strict=True)
+        ]  # fmt: skip
+        floats = [
+            (
+                each.temperature, each.top_p, each.min_p,
+                each.presence_penalty, each.frequency_penalty, each.repetition_penalty,
+            )
+            for each in sampling
+        ]  # fmt: skip
+        parts = (
+            torch.tensor(ints, dtype=torch.int64).T.reshape(-1),
+            torch.tensor([self._stop_ids(each) for each in sampling]).view(-1),
+            torch.tensor(floats, dtype=torch.float32).T.reshape(-1).view(torch.int64),
+        )
+        sent = self.send(torch.cat(parts)).split([len(part) for part in parts])
+        rows, active, *_ = lines = sent[0].view(-1, len(starts))
+        self.active.index_copy_(0, rows, active.bool())
+        self._ints.index_copy_(1, rows, lines[2:])
+        self._floats.index_copy_(1, rows, sent[2].view(torch.float32).view(-1, len(starts)))
+        self.stop_ids.index_copy_(0, rows, sent[1].view(len(starts), -1))
         for start in starts:
             if start.extra:
                 self.extras.fill(start, self.upload)

@@ -1,16 +1,22 @@
 """Run commands against a fresh cluster, server and client alone together in a network namespace.
 
     python -m benchmarks.judges.served [--serve "--decode 2"] -- COMMAND ... [-- COMMAND ...]
+    python -m benchmarks.judges.served --dummy 512x8 -- COMMAND ...
 
 Starts `python -m cluster serve` with a loopback interface only, waits until it is ready, runs the
 commands one after another with `JUDGED_URL` set (and `{url}` in their arguments replaced), and ends
 the cluster. Everything dies with this process. The cluster's output is in `--keep`, or printed if
 a command fails. Needs root for `unshare`.
+
+`--dummy` serves random weights of that many hidden units and layers, with the tiny model's
+tokenizer and under the name `dummy`: a model whose own times are large against a client's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -18,21 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from benchmarks.judges.common import REPOSITORY, TOKENIZER, TOKENIZER_FILES
+
 INSIDE = "KVLANE_JUDGES_NAMESPACE"
 UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
 READY = "Ctrl-C stops it."
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0
 
 
-def enter_namespace() -> None:
-    """Start over inside a namespace; returns once inside."""
+def enter_namespace(module: str) -> None:
+    """Start `python -m module` over inside a namespace; returns once inside."""
     if os.environ.get(INSIDE):
         return
     os.environ[INSIDE] = "1"
-    again = [sys.executable, "-m", "benchmarks.judges.served", *sys.argv[1:]]
+    again = [sys.executable, "-m", module, *sys.argv[1:]]
     script = 'ip link set lo up; "$@"; exit $?'  # bash stays: the first process has to reap
     os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *again])
 
@@ -44,7 +52,32 @@ def environment(root: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     own = {"TMPDIR": str(root / "tmp"), "XDG_RUNTIME_DIR": str(root / "run")}
     ray = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    ray["RAY_worker_niceness"] = "0"  # 15 without it: engines would give way to every client
     return {**kept, **own, **ray}
+
+
+def dummy_model(size: str, directory: Path) -> list[str]:
+    """Lay out a model of `size`, `HIDDENxLAYERS`; the arguments of `serve` that serve it.
+
+    Raises:
+        ValueError: `size` is none, or hidden is not a multiple of 128 (two heads of 64 a KV head).
+    """
+    hidden, layers = (int(part) for part in size.split("x"))
+    if hidden < 128 or hidden % 128 or layers < 1:
+        raise ValueError(f"--dummy {size}: wants HIDDENxLAYERS, HIDDEN a multiple of 128")
+    directory.mkdir()
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TOKENIZER / name, directory / name)
+    config = directory / "config.json"
+    changed = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+    }
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    return ["--model", str(directory), "--set", "model.load_format=dummy"]
 
 
 def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
@@ -54,6 +87,42 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
         if server.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"serve is not ready:\n{output.read_text(errors='replace')}")
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def serving(
+    arguments: list[str], port: int, *, python: str = sys.executable, keep: Path | None = None
+) -> Iterator[str]:
+    """A cluster that is ready; its URL. Ended after the body, its output is copied to `keep`.
+
+    Raises:
+        SystemExit: it does not become ready; the message has its output.
+    """
+    root = Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
+    output = root / "output"
+    with output.open("wb") as log:
+        server = subprocess.Popen(
+            [python, "-m", "cluster", "serve", "--port", str(port), *arguments],
+            cwd=REPOSITORY,
+            env=environment(root),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_ready(server, output)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        try:
+            server.wait(40)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(output, keep / "cluster.log")
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def split(arguments: list[str]) -> list[list[str]]:
@@ -74,45 +143,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable, help="one that can run the cluster")
     parser.add_argument("--serve", default="", help="more arguments for `serve`, as one string")
+    parser.add_argument("--dummy", metavar="HIDDENxLAYERS", help="random weights of this size")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--keep", type=Path, help="where to copy the cluster's output")
     options = parser.parse_args(words[:cut])
-    commands = split(words[cut:])
-    enter_namespace()
-    root = Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
-    output = root / "output"
-    url = f"http://127.0.0.1:{options.port}"
-    serve = [options.python, "-m", "cluster", "serve", "--port", str(options.port)]
+    enter_namespace("benchmarks.judges.served")
     code = 0
-    with output.open("wb") as log:
-        server = subprocess.Popen(
-            [*serve, *shlex.split(options.serve)],
-            cwd=REPOSITORY,
-            env=environment(root),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_ready(server, output)
-        for command in commands:
-            filled = [word.replace("{url}", url) for word in command]
-            done = subprocess.run(filled, env={**os.environ, "JUDGED_URL": url}, check=False)
-            print(f"exit code {done.returncode}: {shlex.join(filled)}", file=sys.stderr, flush=True)
-            code = code or done.returncode
-    finally:
-        server.terminate()
-        try:
-            server.wait(40)
-        except subprocess.TimeoutExpired:
-            server.kill()
+    with tempfile.TemporaryDirectory(prefix="judged-") as place:
+        keep = options.keep or Path(place)
+        arguments = shlex.split(options.serve)
+        if options.dummy:
+            arguments += dummy_model(options.dummy, Path(place) / "dummy")
+        with serving(arguments, options.port, python=options.python, keep=keep) as url:
+            for command in split(words[cut:]):
+                filled = [word.replace("{url}", url) for word in command]
+                done = subprocess.run(filled, env={**os.environ, "JUDGED_URL": url}, check=False)
+                text = f"exit code {done.returncode}: {shlex.join(filled)}"
+                print(text, file=sys.stderr, flush=True)
+                code = code or done.returncode
         if code:
-            sys.stderr.write(output.read_text(errors="replace"))
-        if options.keep is not None:
-            options.keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(output, options.keep / "cluster.log")
-        shutil.rmtree(root, ignore_errors=True)
+            sys.stderr.write((keep / "cluster.log").read_text(errors="replace"))
     return code
 
 

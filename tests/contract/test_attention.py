@@ -1,11 +1,13 @@
 """Every attention backend against a dense float64 oracle, over a pool poisoned with NaN.
 
 Triton's runs in a process of its own, on a part of the cases: there the interpreter takes the
-place of the GPU. tests/gpu/test_attention_on_cuda.py has all of them.
+place of the GPU. FlashInfer's runs over a double of the library. Both as they are:
+tests/gpu/test_attention_on_cuda.py.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,20 +15,24 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention_cases import EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
-from worker.attention.base import ATTENTION
-from worker.batch import Batch
+from worker.attention.base import ATTENTION, AttentionCaps, build_attentions
+from worker.attention.flashinfer import FlashInferAttention
+from worker.batch import Batch, HostLengths
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.context import forward_context
-from worker.errors import Unsupported
+from worker.errors import Unsupported, UserError
 from worker.kernels.jit import HAS_TRITON
 from worker.registry import resolve
 
 NUM_LAYERS = 4
-BOUNDS = {"float32": 2e-5, "bfloat16": 0.03}
+BOUNDS = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.004}
 CPU = torch.device("cpu")
-BACKENDS = ["triton"] if INTERPRETED else sorted(set(ATTENTION) - {"triton"})
+TABLE = {**ATTENTION, "flashinfer": "tests.support.flashinfer_double:FlashInferDouble"}
+STATIC = ["triton"] if INTERPRETED else ["reference"]
+BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,6 +110,7 @@ def make_batch(rows: list[Row], page_size: int, padded_rows: int, padded_reqs: i
         num_tokens=num_tokens,
         max_query_len=max(widths),
         max_seq_len_ub=max(lengths) + 5,  # an upper bound, not the truth
+        host=HostLengths(widths, lengths),
     )
 
 
@@ -145,7 +152,7 @@ def check(
     pool = make_pool(page_size, num_kv_heads, head_dim, groups, dtype, pages)
     scale = head_dim**-0.5
     generator = torch.Generator().manual_seed(seed)
-    attention: Any = resolve("attention backend", backend, ATTENTION)(
+    attention: Any = resolve("attention backend", backend, TABLE)(
         pool, num_heads, num_kv_heads, head_dim, scale
     )
     batch = make_batch(rows, page_size, padded_rows, padded_reqs)
@@ -205,24 +212,23 @@ def check_memory(pool, layer_id, rows, dense, before, page_size) -> None:
 MIXED = [(0, 16), (37, 1), (5, 7), (0, 1), (64, 3), (15, 2), (16, 16)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="many, and slow there")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (8, 1)])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_ragged_rows_match_the_dense_oracle(backend, heads, head_dim, page_size, groups):
+@pytest.mark.parametrize(
+    ("ratio", "head_dim", "page_size", "dtype", "groups"), PAIRWISE if INTERPRETED else EVERY
+)
+def test_ragged_rows_match_the_dense_oracle(backend, ratio, head_dim, page_size, dtype, groups):
+    heads = (8, 8 // ratio) if ratio > 1 else (2, 2)
     shapes = [(0, 5), (21, 1), (6, 3)]
     check(
         backend, shapes, heads=heads, head_dim=head_dim, page_size=page_size, groups=groups,
-        padded_rows=2,
+        dtype=dtype, padded_rows=2,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [1, 4])
 def test_widths_from_1_to_16_mix_in_one_batch(backend, dtype, page_size, groups):
     check(
         backend, MIXED, dtype=dtype, page_size=page_size, groups=groups, padded_rows=3,
@@ -257,6 +263,28 @@ def test_few_programs_take_many_items_each(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_that_ended_unseen_changes_no_other(backend):
+    """The device has the sink in its place; the host still counts on."""
+    rows, pages = make_rows([(4, 1), (30, 1), (16, 1)], 16, 0)
+    pool = make_pool(16, 2, 32, 1, "float32", pages)
+    for cache in pool.layer(0):
+        cache[1:] = torch.randn(cache[1:].shape)
+    attention: Any = resolve("attention backend", backend, TABLE)(pool, 4, 2, 32, 1.0)
+    live = make_batch(rows, 16, 0, 0)
+    sunk = [each.clone() for each in (live.seq_lens, live.slot_mapping, live.page_table)]
+    sunk[0][1], sunk[1][1], sunk[2][1] = 1, 0, 0
+    gone = replace(live, seq_lens=sunk[0], slot_mapping=sunk[1], page_table=sunk[2])
+    q, kv = torch.randn(3, 4, 32), torch.randn(3, 2, 32)
+    results = []
+    for batch in (live, gone):
+        with forward_context(batch, attention, attention.plan(batch)):
+            results.append(attention.forward(q, kv, kv, 0))
+    assert torch.equal(results[0][[0, 2]], results[1][[0, 2]])
+    assert results[1].isfinite().all()
+    pool.close()
+
+
+@pytest.mark.parametrize("backend", STATIC)
 def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     rows, pages = make_rows([(4, 1)], 16, 0)
     pool = make_pool(16, 2, 32, 1, "float32", pages)
@@ -272,7 +300,7 @@ def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
-    cls: Any = resolve("attention backend", backend, ATTENTION)
+    cls: Any = resolve("attention backend", backend, TABLE)
     assert isinstance(cls.static_plan, bool)
     pool = make_pool(16, 2, 32, 1, "float32", 2)
     with pytest.raises(Unsupported, match="the model 4 of 32"):
@@ -284,6 +312,43 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     pool = KVPool(KVLayout((region,), "test"), 2, CPU)
     with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
         cls(pool, 4, 2, 32, 1.0)
+    pool.close()
+
+
+def test_equal_names_are_one_backend_and_all_are_over_one_pool():
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
+    one = build_attentions(names, pool, 4, 2, 32, 1.0)
+    assert one.prefill is one.decode is one.spec
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("prefill", "flashinfer", "device cpu is not one of: cuda"),
+        ("decode", "flashinfer_fa2", "device cpu is not one of: cuda"),
+        ("spec", "magic", "unknown attention backend 'magic'; choose one of: flashinfer, "),
+    ],
+)
+def test_a_refusal_names_the_field(kind, name, expected):
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
+    names[kind] = name
+    with pytest.raises(UserError, match=f"^engine.attention.{kind}: .*{expected}") as caught:
+        build_attentions(names, pool, 4, 2, 32, 1.0)
+    assert caught.value.param == f"engine.attention.{kind}"
+    pool.close()
+
+
+def test_a_missing_library_is_refused_with_the_way_to_get_it(monkeypatch):
+    class Anywhere(FlashInferAttention):
+        caps = AttentionCaps()
+
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    with pytest.raises(Unsupported, match="pip install 'flashinfer-python"):
+        Anywhere(pool, 4, 2, 32, 1.0)
     pool.close()
 
 

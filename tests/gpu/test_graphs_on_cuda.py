@@ -83,12 +83,13 @@ def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_texts_through_graphs_equal_eager() -> None:
+@pytest.mark.parametrize("graph", ["full", "piecewise", "auto"])
+def test_texts_through_graphs_equal_eager(graph: str) -> None:
     """In float32, where the padded shape does not change a result that decides a token."""
     prompts, wanted = problem_ids(ROWS), [sampling_of(i) for i in range(ROWS)]
     found = []
-    for graph in ("eager", "full"):
-        engine = build("float32", graph)
+    for each in ("eager", graph):
+        engine = build("float32", each)
         found.append(serve(engine, prompts, wanted)[0])
         engine.close()
     assert found[0] == found[1]

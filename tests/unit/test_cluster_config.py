@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from cluster.config import Config, leaves, load
-from cluster.resolve import bundle_of, with_devices, with_transport
+from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
 from cluster.seats import seats_of
 from worker.errors import UserError
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 
 
 def message(*sets: str, path: Path | None = None) -> str:
@@ -108,6 +110,48 @@ def test_devices_are_decided_by_what_ray_has() -> None:
     assert with_devices(none, has_gpus=True) == none
     forced = with_devices(load(None, ["decode.engine.device=cpu"]), has_gpus=True)
     assert (forced.prefill.num_gpus, forced.decode.num_gpus) == (1, 0)
+
+
+def test_a_worker_with_a_part_of_a_gpu_takes_that_part_of_its_memory() -> None:
+    sets = ["prefill.num_gpus=0.4", "decode.num_gpus=0.5", "decode.engine.memory_fraction=0.55"]
+    shared = with_devices(load(None, sets), has_gpus=True)
+    assert shared.prefill.engine.memory_fraction == pytest.approx(0.34)
+    assert shared.decode.engine.memory_fraction == 0.55
+    assert with_devices(shared, has_gpus=True) == shared
+    whole = with_devices(Config(), has_gpus=True)
+    assert whole.decode.engine.memory_fraction == "auto"
+
+
+@pytest.mark.parametrize(
+    ("sets", "local_gpus", "expected"),
+    [
+        ([], 1, (0.5, 0.5)),
+        ([], 2, (1, 1)),
+        (["prefill.replicas=2"], 2, (0.5, 0.5)),  # two thirds each would fit twice only
+        (["decode.replicas=3"], 1, (0.25, 0.25)),
+        (["decode.replicas=2"], 1, (0.3333, 0.3333)),
+        (["decode.num_gpus=0.5"], 1, (0.5, 0.5)),
+        (["decode.num_gpus=0.75"], 1, (0.25, 0.75)),
+        (["decode.engine.device=cpu"], 1, (1, 0)),
+        (["decode.num_gpus=1"], 1, (1, 1)),  # has no place, and says so
+    ],
+)
+def test_workers_share_what_gpus_there_are(
+    sets: list[str], local_gpus: float, expected: tuple[float, float]
+) -> None:
+    config = with_devices(load(None, sets), has_gpus=True, local_gpus=local_gpus)
+    assert (config.prefill.num_gpus, config.decode.num_gpus) == expected
+    assert with_devices(config, has_gpus=True, local_gpus=local_gpus) == config
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_examples_load_and_fit_their_gpus(path: Path) -> None:
+    config = with_devices(load(path), has_gpus=True)
+    assert max(config.role(role).replicas for role in ROLES) == 1
+    num_gpus = sum(float(config.role(role).num_gpus) for role in ROLES)
+    assert num_gpus == {"one-gpu": 1, "two-gpus": 2}[path.stem]
+    if num_gpus == 1:
+        assert sum(float(config.role(role).engine.memory_fraction) for role in ROLES) < 0.98
 
 
 def test_shm_is_chosen_only_where_it_reaches_everybody() -> None:

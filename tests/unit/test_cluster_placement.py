@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.placement import Ask, Node, explain, shortage
+from cluster.placement import Ask, Node, explain, shortage, too_much
 
 NODES = [
     Node("id1", "10.0.0.1", {"CPU": 4, "rdma": 1}, {"CPU": 1, "rdma": 1}),
@@ -24,6 +24,13 @@ def test_resources_of_different_nodes_do_not_add_up() -> None:
 
 def test_what_an_empty_node_could_hold_is_no_shortage() -> None:
     assert shortage(Ask("p", {"CPU": 4, "rdma": 1}), NODES) == ""
+
+
+def test_asks_that_fit_one_by_one_may_be_too_much_together() -> None:
+    halves = [Ask(f"w-{i}", {"CPU": 1, "GPU": 0.5}) for i in range(3)]
+    assert not too_much(halves[:2], NODES)
+    assert too_much(halves, NODES)
+    assert too_much([Ask("p", {"CPU": 64})], NODES)
 
 
 def test_the_message_lists_asks_and_nodes() -> None:

@@ -109,6 +109,22 @@ def test_resolved_depends_on_the_device() -> None:
     assert (on_cpu.model.dtype, on_cpu.kv.page_size) == ("float32", 16)
 
 
+def test_one_attention_backend_for_all_or_one_for_each_kind_of_batch() -> None:
+    one = config(engine={"attention": "triton"})
+    assert one == config(
+        engine={"attention": dict.fromkeys(("prefill", "decode", "spec"), "triton")}
+    )
+    assert config(engine={"attention": "auto"}) == config()
+    mixed = resolved(config(engine={"attention": {"prefill": "flashinfer"}}), CUDA)
+    assert mixed.engine.attention.model_dump() == {
+        "prefill": "flashinfer", "decode": "triton", "spec": "triton",
+    }  # fmt: skip
+    assert set(resolved(config()).engine.attention.model_dump().values()) == {"reference"}
+    with pytest.raises(ValidationError) as caught:
+        config(engine={"attention": {"verify": "triton"}})
+    assert [error["loc"] for error in caught.value.errors()] == [("engine", "attention", "verify")]
+
+
 def test_what_was_chosen_by_hand_stays() -> None:
     chosen = config(
         model={"dtype": "float16", "max_model_len": 100},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from router.output import OutputText, StopMatcher, WindowDetokenizer
 from router.text import ChatTemplate, Text, joined
 from tests.fault.router_doubles import make_model
+from tests.support.prompts import TINY
 from worker.config import ModelConfig
 from worker.errors import UserError
 
@@ -192,6 +195,21 @@ def test_bundled_model_has_tokenizer_and_template() -> None:
     tokens = text.encode(prompt, add_special_tokens=False)
     assert text.decode(tokens, skip_special_tokens=False) == prompt
     assert max(tokens) < text.vocab_size
+
+
+def test_ids_that_only_the_model_knows_leave_no_text(tmp_path: Path) -> None:
+    """A vocabulary padded beyond the tokenizer's, as checkpoints have."""
+    for file in TINY.glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path)
+    config = json.loads((TINY / "config.json").read_text()) | {"vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = Text(tmp_path)
+    known = text.encode("Tom has 3 apples", add_special_tokens=False)
+    tokens = [known[0], 150_000, *known[1:], 1500, 151_935]
+    for output in (text.output([5, 140_000]), text.output([5], stop=["zz"])):
+        assert output.feed(tokens).text + output.finish() == "Tom has 3 apples"
+    assert text.decode(tokens) == "Tom has 3 apples"
+    assert (text.piece(150_000), text.token_bytes(150_000)) == ("", b"")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from worker.batch import Batch
 from worker.cache.pool import KVPool
-from worker.errors import Unsupported
+from worker.errors import Unsupported, UserError
+from worker.registry import resolve
 
 ATTENTION: Mapping[str, str] = {
     "reference": "worker.attention.reference:ReferenceAttention",
     "triton": "worker.attention.triton:TritonAttention",
+    "flashinfer": "worker.attention.flashinfer:FlashInferAttention",
+    "flashinfer_fa2": "worker.attention.flashinfer:FlashInferFA2Attention",
 }
 
 
@@ -38,27 +41,75 @@ class AttentionBackend(Protocol):
 
     caps: ClassVar[AttentionCaps]
     # True: plan() only enqueues device work on shapes that host bounds give, so that a graph may
-    # hold it together with forward(). False: plan() reads lengths on the host, before each replay.
+    # hold it together with forward(). False: plan() reads batch.host, so it cannot be captured, and
+    # a batch whose lengths the host does not know (windows of speculation) cannot be served.
     static_plan: ClassVar[bool]
 
     def plan(self, batch: Batch) -> object:
-        """What all layers of one pass share; goes into forward_context(). Never waits."""
+        """What all layers of one pass share; goes into forward_context(). Never waits.
+
+        With `static_plan` False it may reuse buffers of the plan two steps back, so that one has to
+        be through by then: the engine's loops settle a step before they launch the one after next.
+        """
         ...
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values; see KVPool.layer."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer_id: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Store k and v at the batch's slots, then attend to all keys up to each row's position.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
         the pool's dtype. k and v are both None where a fused kernel has stored them already.
-        Returns [num_tokens, num_heads, head_dim]; padded rows are zero. The plan is the current
-        forward context's. Only slots in slot_mapping are written, and no slot past a request's
+        Returns [num_tokens, num_heads, head_dim], in the memory of `out` if that is given (of q's
+        shape and dtype, contiguous); padded rows are zero. The plan is the current forward
+        context's. Only slots in slot_mapping are written, and no slot past a request's
         own KV length reaches its result, whatever lies there.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attentions:
+    """The backend of each kind of batch, over one pool; equal names are one object."""
+
+    prefill: AttentionBackend  # chunks of prompts
+    decode: AttentionBackend  # one token of each row
+    spec: AttentionBackend  # verify and draft passes: nothing runs on it yet
+
+
+def build_attentions(
+    names: Mapping[str, str],
+    pool: KVPool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+) -> Attentions:
+    """Build the backends that `names` gives for the fields of Attentions, each name once.
+
+    Raises:
+        UserError: an unknown name, or Unsupported: what a backend's caps refuse. The message and
+            `param` begin with the field, as "engine.attention.prefill".
+    """
+    built: dict[str, AttentionBackend] = {}
+    for kind, name in names.items():
+        param = f"engine.attention.{kind}"
+        if name not in built:
+            try:
+                cls = resolve("attention backend", name, ATTENTION)
+                built[name] = cls(pool, num_heads, num_kv_heads, head_dim, scale)
+            except UserError as refusal:
+                raise type(refusal)(f"{param}: {refusal}", param) from refusal
+    return Attentions(**{kind: built[name] for kind, name in names.items()})
 
 
 def check_caps(

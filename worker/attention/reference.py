@@ -114,7 +114,14 @@ class ReferenceAttention:
         """See AttentionBackend.kv."""
         return self._layers[layer_id]
 
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer_id: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See AttentionBackend.forward."""
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
@@ -129,12 +136,13 @@ class ReferenceAttention:
         queries = q.index_select(0, plan.query_rows)
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(
+        found = F.scaled_dot_product_attention(
             queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.scale
         )
-        out = out.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
-        out = out.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
-        return out.index_select(0, plan.out_rows).masked_fill(plan.is_padding, 0.0)
+        found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
+        found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
+        found = found.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
+        return found if out is None else out.copy_(found)
 
     def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
         """Pool row of every (request, kv head, key). Keys past a request's end repeat its first.

@@ -87,11 +87,18 @@ class TritonAttention:
         """See AttentionBackend.kv."""
         return self._layers[layer_id]
 
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer_id: int) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer_id: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See AttentionBackend.forward."""
         plan = current().attn_plan
         assert isinstance(plan, TritonPlan), "the plan must be this backend's own"
         caches = self._layers[layer_id]
         if k is not None and v is not None:
             store_kv(k, v, *caches, plan.slot_mapping)
-        return paged_attention(q, *caches, plan.paged, self.scale)
+        return paged_attention(q, *caches, plan.paged, self.scale, out)

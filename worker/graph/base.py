@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from worker.attention.base import AttentionBackend
+from worker.attention.base import Attentions
 from worker.batch import Batch
 from worker.buffers import BatchBuffers
 from worker.cache.pool import KVPool
@@ -24,7 +24,7 @@ class Parts:
     """What a step's device work is made of. Filled by `build_engine`."""
 
     model: Decoder
-    attention: AttentionBackend
+    attention: Attentions
     pool: KVPool
     state: StepState
     buffers: BatchBuffers
@@ -33,19 +33,31 @@ class Parts:
 
 
 @dataclass(slots=True, frozen=True)
+class Padding:
+    """The shape in which a batch of chunks is to be built; see `BatchBuffers.chunks`."""
+
+    num_rows: int = 0  # 0: as many as it has tokens
+    steady: bool = False
+
+
+@dataclass(slots=True, frozen=True)
 class BucketCheck:
     """What the start-up check of one bucket of rows found. Filled by `graph.check`."""
 
-    bucket: int
+    kind: Literal["prefill", "prefill_whole", "decode"]
+    bucket: int  # rows: tokens of chunks, or requests that decode
     equal: bool  # bit for bit, to the same step launched op by op
-    graph_ms: float  # a greedy step
+    graph_ms: float  # a forward of chunks, or a greedy step
     eager_ms: float
 
 
 class GraphRunner(Protocol):
-    """Launches the device work of steps, built as `cls(parts)`."""
+    """Launches the device work of steps.
 
-    path: str  # how the last step was launched, for the metrics
+    Runners stand one around the other, see `graph.build`: each hands on what it has no graphs for.
+    """
+
+    path: str  # how the last step was launched, for the metrics: see PATHS
     checks: list[BucketCheck]  # of the buckets that were captured
 
     def trial(self) -> None:
@@ -56,8 +68,22 @@ class GraphRunner(Protocol):
         """Prepare every bucket; called once, before the first launch."""
         ...
 
-    def launch(self, batch: Batch) -> Tensor:
-        """Enqueue one forward; hidden states after the final norm, [num_tokens, hidden]."""
+    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+        """How a batch of chunks has to be built for `launch`, `hooked` if with on_layer."""
+        ...
+
+    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Enqueue one forward of chunks.
+
+        Args:
+            batch: built last by `BatchBuffers.chunks`, as `padded` says.
+            on_layer: called with each layer's id, in order, once its KV and its attention are
+                enqueued, whether by a graph or not.
+
+        Returns:
+            Hidden states after the final norm, [num_tokens, hidden]; the next step may overwrite
+            them.
+        """
         ...
 
     def decode(
@@ -81,7 +107,10 @@ class GraphRunner(Protocol):
         ...
 
 
+PATHS = ("graph", "piecewise", "eager")  # also eager_<why a graph was refused>
+
+# Built as cls(parts, inner, memory): the runner around which it stands, and the memory of captures.
 GRAPHS = {
-    "eager": "worker.graph.eager:EagerRunner",
+    "piecewise": "worker.graph.piecewise:PiecewiseRunner",
     "full": "worker.graph.full:FullRunner",
 }

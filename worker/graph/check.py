@@ -8,13 +8,15 @@ zero.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from worker.batch import Batch
 from worker.graph.base import BucketCheck, Parts
-from worker.plan import Tail
+from worker.plan import Chunk, Plan, Tail
 from worker.tail import Result
 
 log = logging.getLogger("kvlane.graph")
@@ -24,6 +26,7 @@ MAX_CHECK_LEN = 256  # tokens of KV that the rows of a check pretend to have
 
 TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
 Launch = Callable[[Tensor, Tail], tuple[Tensor, Result | None]]
+LaunchChunks = Callable[[Batch], Tensor]
 
 
 def check_bucket(parts: Parts, bucket: int, eager: Launch, graph: Launch) -> BucketCheck | None:
@@ -52,7 +55,7 @@ def check_bucket(parts: Parts, bucket: int, eager: Launch, graph: Launch) -> Buc
             log.error("%d rows, tail %s: equal hidden, tokens, KV: %s", bucket, tail, same)
     graph_ms, eager_ms = (scene.time_ms(launch) for launch in (graph, eager))
     scene.clear()
-    return BucketCheck(bucket, equal, graph_ms, eager_ms)
+    return BucketCheck("decode", bucket, equal, graph_ms, eager_ms)
 
 
 class Scene:
@@ -118,3 +121,94 @@ class Scene:
         state.active[rows] = False
         for cache in self._caches:
             cache.zero_()
+
+
+def check_chunk_bucket(
+    parts: Parts, num_rows: int, eager: LaunchChunks, graph: LaunchChunks, *, steady: bool
+) -> BucketCheck | None:
+    """Run one batch of chunks, padded to `num_rows`, both ways; None if the pool is too small.
+
+    Compared are the hidden states of rows that are not padding, and the KV. See `check_bucket`, and
+    `BatchBuffers.chunks` for `steady`.
+    """
+    scene = ChunkScene(parts, num_rows, steady=steady)
+    if not scene.fits:
+        return None
+    found = []
+    for launch in (eager, graph):
+        batch = scene.set()
+        found.append((launch(batch)[: scene.num_tokens].clone(), scene.written()))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    if not all(same):
+        log.error("chunks of %d tokens: equal hidden, KV: %s", num_rows, same)
+    graph_ms, eager_ms = (scene.time_ms(launch) for launch in (graph, eager))
+    scene.clear()
+    kind = "prefill_whole" if steady else "prefill"
+    return BucketCheck(kind, num_rows, all(same), graph_ms, eager_ms)
+
+
+class ChunkScene:
+    """Chunks that almost fill a bucket, every second one behind a prefix that was there before."""
+
+    def __init__(self, parts: Parts, num_rows: int, *, steady: bool) -> None:
+        pool, max_len, page_size = parts.pool, parts.max_len, parts.pool.region().page_size
+        most = parts.buffers.num_slots if steady else parts.config.engine.max_num_reqs
+        self.num_tokens = num_rows - num_rows // 16
+        prefix = min(page_size + 1, max_len // 2)
+        num_reqs = max(min(3, most, self.num_tokens), -(-self.num_tokens // (max_len - prefix)))
+        counts = [self.num_tokens // num_reqs] * num_reqs
+        counts[0] += self.num_tokens - sum(counts)
+        starts = [prefix * (i % 2) for i in range(num_reqs)]
+        self._num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
+        self.fits = num_reqs <= most and num_reqs * self._num_pages < pool.num_pages
+        vocab = parts.model.spec.vocab_size
+        chunks = tuple(
+            Chunk(1 + i, start, tuple(7 * token % vocab for token in range(i, i + count)))
+            for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+        )
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        self._plan = Plan(0, chunks=chunks, max_seq_len_ub=longest)
+        self._num_rows, self._steady, self._parts = num_rows, steady, parts
+        self._caches = [
+            cache[1 : num_reqs * self._num_pages + 1]
+            for layer in range(parts.model.spec.num_layers)
+            for cache in pool.layer(layer)
+        ]
+
+    def set(self) -> Batch:
+        """The same pages every time, and the batch over them."""
+        table = self._parts.state.page_table
+        generator = torch.Generator(table.device).manual_seed(7)
+        for cache in self._caches:
+            cache.normal_(generator=generator)
+        num_reqs = len(self._plan.chunks)
+        pages = 1 + torch.arange(num_reqs * self._num_pages, device=table.device)
+        table[1 : 1 + num_reqs, : self._num_pages] = pages.view(num_reqs, -1).int()
+        return self._parts.buffers.chunks(self._plan, self._num_rows, steady=self._steady)
+
+    def written(self) -> Tensor:
+        """A digest of the pages, of bits and not of values."""
+        words = {2: torch.int16, 4: torch.int32}[self._caches[0].element_size()]
+        return torch.stack([cache.view(words).sum(dtype=torch.int64) for cache in self._caches])
+
+    def time_ms(self, launch: LaunchChunks) -> float:
+        """Mean time of a forward that the host waits for at the end."""
+        batch, device = self.set(), self._parts.state.device
+        launch(batch)
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(NUM_TIMED):
+            launch(batch)
+        _synchronize(device)
+        return 1e3 * (time.perf_counter() - began) / NUM_TIMED
+
+    def clear(self) -> None:
+        """State and pages as at the start."""
+        self._parts.state.page_table[1 : 1 + len(self._plan.chunks)] = 0
+        for cache in self._caches:
+            cache.zero_()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

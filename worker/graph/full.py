@@ -3,38 +3,37 @@
 For each bucket of rows there is a graph of the body alone, whose tail is launched op by op (for
 grammars, penalties and logprobs), and one for each kind of tail, fused with the body. A graph's
 only input is the tensor of its rows; places beyond the batch hold row 0, the sink, which writes to
-page 0 and draws for nobody. Prompts are launched op by op.
+page 0 and draws for nobody. Chunks of prompts are the inner runner's.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from worker.batch import Batch
-from worker.graph.base import BucketCheck, Parts
+from worker.errors import Unsupported
+from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
 from worker.graph.check import check_bucket
 from worker.graph.eager import EagerRunner
+from worker.graph.segments import Capture, GraphMemory
 from worker.plan import Tail
 from worker.tail import Result
 
 log = logging.getLogger("kvlane.graph")
-
-NUM_WARMUPS = 2  # libraries allocate workspaces and choose kernels in the first calls
 
 
 @dataclass(slots=True)
 class Captured:
     """One graph and its outputs, which the next replay overwrites."""
 
-    graph: torch.cuda.CUDAGraph
+    capture: Capture  # without a break
     hidden: Tensor  # [bucket, hidden]
     result: Result | None
 
@@ -44,12 +43,24 @@ class FullRunner:
 
     Args:
         parts: what a step is made of, on a CUDA device.
+        inner: launches chunks.
+        memory: of all captures.
+
+    Raises:
+        Unsupported: the decode backend plans on the host, which a replay cannot repeat.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, inner: GraphRunner, memory: GraphMemory) -> None:
+        if not parts.attention.decode.static_plan:
+            raise Unsupported(
+                "engine.graph.decode=full needs an attention backend with a static plan; "
+                "set engine.graph.decode=eager or engine.attention.decode=triton",
+                "engine.graph",
+            )
         self.path = "eager"
         self.buckets = buckets(parts.config.engine.max_num_reqs)
         self._parts = parts
+        self._inner, self._memory = inner, memory
         self._eager = EagerRunner(parts)
         device = parts.state.device
         self._rows = torch.zeros(self.buckets[-1], dtype=torch.int64, device=device)
@@ -59,26 +70,32 @@ class FullRunner:
     @torch.inference_mode()
     def trial(self) -> None:
         """See GraphRunner.trial."""
-        self._eager.trial()
-        pool = torch.cuda.graph_pool_handle()
+        self._inner.trial()
         for tail in get_args(Tail):
-            self._captured[self.buckets[-1], tail] = self._capture_one(self.buckets[-1], tail, pool)
+            self._captured[self.buckets[-1], tail] = self._capture_one(self.buckets[-1], tail)
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that smaller ones reuse its memory."""
-        began, pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        self._inner.capture()
+        self.checks += self._inner.checks
+        began = time.monotonic()
         for bucket in reversed(self.buckets):
             for tail in get_args(Tail):
-                self._captured[bucket, tail] = self._capture_one(bucket, tail, pool)
+                self._captured[bucket, tail] = self._capture_one(bucket, tail)
             log.info("captured decode graphs of %d rows", bucket)
         log.info("%d decode graphs in %.1f s", len(self._captured), time.monotonic() - began)
         self._check()
 
-    def launch(self, batch: Batch) -> Tensor:
-        """See GraphRunner.launch: prompts."""
-        self.path = "eager"
-        return self._eager.launch(batch)
+    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+        """See GraphRunner.padded."""
+        return self._inner.padded(num_tokens, num_reqs, hooked=hooked)
+
+    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """See GraphRunner.launch."""
+        hidden = self._inner.launch(batch, on_layer)
+        self.path = self._inner.path
+        return hidden
 
     def decode(
         self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail
@@ -89,7 +106,7 @@ class FullRunner:
         padded[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
         self._rows[:bucket].copy_(padded.pin_memory(), non_blocking=True)
         captured = self._captured[bucket, tail]
-        captured.graph.replay()
+        captured.capture.replay()
         self.path = "graph"
         result = captured.result
         if result is not None:
@@ -99,6 +116,7 @@ class FullRunner:
     def close(self) -> None:
         """See GraphRunner.close."""
         self._captured.clear()
+        self._inner.close()
 
     def _check(self) -> None:
         """Compare every bucket with eager, result and time.
@@ -125,23 +143,13 @@ class FullRunner:
     def _replay(self, rows: Tensor, tail: Tail) -> tuple[Tensor, Result | None]:
         self._rows[: len(rows)].copy_(rows)
         captured = self._captured[len(rows), tail]
-        captured.graph.replay()
+        captured.capture.replay()
         return captured.hidden, captured.result
 
-    def _capture_one(self, bucket: int, tail: Tail, pool: Any) -> Captured:
-        rows, max_len = self._rows[:bucket], self._parts.max_len
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(NUM_WARMUPS):
-                self._eager.step(rows, max_len, tail)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            hidden, result = self._eager.step(rows, max_len, tail)
-        return Captured(graph, hidden, result)
+    def _capture_one(self, bucket: int, tail: Tail) -> Captured:
+        rows, max_len, capture = self._rows[:bucket], self._parts.max_len, Capture(self._memory)
+        hidden, result = capture.record(lambda _: self._eager.step(rows, max_len, tail))
+        return Captured(capture, hidden, result)
 
 
 def buckets(max_num_reqs: int) -> list[int]:

@@ -164,39 +164,42 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _online(
-    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def _blocks(
+    acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
+    scale, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over keys begin..end - 1, not yet divided: sums, their weights, the highest score."""
+    """The online softmax over the blocks of keys from `begin` to before `stop`.
+
+    Without MASKED, every row sees every key of them. `page`: of the first block; that of the block
+    after the last comes back, and keys from `end` on have none.
+    """
     dims = tl.arange(0, HEAD_DIM)
     block = tl.arange(0, BLOCK_N)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    if PAGE >= BLOCK_N:
-        page = first_page.to(tl.int64)
-    else:
-        page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
-    for key in range(_bound(begin, INTERPRETED), _bound(end, INTERPRETED), BLOCK_N):
+    for key in range(_bound(begin, INTERPRETED), _bound(stop, INTERPRETED), BLOCK_N):
         keys = key + block
         if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
             spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
         else:
             spot = page * stride_page + (block % PAGE) * HEAD_DIM
-        inside = (keys < end)[:, None]  # what lies beyond may be NaN, and 0 · NaN is NaN
-        k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
-        v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        if MASKED:
+            inside = (keys < end)[:, None]  # what lies beyond may be NaN, and 0 · NaN is NaN
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        else:
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
         page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
         dtype = v_tile.dtype
         if INTERPRETED:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        # Only the last block goes past `end`, where no row of the tile sees anything.
-        scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+        if MASKED:  # only the last block goes past `end`, where no row of the tile sees anything
+            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
         shrink = tl.exp2(top - base)
         p = tl.exp2(scores - base[:, None])
         weight = weight * shrink + tl.sum(p, 1)
@@ -205,6 +208,36 @@ def _online(
             p = p.to(tl.float32)
         acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
         top = higher
+    return acc, weight, top, page
+
+
+@triton.jit
+def _online(
+    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    MANY: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over keys begin..end - 1, not yet divided: sums, their weights, the highest score."""
+    block = tl.arange(0, BLOCK_N)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    if PAGE >= BLOCK_N:
+        page = first_page.to(tl.int64)
+    else:
+        page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    masked = begin
+    if MANY:  # most blocks of a prompt lie before all rows of a tile; a second loop costs a drain
+        masked += tl.maximum(tl.min(position, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
+        acc, weight, top, page = _blocks(  # type: ignore[misc]
+            acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
+            tl.minimum(masked, end), end, position, scale, False, BLOCK_N, HEAD_DIM, PAGE,
+            INTERPRETED,
+        )  # fmt: skip
+    acc, weight, top, page = _blocks(  # type: ignore[misc]
+        acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
+        position, scale, True, BLOCK_N, HEAD_DIM, PAGE, INTERPRETED,
+    )  # fmt: skip
     return acc, weight, top
 
 
@@ -214,9 +247,11 @@ def _attend_kernel(
     num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    FIELDS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, MANY: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs; they share the (item, kv head) out among themselves.
+
+    MANY: requests have several tiles. Later ones see more keys, so the last begin first.
 
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
     k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: in base 2.
@@ -227,18 +262,20 @@ def _attend_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # There is room for an item of every program: its load need not wait for the number of items.
-    start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
-        items, program // KV_HEADS, program >= 0, FIELDS
-    )
     num_pairs = tl.load(counts) * KV_HEADS
     num_rows = tl.load(counts + 1)
+    # There is room for an item of every program: its load need not wait for the number of items.
+    index = tl.maximum(num_pairs - 1 - program, 0) if MANY else program
+    start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
+        items, index // KV_HEADS, program >= 0, FIELDS
+    )
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
-    for flat in range(
+    for turn in range(
         _bound(program, INTERPRETED), _bound(num_pairs, INTERPRETED),
         _bound(num_programs, INTERPRETED),
     ):  # fmt: skip
+        flat = num_pairs - 1 - turn if MANY else turn
         head = flat % KV_HEADS
         split, num_splits = cut % 256, cut // 256 % 256
         rows = cut // 65536 * BLOCK_M + local
@@ -254,7 +291,8 @@ def _attend_kernel(
             q_tile = q_tile.to(tl.float32)
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
-            stride_page, begin, end, position, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE, INTERPRETED,
+            stride_page, begin, end, position, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE, MANY,
+            INTERPRETED,
         )  # fmt: skip
 
         out_at = out + (row * (KV_HEADS * GROUP * HEAD_DIM) + within)[:, None] + dims[None, :]
@@ -277,9 +315,9 @@ def _attend_kernel(
                 )  # fmt: skip
                 tl.store(out_at, total.to(out.dtype.element_ty), mask=here[:, None])
                 tl.store(arrivals + first_slot, 0)
-        following = flat + num_programs
+        following = flat - num_programs if MANY else flat + num_programs
         start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
-            items, following // KV_HEADS, following < num_pairs, FIELDS
+            items, following // KV_HEADS, (following >= 0) & (following < num_pairs), FIELDS
         )
 
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -309,6 +347,7 @@ class PagedTiles:
     programs: int
     num_warps: int
     num_stages: int
+    max_registers: int | None  # of a thread
     early: bool  # start while the kernel before still ends
 
 
@@ -343,10 +382,16 @@ def choose(
     # 11.5, 9.1, 7.4, 7.2; 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
     shortest = 128 if 3 * programs <= num_sms else 256 if 2 * programs <= num_sms else 1024
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
+    # Three programs fit an SM, or four with half the keys a step and fewer registers, which is
+    # worth it where all of them then run at once: 512 programs 40.4 us a layer, not 44.7.
+    one_wave = block_m == 16 and 3 * num_sms < programs <= 4 * num_sms
+    if one_wave:
+        block_n = min(block_n, 32)
     return PagedTiles(
         block_m=block_m,
         block_n=block_n,
-        rows=min(block_m, rows),
+        # Of prompts all rows, lest a kernel be compiled for each length that is below a tile.
+        rows=block_m if max_query_len > 1 else rows,
         max_tiles=max_tiles,
         max_splits=max_splits,
         max_items=tiles * max_splits,
@@ -355,9 +400,10 @@ def choose(
         programs=min(programs * max_splits, 16 * num_sms),
         num_warps=4 if block_m * head_dim <= 8192 else 8,
         num_stages=3,
+        max_registers=128 if one_wave else None,
         # Programs that start early lie unevenly on the SMs: 256 took 28 us a layer so, and 23 not.
-        # Up to one an SM gain 0.7 us.
-        early=programs <= num_sms,
+        # Up to one an SM gain 0.7 us, and so do 512 and more.
+        early=programs <= num_sms or programs > 3 * num_sms,
     )
 
 
@@ -420,12 +466,18 @@ def plan_items(
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each row's attention to its request's keys up to its own position; padded rows are zero.
 
     q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
-    [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim].
+    [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim],
+    which is `out` if that is given, contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     tiles, page_size = plan.tiles, k_cache.shape[2]
@@ -433,11 +485,15 @@ def paged_attention(
     assert num_heads == plan.heads[0]
     assert k_cache.stride() == v_cache.stride()
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.is_contiguous()
     options = overlap(q)
     if not tiles.early:
         options = {"PDL": options["PDL"]}  # the kernel after may start early all the same
     options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if tiles.max_registers:
+        options["maxnreg"] = tiles.max_registers
     _attend_kernel[(tiles.programs,)](
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
@@ -461,5 +517,6 @@ def constants_of(
         "ROWS": tiles.rows,
         "UNROLL": 4 if tiles.block_m <= 32 else 1,
         "FIELDS": FIELDS,
+        "MANY": tiles.max_tiles > 1,
         "INTERPRETED": INTERPRETED,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from worker.context import current
@@ -40,4 +41,18 @@ class Attention(nn.Module):
             qkv, positions, self.rotary.table, k_cache, v_cache, context.batch.slot_mapping,
             q_weight, k_weight, 0.0 if self.q_norm is None else self.q_norm.eps,
         )  # fmt: skip
-        return context.attention.forward(q, None, None, self.layer_id)
+        if context.breaks is None:
+            return self._attend(q, None)
+        return context.breaks.at(self._attend, q, torch.empty_like(q))
+
+    def _attend(self, q: Tensor, out: Tensor | None) -> Tensor:
+        """A break of captured passes: all that depends on the batch's requests is read from here.
+
+        The store stays in the piece before: it reads nothing but positions and slots, which lie in
+        static buffers, so the KV of this layer is final once that piece is through.
+        """
+        context = current()
+        attended = context.attention.forward(q, None, None, self.layer_id, out)
+        if context.on_layer is not None:
+            context.on_layer(self.layer_id)
+        return attended

@@ -88,6 +88,10 @@ class PrefillScheduler:
             max_seq_len_ub=max_len,
         )
 
+    def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
+        """What step `step`, which has not settled, computes."""
+        return self._launched[step]
+
     def settle(self, step: int) -> list[PrefillReq]:
         """Step `step` has finished on the device; the requests whose KV has grown."""
         self.book.settled(step)

@@ -1,0 +1,171 @@
+"""Figures of a whole cluster on GPUs: `serve` with random weights under `benchmarks.load`.
+
+    python -m benchmarks.gpu_cluster --gpus 1 --out results              # both workers on one GPU
+    python -m benchmarks.gpu_cluster --gpus 2 --kind tcp,nvlink --out results
+    python -m benchmarks.gpu_cluster --gpus 0 --model-config worker/assets/tiny/config.json \\
+        --prompt-len 64 --output-len 16 --concurrency 4 --num 16 --repeat 1 --out results
+
+The last one needs no GPU. Every prompt has exactly --prompt-len tokens, every answer exactly
+--output-len, and all KV is pulled from the prefill worker. For each kind of transport a cluster is
+started and asked, and --out gets the load's JSON, the cluster's log and configuration and, in
+`cluster-KIND.json`, the machine and what was pulled. Runs in a network namespace of its own (root),
+unless KVLANE_JUDGES_NAMESPACE is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.judges.served import REPOSITORY, enter_namespace, serving
+from benchmarks.load.result import machine, read
+
+TINY = REPOSITORY / "worker" / "assets" / "tiny"
+PULLED = "kvlane_kv_pulled_bytes_total"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
+    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
+    add("--kind", default="tcp", help="of mooncake; several, comma-separated, one after another")
+    add("--mode", default="always", help="disaggregation.mode")
+    add("--num", type=int, default=256, help="requests of a run")
+    add("--repeat", type=int, default=3, help="runs")
+    add("--concurrency", type=int, default=32)
+    add("--prompt-len", type=int, default=512, help="tokens")
+    add("--output-len", type=int, default=128, help="tokens")
+    add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
+    add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
+    add("--port", type=int, default=8000)
+    add("--out", type=Path, required=True, help="a directory")
+    return parser.parse_args()
+
+
+def make_model(model_config: Path, place: Path) -> None:
+    """A model directory without weights, with a word for every token id.
+
+    The bundled tokenizer makes the prompts; ids beyond its own stand for numbers, so that every
+    token that random weights draw is a piece of text, and so of the stream.
+    """
+    shutil.copy(model_config, place / "config.json")
+    shutil.copy(TINY / "tokenizer_config.json", place)
+    size = json.loads(model_config.read_text(encoding="utf-8"))["vocab_size"]
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    words |= {f"\u0120{token}": token for token in range(len(words), size)}  # \u0120 is a space
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[str, Any]:
+    """The tree that `serve` gets."""
+    num_gpus = {0: 0.0, 1: 0.5, 2: 1.0}[options.gpus]
+    device = "cuda" if options.gpus else "cpu"
+    engine = {"device": device, "prefix_cache": False}
+    tokens = options.prompt_len + options.output_len
+    return {
+        "model": {
+            "path": str(model), "served_name": options.model_config.stem, "load_format": "dummy",
+            "max_model_len": tokens + 64,
+        },
+        "prefill": {
+            "num_gpus": num_gpus,
+            "engine": {**engine, "max_prefill_tokens": options.chunk},
+        },
+        "decode": {
+            "num_gpus": num_gpus,
+            "engine": {
+                **engine, "max_num_reqs": options.concurrency, "growth_tokens": options.output_len
+            },
+        },
+        "transport": {"name": "mooncake", "kind": kind},
+        "disaggregation": {"mode": options.mode},
+        "cluster": {"local_ray": {"num_gpus": options.gpus}},
+    }  # fmt: skip
+
+
+def load(options: argparse.Namespace, url: str, model: Path, path: Path) -> int:
+    """Run the load harness against `url`; its exit code."""
+    command = [
+        sys.executable, "-m", "benchmarks.load", "--url", url, "--endpoint", "completions",
+        "--source", f"synthetic:{options.prompt_len},{options.output_len}",
+        "--concurrency", str(options.concurrency), "--num", str(options.num),
+        "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
+        "--extra", '{"temperature": 0}', "--tokenizer", str(model), "--quiet", "--json", str(path),
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+
+
+def get(url: str) -> str:
+    """A body."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def pulled_bytes(url: str) -> float:
+    """KV that the workers have pulled from each other."""
+    groups = json.loads(get(f"{url}/metrics/targets"))
+    texts = [get(f"http://{target}/metrics") for group in groups for target in group["targets"]]
+    families = [family for text in texts for family in text_string_to_metric_families(text)]
+    samples = [sample for family in families for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == PULLED)
+
+
+def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
+    """One cluster, from its start to its end; 0, or what the load returned."""
+    out: Path = options.out
+    path, config = out / f"load-{kind}.json", out / f"serve-{kind}.yaml"
+    config.write_text(yaml.safe_dump(serve_config(options, model, kind), sort_keys=False))
+    sets = [word for each in options.set for word in ("--set", each)]
+    began_at = time.monotonic()
+    try:
+        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
+            start_s = time.monotonic() - began_at
+            print(f"{kind}: ready after {start_s:.1f} s", flush=True)
+            code = load(options, url, model, path)
+            placed, pulled = json.loads(get(f"{url}/config")), pulled_bytes(url)
+    finally:
+        if (out / "cluster.log").exists():
+            (out / "cluster.log").rename(out / f"cluster-{kind}.log")
+    about = {
+        "machine": machine(), "start_s": start_s, "kv_pulled_bytes": pulled, "config": placed,
+        "load": path.name,
+    }  # fmt: skip
+    (out / f"cluster-{kind}.json").write_text(json.dumps(about, indent=1) + "\n")
+    num_asked = options.repeat * options.num
+    served = sum(each["requests"]["served"] for each in read(path).summaries)
+    print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)
+    if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):
+        return 1
+    return code
+
+
+def main() -> int:
+    """0 if every request of every kind was served."""
+    options = parse()
+    enter_namespace("benchmarks.gpu_cluster")
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as place:
+        make_model(options.model_config, Path(place))
+        codes = [measure(options, Path(place), kind) for kind in options.kind.split(",")]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Backends chosen separately for prompts and for decode steps give the ids of the reference.
+
+FlashInfer's runs over a double of the library, which knows no lengths but those that the host plans
+with: one that is off by one anywhere, after chunks, prefix hits, preemption or a row that ended
+unseen, changes the ids.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines import Running, running
+from tests.support.prompts import problem_ids
+from tests.support.reference import sampling_of
+from worker.api import Sampling
+from worker.attention.base import ATTENTION, build_attentions
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.errors import Unsupported
+from worker.graph.full import FullRunner
+
+NUM, MAX_TOKENS = 12, 40
+CPU = torch.device("cpu")
+DOUBLE = "tests.support.flashinfer_double:FlashInferDouble"
+
+
+def sections(attention: object, mode: str, **engine: object) -> dict[str, dict[str, object]]:
+    return {
+        "engine": {
+            "device": "cpu", "threads": 1, "cpu_pool_bytes": 32 << 20, "attention": attention,
+            "max_prefill_tokens": 23, **engine,
+        },
+        "disaggregation": {"mode": mode},
+    }  # fmt: skip
+
+
+def samplings() -> list[Sampling]:
+    """Greedy, with every filter, and with penalties, whose tail is a launch of its own."""
+    penalties = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, presence_penalty=0.7)
+    return [sampling_of(i, MAX_TOKENS) if i % 3 else penalties for i in range(NUM)]
+
+
+def ask(cluster: Running) -> list[list[int]]:
+    """Twice the same: the second time prefixes are there."""
+    for _ in range(2):
+        answers = cluster.client.generate(problem_ids(NUM), samplings())
+        assert not [each.error for each in answers if each.error]
+    cluster.wait_idle()
+    return [each.tokens for each in answers]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with running(sections("reference", "never"), num_prefill=0) as cluster:
+        return ask(cluster)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize(
+    "attention", ["flashinfer", {"prefill": "flashinfer"}, {"decode": "flashinfer"}]
+)
+def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, expected):
+    monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
+    with running(sections(attention, mode)) as cluster:
+        assert ask(cluster) == expected
+        built = [worker.engine.config.engine.attention for worker in cluster.workers.values()]
+        names = {"prefill": "reference", "decode": "reference", "spec": "reference"}
+        given = dict.fromkeys(names, attention) if isinstance(attention, str) else attention
+        assert all(each.model_dump() == {**names, **given} for each in built)
+
+
+def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected):
+    monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
+    with running(
+        sections("flashinfer", "never", num_pages=40, growth_tokens=1), num_prefill=0
+    ) as cluster:
+        assert ask(cluster) == expected
+        metrics = cluster.workers["decode-0"].engine.metrics
+        assert metrics.preemptions._value.get() > 0
+
+
+def test_a_full_graph_of_host_planned_attention_is_refused_at_load(monkeypatch):
+    """FullRunner asks that first, before anything that needs a GPU."""
+    monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
+    pool = KVPool(KVLayout((KVRegion("target", 1, 2, 32, 1, 16, "float32"),), "test"), 2, CPU)
+    names = {"prefill": "reference", "decode": "flashinfer", "spec": "reference"}
+    parts: Any = SimpleNamespace(attention=build_attentions(names, pool, 4, 2, 32, 1.0))
+    missing: Any = None
+    with pytest.raises(Unsupported, match=r"engine\.attention\.decode=triton"):
+        FullRunner(parts, missing, missing)
+    pool.close()

@@ -1,0 +1,178 @@
+"""Random delays on scheduler, streams, messages and pulls change no output (issue 5, point 5).
+
+Both workers, in lockstep: first as fast as they go, then with delays from several seeds. Where the
+schedule is the same, not a bit of an answer may differ; where it is drawn too, no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tests.support.delay_mix import differing, leaving, mix, sections
+from tests.support.delays import Delays
+from tests.support.engines import Answer, running
+from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
+from worker.api import FinishReason
+from worker.cache.pages import PageAllocator
+from worker.plan import Drawn
+from worker.runner import HostEvent, Step
+
+BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}
+LONG_S = 0.006  # longer than a message and a pull take
+
+
+def served(
+    asked: Sequence[Ask],
+    *,
+    num_prefill: int = 1,
+    delays: int | None = None,
+    schedule: int | None = None,
+    longest_s: float = 0.002,
+    num_groups: int = 1,
+    slowest: str = DECODE,
+) -> tuple[list[Answer], Lockstep]:
+    """The answers of fresh workers, which are closed by then."""
+    config = sections("cpu", "always" if num_prefill else "never", num_groups)
+    workers = Lockstep(
+        config, num_prefill=num_prefill, decode_sections=BIG_CHUNKS, schedule=schedule
+    )
+    try:
+        put = Delays(workers, delays, longest_s, slowest) if delays is not None else None
+        answers = workers.serve(asked)
+        assert put is None or put.num_on_device > 100
+    finally:
+        workers.close()
+    return answers, workers
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[list[Ask], list[Answer]]:
+    """Requests of every kind, and their answers by one worker without delays."""
+    asked = mix()
+    answers, workers = served(asked, num_prefill=0)
+    engine = workers.engines[DECODE]
+    assert engine.metrics.preemptions._value.get() > 5, "pages were not short enough"
+    assert engine.metrics.cached_tokens._value.get() > 0, "nothing was shared"
+    reasons = [each.finish_reason for ask, each in zip(asked, answers, strict=True) if not ask.cut]
+    assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 5
+    return asked, answers
+
+
+@pytest.fixture(scope="module")
+def left() -> tuple[list[Ask], list[Answer]]:
+    """Clients that leave while others pull, and the answers of the others."""
+    asked = leaving()
+    return asked, served(asked, num_prefill=0)[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]]) -> None:
+    asked, wanted = mixed
+    found, _ = served(asked, num_prefill=0, delays=seed)
+    assert not differing(asked, found, wanted, exact=True)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("seed", [None, 3, 4])
+def test_delays_messages_and_pulls_change_no_token(
+    seed: int | None, num_groups: int, mixed: tuple[list[Ask], list[Answer]]
+) -> None:
+    asked, wanted = mixed
+    found, workers = served(asked, delays=seed or 3, schedule=seed, num_groups=num_groups)
+    assert not differing(asked, found, wanted, exact=False)
+    for peer in (DECODE, PREFILL):
+        metrics = workers.engines[peer].metrics
+        assert (metrics.pulled_bytes("shm/shm")._value.get() > 0) == (peer == DECODE)
+
+
+@pytest.mark.parametrize("schedule", [None, 6])
+def test_a_client_that_leaves_in_a_chunk_spoils_no_pull(
+    schedule: int | None, left: tuple[list[Ask], list[Answer]]
+) -> None:
+    asked, wanted = left
+    found, _ = served(asked, delays=6, schedule=schedule, longest_s=LONG_S)
+    assert sum(answer.finish_reason is FinishReason.ABORT for answer in found) > 10
+    assert not differing(asked, found, wanted, exact=False)
+
+
+def free_at_once(self: PageAllocator, pages: Iterable[int]) -> None:
+    """A freed page does not cool: a pull may write where the step in flight still writes."""
+    for page in pages:
+        self._settled.add(page)
+
+
+WAIT: Callable[[Step], list[Drawn]] = Step.wait
+
+
+def wait_for_tokens_only(self: Step) -> list[Drawn]:
+    """A step that draws nothing counts as settled at once: KV is announced that is not there."""
+    return WAIT(self) if self.plan.sampled_rows else []
+
+
+def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
+    """The tokens of those that are served whole, by workers with threads and sockets of their own.
+
+    Only so is a pull of the first layer groups under way while the step computes the others.
+    """
+    whole = [ask for ask in asked if not (ask.cut or ask.abort or ask.abort_in_chunk)]
+    config = sections("cpu", "always", num_groups=2)
+    with running(config) as cluster:
+        workers = {DECODE: cluster.workers["decode-0"], PREFILL: cluster.workers["prefill-0"]}
+        served = SimpleNamespace(
+            loops={peer: worker._loop for peer, worker in workers.items()},
+            engines={peer: worker.engine for peer, worker in workers.items()},
+        )
+        Delays(served, seed, LONG_S, PREFILL)
+        prompts, wanted = [ask.prompt for ask in whole], [ask.sampling for ask in whole]
+        answers = cluster.client.generate(prompts, wanted)
+        assert not [answer.error for answer in answers if answer.error]
+        cluster.wait_idle()
+    return [answer.tokens for answer in answers]
+
+
+def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]:
+    """What `threaded` is to give."""
+    return [
+        answer.tokens
+        for ask, answer in zip(asked, answers, strict=True)
+        if not (ask.cut or ask.abort or ask.abort_in_chunk)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mixed", "left"])
+def test_layer_groups_pulled_during_a_step_change_no_token(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    asked, answers = request.getfixturevalue(kind)
+    assert threaded(asked, 8) == whole_of(asked, answers)
+
+
+def test_the_same_check_fails_when_layer_groups_are_told_early(
+    left: tuple[list[Ask], list[Answer]],
+) -> None:
+    early = {"query": lambda self: True, "synchronize": lambda self: None}
+    with mock.patch.multiple(HostEvent, **early):
+        assert any(threaded(left[0], seed) != whole_of(*left) for seed in range(4))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "slowest"),
+    [
+        (PageAllocator, "free", free_at_once, DECODE),
+        (Step, "wait", wait_for_tokens_only, PREFILL),
+    ],
+)
+def test_the_same_check_fails_without_the_fence(
+    owner: type, name: str, wrong: object, slowest: str, left: tuple[list[Ask], list[Answer]]
+) -> None:
+    asked, wanted = left
+    with mock.patch.object(owner, name, wrong):
+        runs = (
+            served(asked, delays=seed, longest_s=LONG_S, num_groups=2, slowest=slowest)[0]
+            for seed in range(6)
+        )
+        assert any(differing(asked, found, wanted, exact=False) for found in runs)

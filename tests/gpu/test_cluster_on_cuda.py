@@ -1,0 +1,138 @@
+"""`serve` on GPUs: every process of its own, placed by Ray, answers as a cluster on the CPU.
+
+In float32, with the bundled model; every prompt is computed by the prefill worker and pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.train.problems import held_out_problems
+from tests.e2e.check import check_stages
+from tests.e2e.harness import Serve, processes
+from tests.support.asking import ask_all
+from tests.support.prompts import problem_ids
+from tests.support.scrape import scrape
+
+NUM = 32
+MAX_TOKENS = 100
+PAGE_SIZE = 64
+PAGE_BYTES = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
+READY_TIMEOUT_S = 400.0  # kernels are compiled, by one worker after the other
+COMMON = (
+    "--set", "model.dtype=float32",
+    "--set", f"kv.page_size={PAGE_SIZE}",
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+)  # fmt: skip
+CPU = ("--set", "prefill.engine.device=cpu", "--set", "decode.engine.device=cpu")
+SHARED = (
+    "--set", "prefill.num_gpus=0.5", "--set", "prefill.engine.memory_fraction=0.2",
+    "--set", "decode.num_gpus=0.5", "--set", "decode.engine.memory_fraction=0.3",
+)  # fmt: skip
+
+Answers = list[tuple[str, str | None]]
+
+
+def ask(serve: Serve) -> Answers:
+    """Greedy and seeded problems, all at once."""
+    questions = [problem.question for problem in held_out_problems(NUM)]
+    outcomes = asyncio.run(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+    assert [each.error for each in outcomes] == [None] * NUM
+    return [(each.text, each.finish_reason) for each in outcomes]
+
+
+@pytest.fixture(scope="module")
+def cpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    serve = Serve(tmp_path_factory.mktemp("cpu"), port=8710)
+    try:
+        yield ask(serve.start(*COMMON, *CPU).wait_ready(READY_TIMEOUT_S))
+    finally:
+        serve.end()
+
+
+def check(serve: Serve, wanted: Answers, transport: str) -> None:
+    """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
+    assert ask(serve) == wanted
+    after = scrape(serve.url)
+    prompts = problem_ids(NUM)
+    computed = after["kvlane_prompt_tokens_computed_total", "prefill", ""]
+    cached_there = after["kvlane_prompt_tokens_cached_total", "prefill", ""]
+    assert computed + cached_there == sum(len(prompt) - 1 for prompt in prompts)
+    assert after["kvlane_prompt_tokens_computed_total", "decode", ""] == 0
+    cached_here = after["kvlane_prompt_tokens_cached_total", "decode", ""]
+    num_pages = sum(math.ceil((len(p) - 1) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
+    assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * PAGE_BYTES > 0
+    assert replayed_steps(serve) > 0
+    check_stages(serve.url)
+    rows = serve.wait_idle()
+    assert {row["restarts"] for row in rows.values()} == {0}
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert "Traceback" not in serve.output
+    assert not {row["pid"] for row in rows.values()} & set(processes())
+    assert serve.leftovers() == []
+
+
+def replayed_steps(serve: Serve) -> float:
+    """Decode steps that were not launched op by op."""
+    address = serve.status()["decode-0"]["metrics_address"]
+    text = httpx.get(f"http://{address}/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "kvlane_steps_total"
+        and sample.labels["kind"] == "decode"
+        and sample.labels["path"] != "eager"
+    )
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    cluster = Serve(tmp_path, port=8720)
+    yield cluster
+    cluster.end()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["tcp", "nvlink"])
+def test_two_workers_on_one_gpu(
+    kind: str, cpu_answers: Answers, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
+    arguments = (*COMMON, *SHARED, "--set", f"transport.kind={kind}")
+    serve.start(*arguments).wait_ready(READY_TIMEOUT_S)
+    check(serve, cpu_answers, f"mooncake/{kind}")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(900)
+def test_shares_that_do_not_fit_are_one_clear_error(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    too_much = ("--set", "decode.engine.memory_fraction=0.9")
+    serve.start(*COMMON, *SHARED, *too_much)
+    assert serve.wait(READY_TIMEOUT_S) == 2, serve.output
+    errors = [line for line in serve.output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "engine.memory_fraction: no room for this worker's share" in errors[0]
+    assert "GiB is" in errors[0]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["tcp", "nvlink"])
+def test_two_workers_on_two_gpus(kind: str, cpu_answers: Answers, serve: Serve) -> None:
+    """What `serve` does by itself where there are GPUs: one each."""
+    serve.start(*COMMON, "--set", f"transport.kind={kind}").wait_ready(READY_TIMEOUT_S)
+    check(serve, cpu_answers, f"mooncake/{kind}")

@@ -1,0 +1,189 @@
+"""Chunks of prompts launched as graphs and op by op over the same pages: the laws they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.batch import Batch
+from worker.config import WorkerConfig
+from worker.engine import Engine, build_engine
+from worker.graph.eager import EagerRunner
+from worker.graph.piecewise import PiecewiseRunner
+from worker.plan import Chunk, Plan
+
+PAGE_SIZE = 16
+ROWS = 12
+
+Layout = Sequence[tuple[int, int]]  # (tokens that were there before, tokens of the chunk)
+
+
+def build(device: str, graph: object, *, role: str = "decode", **engine: object) -> Engine:
+    """An engine of the bundled model in float32, unless `engine` says otherwise."""
+    dtype = engine.pop("dtype", "float32")
+    config = WorkerConfig.model_validate(
+        {
+            "role": role,
+            "model": {"dtype": dtype},
+            "kv": {"page_size": PAGE_SIZE},
+            "engine": {
+                "device": device, "graph": graph, "num_pages": 400, "max_num_reqs": ROWS,
+                "threads": 1, "prefix_cache": False, **engine,
+            },
+        }
+    )  # fmt: skip
+    return build_engine(config, name=f"{role}-0", host="127.0.0.1")
+
+
+def layouts(num_tokens: int, num_reqs: int, prefix: int) -> Layout:
+    """`num_tokens` among up to `num_reqs` requests, unevenly; every second one has a prefix."""
+    num_reqs = min(num_reqs, num_tokens)
+    counts = [num_tokens // num_reqs] * num_reqs
+    counts[-1] += num_tokens - sum(counts)
+    if num_reqs > 1 and counts[0] > 1:
+        counts[0], counts[1] = counts[0] - 1, counts[1] + 1
+    return [(prefix if i % 2 == 0 else 0, count) for i, count in enumerate(counts)]
+
+
+@torch.inference_mode()
+def poison(bench: Bench) -> None:
+    """Fill every buffer that padding reads or writes with what must never be read."""
+    buffers, runner = bench.engine.runner.parts.buffers, bench.runner
+    buffers._chunk.fill_(1 << 40)
+    buffers._requests.fill_(1 << 20)
+    buffers._tables.fill_(1 << 20)
+    runner._embedded.fill_(float("nan"))
+    for captured in (*runner._captured.values(), *runner._whole.values()):
+        captured.hidden.fill_(float("nan"))
+
+
+def counts_of(bucket: int) -> list[int]:
+    """Numbers of tokens at the edges of a bucket."""
+    return sorted({max(1, n) for n in (1, bucket // 2 + 1, bucket - 1, bucket)})
+
+
+def bits(cache: Tensor) -> Tensor:
+    """Its bytes, so that NaNs compare."""
+    return cache.view({2: torch.int16, 4: torch.int32}[cache.element_size()])
+
+
+@dataclass
+class Bench:
+    """An engine whose chunks are launched both ways."""
+
+    engine: Engine
+    eager: EagerRunner
+    runner: PiecewiseRunner
+
+    def caches(self) -> list[Tensor]:
+        """Every layer's keys and values, the sink's page left out."""
+        pool, num_layers = self.engine.pool, self.engine.spec.num_layers
+        return [cache[1:] for i in range(num_layers) for cache in pool.layer(i)]
+
+    def plan(self, layout: Layout) -> Plan:
+        """Row i + 1 is request i; token ids differ everywhere."""
+        vocab, first, chunks = self.engine.spec.vocab_size, 3, []
+        for i, (start, count) in enumerate(layout):
+            tokens = tuple((first + 7 * j) % vocab for j in range(count))
+            first += 11 * count
+            chunks.append(Chunk(i + 1, start, tokens))
+        longest = max(start + count for start, count in layout)
+        return Plan(0, chunks=tuple(chunks), max_seq_len_ub=longest)
+
+    def set_pages(self, layout: Layout) -> Tensor:
+        """Give each row pages of its own, in no order; which pages, [used]."""
+        table = self.engine.runner.parts.state.page_table
+        generator = torch.Generator().manual_seed(len(layout))
+        num_pages = self.engine.pool.num_pages
+        free = (1 + torch.randperm(num_pages - 1, generator=generator)).to(table.device).int()
+        table.zero_()
+        used = 0
+        for i, (start, count) in enumerate(layout):
+            num = -(-(start + count) // PAGE_SIZE)
+            table[i + 1, :num] = free[used : used + num]
+            used += num
+        return free[:used]
+
+    def batch(self, layout: Layout, num_rows: int, *, steady: bool = False) -> Batch:
+        """The layout's batch, padded to `num_rows`; see BatchBuffers.chunks."""
+        self.set_pages(layout)
+        buffers = self.engine.runner.parts.buffers
+        return buffers.chunks(self.plan(layout), num_rows, steady=steady)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        launch: Callable[..., Tensor],
+        layout: Layout,
+        num_rows: int,
+        *,
+        steady: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Hidden states of real rows, then the bits of all pages but the sink's."""
+        fill(self)
+        num_tokens = sum(count for _, count in layout)
+        hidden = launch(self.batch(layout, num_rows, steady=steady))[:num_tokens].clone()
+        return hidden, *(bits(cache).clone() for cache in self.caches())
+
+
+def bench_of(engine: Engine, runner: PiecewiseRunner) -> Bench:
+    """Of a runner that has captured; no bucket is missing because it did not win."""
+    for bucket in runner.buckets:
+        bucket.dropped, bucket.graph_ms = False, 0.0
+        num_rows = bucket.num_rows
+        with torch.inference_mode():
+            if num_rows not in runner._captured:
+                runner._captured[num_rows] = runner._in_pieces(num_rows)
+            if num_rows not in runner._whole and runner._may_be_whole(num_rows):
+                runner._whole[num_rows] = runner._in_one(num_rows)
+    return Bench(engine, EagerRunner(engine.runner.parts), runner)
+
+
+def fill(bench: Bench) -> None:
+    """The same history in every slot, which for the pages of others is a canary."""
+    with torch.inference_mode():
+        for i, cache in enumerate(bench.caches()):
+            generator = torch.Generator(cache.device).manual_seed(i)
+            cache.normal_(generator=generator)
+
+
+def check_laws(
+    bench: Bench, buckets: Sequence[int], num_reqs: int, prefix: int, *, steady: bool
+) -> None:
+    """Equal bit for bit at the same padded shape, and pages of nobody else change."""
+    ran: list[tuple[Any, ...]] = []
+    for bucket in buckets:
+        for count in counts_of(bucket):
+            layout = layouts(count, num_reqs, prefix)
+            wanted = bench.run(bench.eager.launch, layout, bucket, steady=steady)
+            found = bench.run(bench.runner.launch, layout, bucket, steady=steady)
+            assert bench.runner.path == ("graph" if steady else "piecewise")
+            what = f"{count} of {bucket} tokens, {len(layout)} requests, prefix {prefix}"
+            assert not wanted[0].isnan().any(), what
+            assert torch.equal(wanted[0], found[0]), f"hidden: {what}"
+            for a, b in zip(wanted[1:], found[1:], strict=True):
+                assert torch.equal(a, b), f"KV: {what}"
+            check_canary(bench, layout, found[1:])
+            ran.append((layout, bucket, found[0]))
+    for layout, bucket, hidden in ran[::-1]:  # each again, behind another one
+        assert torch.equal(bench.run(bench.runner.launch, layout, bucket, steady=steady)[0], hidden)
+
+
+def check_canary(bench: Bench, layout: Layout, written: Sequence[Tensor]) -> None:
+    """Only slots of the chunks differ from the history."""
+    fill(bench)
+    pages = bench.set_pages(layout)
+    table = bench.engine.runner.parts.state.page_table
+    num_pages = bench.engine.pool.num_pages
+    mine = torch.zeros(num_pages, PAGE_SIZE, dtype=torch.bool, device=pages.device)
+    for i, (start, count) in enumerate(layout):
+        at = torch.arange(start, start + count, device=pages.device)
+        mine[table[i + 1].long()[at // PAGE_SIZE], at % PAGE_SIZE] = True
+    for cache, now in zip(bench.caches(), written, strict=True):
+        changed = (bits(cache) != now).any(-1).any(1)  # [pages, page_size]
+        assert not (changed & ~mine[1:]).any()
+        assert changed[mine[1:]].all()

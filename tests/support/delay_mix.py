@@ -1,0 +1,128 @@
+"""Requests of every kind, over so few pages and rows that they wait for, preempt and share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from llguidance import LLMatcher
+
+from tests.support.engines import Answer
+from tests.support.lockstep import Ask
+from tests.support.prompts import problem_ids
+from worker.api import FinishReason, Sampling
+
+ROWS = 8
+NUM_PAGES = 56
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, \
+"required": ["a"], "additionalProperties": false}'
+
+
+def sections(
+    device: str, mode: str, num_groups: int = 1, **engine: object
+) -> dict[str, dict[str, object]]:
+    """Few pages of 16 tokens, few rows, small chunks."""
+    transport: dict[str, object] = {"name": "shm"}
+    if device == "cuda":
+        transport = {"name": "mooncake", "kind": "tcp"}
+    return {
+        "model": {"dtype": "float32", "max_model_len": 512},
+        "kv": {"page_size": 16, "num_groups": num_groups},
+        "engine": {
+            "device": device, "threads": 1, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
+            "max_prefill_tokens": 23, "growth_tokens": 1, "penalty_rows": 2, **engine,
+        },
+        "disaggregation": {"mode": mode},
+        "transport": transport,
+    }  # fmt: skip
+
+
+def kinds() -> list[Sampling]:
+    """One of each kind; the seeds are set by `mix`."""
+    drawn = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
+    return [
+        Sampling(150, temperature=0.0),
+        Sampling(30, **drawn),
+        Sampling(25, temperature=0.0, logprobs=3),
+        Sampling(30, **drawn, presence_penalty=1.0, repetition_penalty=1.3),
+        Sampling(60, temperature=0.0, ignore_eos=True),
+        Sampling(35, temperature=1.2, min_p=0.02, min_tokens=12),
+        Sampling(40, **drawn, stop_ids=(266, 324)),
+        Sampling(20, temperature=0.0, frequency_penalty=0.5, logit_bias=((40, 3.0),)),
+        Sampling(50, temperature=0.7),
+    ]
+
+
+def mix() -> list[Ask]:
+    """The requests, in waves; those with grammars and logprobs come late, as they change the tail.
+
+    Some clients leave while a step of theirs is in flight, so that others pull into their pages.
+    """
+    prompts, asked = problem_ids(40), []
+    for number, prompt in enumerate(prompts[:27]):
+        sampling = kinds()[number % 9]
+        sampling = msgspec.structs.replace(sampling, seed=number)
+        at = 4 * (number // 3)
+        asked.append(Ask(prompt, sampling, at, local=number % 7 == 3))
+    for number, ask in list(enumerate(asked))[1:27:9]:  # n = 2
+        asked.append(
+            Ask(
+                ask.prompt,
+                msgspec.structs.replace(ask.sampling, seed=50 + number),
+                ask.at,
+                after=number,
+            )
+        )
+    grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
+    for number in range(3):
+        asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
+    long = Sampling(60, temperature=0.0, ignore_eos=True)
+    for number in range(8):
+        asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=5 + number))
+        asked.append(Ask(prompts[number], long, 7 * number, local=True, abort=5 + number))
+    return asked
+
+
+def leaving() -> list[Ask]:
+    """Clients that leave during their local prefill, while others pull into whatever is free."""
+    prompts, asked = problem_ids(40), []
+    short = Sampling(6, temperature=0.0, ignore_eos=True)
+    for number in range(40):
+        at = 4 * number
+        noise = sum((prompts[(number + i) % 40] for i in range(1, 6)), ())
+        asked.append(Ask((40 + number, *noise), short, at, local=True, abort_in_chunk=True))
+        for pulled in (prompts[number], tuple(reversed(prompts[number]))):
+            asked.append(Ask((60 + number, *pulled), short, at))
+    return asked
+
+
+def differing(
+    asked: Sequence[Ask], found: Sequence[Answer], wanted: Sequence[Answer], *, exact: bool
+) -> list[int]:
+    """Numbers of requests whose answers differ.
+
+    Of those that were aborted what both runs gave is compared. Logprobs of different batches, if
+    not `exact`, agree to rounding.
+    """
+    different = []
+    for number, (ask, one, other) in enumerate(zip(asked, found, wanted, strict=True)):
+        if FinishReason.ABORT in (one.finish_reason, other.finish_reason):
+            assert ask.abort is not None or ask.abort_in_chunk
+            num = min(len(one.tokens), len(other.tokens))
+            same = one.tokens[:num] == other.tokens[:num]
+        else:
+            same = one.tokens == other.tokens and one.finish_reason == other.finish_reason
+            same = same and same_logprobs(one, other, 0.0 if exact else 1e-3)
+        if not same:
+            different.append(number)
+    return different
+
+
+def same_logprobs(one: Answer, other: Answer, tolerance: float) -> bool:
+    pairs = list(zip(one.logprobs, other.logprobs, strict=True))
+    return all(
+        abs(a.logprob - b.logprob) <= tolerance
+        and len(a.top) == len(b.top)
+        and (tolerance > 0 or a.top == b.top)
+        for a, b in pairs
+    )

@@ -1,0 +1,143 @@
+"""Random delays between everything that a worker does on the host, on the device and on the wire.
+
+On a CPU the device is the runner's stream thread, and a delay is a sleep in it. On CUDA a delay is
+a kernel that spins, enqueued where the sleep would be; the host runs ahead of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tests.support.lockstep import DECODE
+from worker.api import PeerId
+from worker.transfer.base import Peer, Pull, PullState, Run
+
+SHORT_S = 0.002
+CYCLES_PER_S = 1.5e9  # of a GPU, roughly
+
+
+class Delays:
+    """Puts delays into both workers of `served`, drawn from `seed`.
+
+    Args:
+        served: before it serves; its `loops` and `engines`.
+        seed: of the lengths.
+        longest_s: of a delay on the device.
+        slowest: whose delays are that long, so that messages and pulls overtake its steps; the
+            other one's are shorter.
+    """
+
+    def __init__(
+        self, served: Any, seed: int, longest_s: float = SHORT_S, slowest: PeerId = DECODE
+    ) -> None:
+        self._host, self._stream = random.Random(seed), random.Random(seed + 1000)
+        self._pulls = random.Random(seed + 2000)
+        self.num_on_device = 0
+        for loop in served.loops.values():
+            self._wrap(loop._scheduler, "plan", self._sleep)
+        for peer, engine in served.engines.items():
+            runner: Any = engine.runner
+            spins = engine.pool.device.type == "cuda"
+            device = functools.partial(
+                self._spin if spins else self._stream_sleep,
+                longest_s if peer == slowest else longest_s / 8,
+            )
+            for name in ("_run", "_run_in_groups", "_body", "_tail", "_draw"):
+                self._wrap(runner, name, device)
+            for name in ("launch", "decode"):  # between the change of rows and the forward
+                self._wrap(runner.graph, name, device)
+            self._delay_layers(runner, device)
+            for name in ("launch", "launch_in_groups"):
+                self._delay_waits(runner, name)
+            if peer == DECODE:
+                connect = engine.transport.connect
+                transport: Any = engine.transport
+                transport.connect = lambda *args, _real=connect: SlowPeer(_real(*args), self._pulls)
+
+    def _wrap(self, owner: Any, name: str, delay: Callable[[], None]) -> None:
+        real = getattr(owner, name)
+
+        def delayed(*args: Any, **kwargs: Any) -> Any:
+            delay()
+            result = real(*args, **kwargs)
+            delay()
+            return result
+
+        setattr(owner, name, delayed)
+
+    def _delay_waits(self, runner: Any, name: str) -> None:
+        """Between launching a step and settling the one before, and around the wait itself."""
+        real = getattr(runner, name)
+
+        def launch(*args: Any) -> Any:
+            step = real(*args)
+            self._wrap(step, "wait", self._sleep)
+            self._sleep()
+            return step
+
+        setattr(runner, name, launch)
+
+    def _delay_layers(self, runner: Any, delay: Callable[[], None]) -> None:
+        """Before and after a layer group is said to be final."""
+        real = runner._forward
+
+        def forward(plan: Any, on_layer: Callable[[int], None] | None = None) -> Any:
+            def delayed(layer_id: int) -> None:
+                delay()
+                if on_layer is not None:
+                    on_layer(layer_id)
+                delay()
+
+            return real(plan, None if on_layer is None else delayed)
+
+        runner._forward = forward
+
+    def _sleep(self) -> None:
+        time.sleep(self._host.choice([0.0, 0.0, SHORT_S / 4, SHORT_S]))
+
+    def _stream_sleep(self, longest_s: float) -> None:
+        if self._stream.random() < 0.5:
+            self.num_on_device += 1
+            time.sleep(self._stream.random() * longest_s)
+
+    def _spin(self, longest_s: float) -> None:
+        if self._stream.random() < 0.5:
+            self.num_on_device += 1
+            torch.cuda._sleep(int(self._stream.random() * longest_s * CYCLES_PER_S))
+
+
+class SlowPeer:
+    """A link whose pulls now and then do nothing when they are polled."""
+
+    def __init__(self, link: Peer, rng: random.Random) -> None:
+        self._link, self._rng = link, rng
+
+    def pull(self, runs: Sequence[Run]) -> SlowPull:
+        return SlowPull(self._link.pull(runs), self._rng)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class SlowPull:
+    """One of them."""
+
+    def __init__(self, pull: Pull, rng: random.Random) -> None:
+        self._pull, self._rng = pull, rng
+        self.num_bytes = pull.num_bytes
+
+    @property
+    def error(self) -> str | None:
+        return self._pull.error
+
+    def poll(self) -> PullState:
+        return PullState.RUNNING if self._rng.random() < 0.5 else self._pull.poll()
+
+    def cancel(self) -> None:
+        self._pull.cancel()

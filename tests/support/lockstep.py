@@ -1,0 +1,223 @@
+"""A decode and a prefill worker whose loops take their turns in the test's own thread.
+
+Engines, loops and transport are the real ones; threads and sockets are left out. So a schedule is
+repeated exactly or drawn from a seed, and an error of a loop is the test's. The only clock of a
+schedule is the *round*: each loop takes a turn, the router hears and answers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.support.engines import HANG_S, Answer, worker_config
+from worker.api import (
+    Abort,
+    Ack,
+    AnyMessage,
+    Candidate,
+    Chunks,
+    FinishReason,
+    Generate,
+    PeerId,
+    Pong,
+    Refused,
+    Sampling,
+    Stop,
+    TokenChunk,
+    WorkerStats,
+)
+from worker.decode import DecodeLoop
+from worker.engine import Engine, build_engine
+from worker.loop import LOCAL, MembersChanged
+from worker.prefill import PrefillLoop
+
+ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
+LATE = 0.3  # probability that a loop misses a round, in a drawn schedule
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, and what its client does."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    at: int = 0  # round in which it is sent
+    after: int | None = None  # index of the request that it is another choice of
+    local: bool = False  # no prefill worker is proposed
+    cut: int | None = None  # output tokens after which the router has found a stop string
+    abort: int | None = None  # rounds after which the client is gone
+    abort_in_chunk: bool = False  # it leaves while a chunk of its prompt is in flight
+
+
+class Post:
+    """EngineThread of one loop: what it sends lies in the receiver's box, in order."""
+
+    def __init__(self, me: PeerId, boxes: Boxes) -> None:
+        self.me = me
+        self.stats = WorkerStats()
+        self._boxes = boxes
+
+    def send(self, peer: PeerId, message: AnyMessage) -> None:
+        self._boxes[peer][self.me].append(message)
+
+    def post(self, event: object) -> None:
+        self._boxes[self.me][LOCAL].append(event)
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        self._boxes[self.me][peer].append(Pong(peer))  # it answers at once
+
+    def disconnect(self, peer: PeerId) -> None:
+        pass
+
+
+Boxes = dict[PeerId, dict[PeerId, deque]]  # by receiver, then by sender
+
+
+class Lockstep:
+    """Both workers, and the router's side of all requests.
+
+    Args:
+        sections: of the workers' configuration.
+        num_prefill: 0 or 1.
+        decode_sections: what is different for the decode worker.
+        schedule: seed of a drawn schedule: who takes a turn when, and hears how much; None: all.
+    """
+
+    def __init__(
+        self,
+        sections: dict[str, dict[str, object]],
+        *,
+        num_prefill: int = 1,
+        decode_sections: dict[str, dict[str, object]] | None = None,
+        schedule: int | None = None,
+    ) -> None:
+        self._rng = random.Random(schedule) if schedule is not None else None
+        self._boxes: Boxes = defaultdict(lambda: defaultdict(deque))
+        self.engines: dict[PeerId, Engine] = {}
+        self.loops: dict[PeerId, DecodeLoop | PrefillLoop] = {}
+        extra = decode_sections or {}
+        merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
+        self.decode = DecodeLoop(self._engine(DECODE, merged), self._post(DECODE), "i")
+        self.loops[DECODE] = self.decode
+        self.answers: list[Answer] = []
+        self._asked: list[Ask] = []
+        self._sent: list[Generate] = []
+        self._round = 0
+        if num_prefill:
+            engine = self._engine(PREFILL, sections)
+            self.loops[PREFILL] = PrefillLoop(engine, self._post(PREFILL), "i")
+            member = engine.member("prefill-0", "i", "", "")
+            self._post(DECODE).post(MembersChanged((member,)))
+
+    def serve(self, asked: Sequence[Ask]) -> list[Answer]:
+        """Serve all of `asked` until nothing is held for anybody."""
+        limit = time.monotonic() + HANG_S
+        while self.decode.num_peers() < len(self.loops) - 1:
+            self._turns(whole=True)
+            assert time.monotonic() < limit, "no link"
+        self._asked = list(asked)
+        self.answers = [Answer(num_prompt_tokens=len(ask.prompt)) for ask in asked]
+        self._sent = [self._message(number) for number in range(len(asked))]
+        self._round = 0
+        while not all(each.done for each in self.answers) or self._held():
+            self._send_due()
+            self._turns(whole=False)
+            self._hear()
+            self._round += 1
+            assert time.monotonic() < limit, "hangs"
+        return self.answers
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.decode.close()
+        for engine in self.engines.values():
+            engine.close()
+
+    def _engine(self, peer: PeerId, sections: dict[str, dict[str, object]]) -> Engine:
+        config = worker_config(peer.partition("-")[0], sections)
+        self.engines[peer] = build_engine(config, name=peer, host="127.0.0.1")
+        return self.engines[peer]
+
+    def _post(self, me: PeerId) -> Any:  # as an EngineThread
+        return Post(me, self._boxes)
+
+    def _held(self) -> int:
+        engines = self.engines.values()
+        held = sum(engine.book.num_holds + engine.book.num_reserved for engine in engines)
+        return held + sum(sum(loop.counters().values()) for loop in self.loops.values())
+
+    def _message(self, number: int) -> Generate:
+        ask = self._asked[number]
+        after = "" if ask.after is None else str(ask.after)
+        candidates = () if ask.local or PREFILL not in self.loops else (Candidate(PREFILL),)
+        prompt = tuple(ask.prompt)
+        return Generate(
+            str(number), 1, prompt, len(prompt), ask.sampling, HANG_S, candidates, after
+        )
+
+    def _turns(self, *, whole: bool) -> None:
+        """A turn of each loop, with what it hears by then."""
+        for peer, loop in self.loops.items():
+            if whole or self._rng is None or self._rng.random() > LATE:
+                loop.turn(self._heard_by(peer, whole=whole))
+
+    def _heard_by(self, peer: PeerId, *, whole: bool) -> list:
+        """The next events of each sender, in their order."""
+        events: list = []
+        for sender in list(self._boxes[peer]):
+            box = self._boxes[peer][sender]
+            late = self._rng is not None and not whole and sender != LOCAL
+            num = self._rng.randint(0, len(box)) if late and self._rng else len(box)
+            events += [(sender, box.popleft()) for _ in range(num)]
+        return events
+
+    def _send_due(self) -> None:
+        router = self._post(ROUTER)
+        for number, ask in enumerate(self._asked):
+            if ask.at == self._round:
+                router.send(DECODE, self._sent[number])
+            answer = self.answers[number]
+            gone = ask.abort is not None and self._round == ask.at + ask.abort
+            gone = gone or (ask.abort_in_chunk and self._in_chunk(number))
+            if gone and not answer.done:
+                answer.finish_reason = FinishReason.ABORT
+                router.send(DECODE, Abort(str(number), 1))
+
+    def _in_chunk(self, number: int) -> bool:
+        step, req = self.decode._pending, self.decode._reqs.get((str(number), 1))
+        if step is None or req is None:
+            return False
+        return any(chunk.row == req.row for chunk in step.plan.chunks)
+
+    def _hear(self) -> None:
+        for _, event in self._heard_by(ROUTER, whole=False):
+            if isinstance(event, Chunks):
+                for chunk in event.chunks:
+                    self._take(chunk)
+            elif isinstance(event, Refused) and event.retry_after_s:
+                self._asked[int(event.req_id)] = replace(
+                    self._asked[int(event.req_id)], at=self._round + 1
+                )
+            else:
+                raise AssertionError(event)
+
+    def _take(self, chunk: TokenChunk) -> None:
+        number = int(chunk.req_id)
+        answer, ask = self.answers[number], self._asked[number]
+        if chunk.finish_reason is not None:
+            self._post(ROUTER).send(DECODE, Ack(chunk.req_id, chunk.dispatch))
+        if answer.done:
+            return
+        assert chunk.error is None, chunk.error
+        assert chunk.position == len(ask.prompt) + len(answer.tokens), "gap"
+        answer.tokens.extend(chunk.tokens)
+        answer.logprobs.extend(chunk.logprobs)
+        answer.finish_reason = chunk.finish_reason
+        if ask.cut is not None and len(answer.tokens) == ask.cut and not answer.done:
+            answer.finish_reason = FinishReason.STOP
+            self._post(ROUTER).send(DECODE, Stop(chunk.req_id, 1, chunk.position + 1))

@@ -1,0 +1,65 @@
+"""CUDA graphs for the CPU: a segment is the list of its torch ops, done again at each replay.
+
+As with a real graph, a replay runs no Python of the forward: it sees the tensors of the capture and
+nothing else. Ops do run during the capture here, so what breaks leave unfilled is poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from worker.graph.segments import GraphMemory
+
+
+class RecordedGraph(TorchDispatchMode):
+    """One segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._ops.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._ops:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RecordedMemory(GraphMemory):
+    """Makes captures on the CPU."""
+
+    def __init__(self) -> None:
+        pass
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+
+    def settle(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def begin(self) -> Any:
+        return RecordedGraph().__enter__()
+
+    def end(self, graph: Any) -> None:
+        graph.__exit__(None, None, None)
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor

@@ -1,0 +1,166 @@
+"""Layer groups: KV is announced group by group while later layers compute, and pulled once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.support.engines import worker_config
+from tests.support.prompts import problem_ids
+from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
+from worker.cache.book import PageBook
+from worker.cache.layout import KVLayout, KVRegion
+from worker.config import LeaseConfig, TransportConfig
+from worker.engine import build_engine
+from worker.fetch import Fetch, PullParts, _ranges
+from worker.metrics import WorkerMetrics
+from worker.prefill import PrefillLoop
+from worker.req import Req
+from worker.transfer.base import PullState, Run
+
+NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
+PEER = "decode-0/d"
+
+
+def test_ranges_are_the_runs_of_set_bits() -> None:
+    for bits in range(1 << 9):
+        runs = list(_ranges(bits))
+        assert sum(1 << i for run in runs for i in run) == bits
+        assert all(a.stop < b.start for a, b in pairwise(runs))
+
+
+class PrefillAlone:
+    """A prefill worker's loop; keeps what it sends, with the KV as it was at that moment."""
+
+    def __init__(self) -> None:
+        sections: dict[str, dict[str, object]] = {
+            "engine": {
+                "device": "cpu",
+                "threads": 1,
+                "num_pages": 200,
+                "max_prefill_tokens": CHUNK,
+            },
+            "kv": {"page_size": PAGE_SIZE, "num_groups": NUM_GROUPS},
+        }
+        config = worker_config("prefill", sections)
+        self.engine = build_engine(config, name="prefill-0", host="127.0.0.1")
+        self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
+        thread = SimpleNamespace(send=self._send, stats=None)
+        self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
+        self._num_asked = 0
+
+    def serve(self, prompts: Sequence[Sequence[int]]) -> list[tuple[KVReady, list[torch.Tensor]]]:
+        """All prompts, then released; what was announced."""
+        self.sent = []
+        self._num_asked += 1
+        xfers = [Xfer(f"{self._num_asked}.{i}", 1, "d", "p") for i in range(len(prompts))]
+        asked = zip(xfers, prompts, strict=True)
+        events: list[Any] = [(PEER, Prefill(xfer, tuple(prompt), 0)) for xfer, prompt in asked]
+        while sum(message.last for message, _ in self.sent) < len(prompts):
+            self._loop.turn(events)
+            events = []
+        self._loop.turn([(PEER, Release(xfer)) for xfer in xfers])
+        assert not any(self._loop.counters().values())
+        return self.sent
+
+    def bytes_of(self, page: int, groups: range) -> torch.Tensor:
+        """Keys and values that a page holds of some layer groups."""
+        per_group = self.engine.pool.region().layers_per_group
+        layers = range(groups.start * per_group, groups.stop * per_group)
+        caches = [cache for layer in layers for cache in self.engine.pool.layer(layer)]
+        return torch.stack([cache[page] for cache in caches])
+
+    def _send(self, peer: str, message: object) -> None:
+        assert peer == PEER
+        assert isinstance(message, KVReady)
+        self.sent.append(
+            (message, [self.bytes_of(page, groups_of(message)) for page in message.pages])
+        )
+
+
+def groups_of(message: KVReady) -> range:
+    return range(message.first_group, message.first_group + message.num_groups)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[PrefillAlone]:
+    made = PrefillAlone()
+    yield made
+    made.engine.close()
+
+
+def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) -> None:
+    prompts = [prompt * 2 for prompt in problem_ids(8)]
+    seen: Counter[tuple[str, int, int]] = Counter()
+    num_early = 0
+    for message, found in worker.serve(prompts):
+        groups = groups_of(message)
+        num_early += groups.stop < NUM_GROUPS
+        numbers = range(message.first_page, message.first_page + len(message.pages))
+        for number, page, then in zip(numbers, message.pages, found, strict=True):
+            assert then.any()
+            assert torch.equal(then, worker.bytes_of(page, groups))
+            seen.update((message.xfer.xfer_id, number, group) for group in groups)
+    assert set(seen.values()) == {1}
+    num_pages = sum(-(-(len(prompt) - 1) // PAGE_SIZE) for prompt in prompts)
+    assert len(seen) == num_pages * NUM_GROUPS
+    assert num_early >= len(prompts)  # at least the last chunk of every prompt
+
+
+def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
+    prompt = problem_ids(9)[8] * 3
+    worker.serve([prompt])
+    first, _ = worker.serve([prompt])[0]
+    assert groups_of(first) == range(NUM_GROUPS)
+    assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
+
+
+class RecordingPeer:
+    """Stands for a transport's peer: every pull ends at once, well."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def pull(self, runs: Sequence[Run]) -> object:
+        self.runs += runs
+        num_bytes = sum(run.num_bytes for run in runs)
+        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=num_bytes, error=None)
+
+
+def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
+    """Early groups, lost ones, and renewals that say everything again."""
+    layout = KVLayout((KVRegion("target", 12, 2, 8, 4, PAGE_SIZE, "float32"),), "m")
+    for seed in range(200):
+        rng = random.Random(seed)
+        tokens = list(range(rng.randrange(20, 200)))
+        book = PageBook(64, PAGE_SIZE)
+        parts = PullParts(
+            book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
+            WorkerMetrics(model="m", role="decode", worker="w"),
+        )  # fmt: skip
+        hold = book.open(tokens, len(tokens), max_matched=0)
+        req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
+        fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
+        fetch.begin("prefill-0/p", "d", time.monotonic())
+        peer = RecordingPeer()
+        num_pages = book.num_pages_for(len(tokens) - 1)
+        assert fetch.xfer is not None
+        while not fetch.landed:
+            first, first_group = rng.randrange(num_pages), rng.randrange(4)
+            end = rng.randint(first + 1, num_pages)
+            pages = tuple(range(1 + first, 1 + end))
+            num_groups = rng.randint(1, 4 - first_group)
+            fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
+            fetch.advance(cast("Any", peer), time.monotonic())
+            assert fetch.xfer is not None
+        spans = sorted((run.local_offset, run.num_bytes) for run in peer.runs)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+        assert sum(n for _, n in spans) == num_pages * layout.page_bytes

@@ -1,0 +1,79 @@
+"""What a worker may take of a device, and that workers of one device are built in turn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import signal
+from multiprocessing.synchronize import Event
+
+import pytest
+
+from worker.errors import UserError
+from worker.memory import GIB, Room, alone
+
+SPAWN = multiprocessing.get_context("spawn")
+WAIT_S = 60.0
+
+
+def room(fraction: float, *, free: float, weights: float = 15.0, reserve: float = 2.0) -> Room:
+    return Room(140 * GIB, int(free * GIB), int(weights * GIB), int(reserve * GIB), fraction)
+
+
+def test_a_worker_alone_gets_what_its_share_leaves() -> None:
+    assert room(0.85, free=124).for_pool() == pytest.approx(102 * GIB, abs=2)
+
+
+def test_two_that_share_get_the_same_whoever_is_first() -> None:
+    first = room(0.45, free=124)  # the other has nothing yet
+    second = room(0.45, free=124 - 63)  # the other holds all of its share
+    assert first.for_pool() == second.for_pool() == pytest.approx(46 * GIB, abs=2)
+
+
+def test_a_share_that_others_hold_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(
+        UserError, match=r"0\.85 of 140\.00 GiB is 119\.00 .* 15\.00.*5\.00 are free"
+    ):
+        room(0.85, free=5).for_pool()
+
+
+def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
+    assert room(0.1, free=124).for_pool() < 0
+
+
+def hold(name: str, inside: Event, leave: Event) -> None:
+    with alone(name, "a test"):
+        inside.set()
+        leave.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_one_process_at_a_time_is_inside(end: str) -> None:
+    name = f"kvlane-test-{secrets.token_hex(8)}"
+    inside, leave = [SPAWN.Event() for _ in range(2)], [SPAWN.Event() for _ in range(2)]
+    first, second = (
+        SPAWN.Process(target=hold, args=(name, inside[i], leave[i]), daemon=True) for i in range(2)
+    )
+    first.start()
+    assert inside[0].wait(WAIT_S)
+    second.start()
+    assert not inside[1].wait(3.0)  # it has begun by then, and waits
+    if end == "leaves":
+        leave[0].set()
+    else:
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+    assert inside[1].wait(WAIT_S)
+    leave[1].set()
+    for process in (first, second):
+        process.join(WAIT_S)
+    assert second.exitcode == 0
+
+
+def test_other_names_do_not_wait() -> None:
+    with (
+        alone(f"kvlane-test-{secrets.token_hex(8)}", "one"),
+        alone(f"kvlane-test-{secrets.token_hex(8)}", "another"),
+    ):
+        pass

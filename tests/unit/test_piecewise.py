@@ -1,0 +1,296 @@
+"""Piecewise graphs on the CPU, where segments are recorded ops: tests/support/recorded.py.
+
+tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.test_graphs_on_cuda import sampling_of, serve
+from tests.support.chunks import (
+    Bench,
+    bench_of,
+    bits,
+    build,
+    check_laws,
+    counts_of,
+    fill,
+    layouts,
+    poison,
+)
+from tests.support.prompts import problem_ids
+from tests.support.recorded import RecordedMemory
+from worker.config import Machine, WorkerConfig
+from worker.context import Breaks, current, forward_context
+from worker.errors import Unsupported
+from worker.graph.base import Padding
+from worker.graph.eager import EagerRunner
+from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseRunner, admit, chunk_buckets
+from worker.graph.segments import Capture
+
+MAX_TOKENS = 40
+NUM_PAGES = 48
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    parts = engine.runner.parts
+    runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory())
+    runner.capture()
+    assert [check.equal for check in runner.checks] == [True] * 2 * len(runner.buckets)
+    yield bench_of(engine, runner)
+    engine.close()
+
+
+def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
+    num_layers = bench.engine.spec.num_layers
+    assert set(bench.runner._captured) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner._captured.values():
+        assert captured.capture.num_segments == num_layers + 1
+    for captured in bench.runner._whole.values():
+        assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
+
+
+@torch.inference_mode()
+def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment() -> None:
+    x, seen = torch.zeros(4), []
+
+    def body(read: Tensor, write: Tensor) -> None:
+        plan = current().attn_plan
+        assert isinstance(plan, float)
+        seen.append(plan)
+        write.copy_(read + plan)
+
+    def forward(breaks: Breaks | None) -> Tensor:
+        y = x * 2
+        out = torch.empty_like(y)
+        if breaks is None:
+            return y
+        return breaks.at(body, y, out) + 1
+
+    capture = Capture(RecordedMemory())
+    found = capture.record(forward)
+    assert capture.num_segments == 2
+    assert not seen, "a capture runs no break: it would read what no kernel has written"
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        with forward_context(None, None, 10 * value):  # type: ignore[arg-type]
+            capture.replay()
+        assert found.tolist() == [2 * value + 10 * value + 1] * 4
+    assert seen == [30.0, 50.0]
+
+    whole = Capture(RecordedMemory())
+    doubled = whole.record(lambda _: x * 2)
+    x.fill_(7.0)
+    whole.replay()
+    assert whole.num_segments == 1
+    assert doubled.tolist() == [14.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "steady"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
+)
+@pytest.mark.parametrize("prefix", [0, 21])
+def test_replays_equal_eager_at_the_same_padded_shape(
+    bench: Bench, num_reqs: int, prefix: int, steady: bool
+) -> None:
+    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, steady=steady)
+
+
+def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
+    layers = list(range(bench.engine.spec.num_layers))
+    for launch in (bench.eager.launch, bench.runner.launch):
+        told: list[int] = []
+        fill(bench)
+        with torch.inference_mode():
+            launch(bench.batch(layouts(20, 3, 5), 32), told.append)
+        assert told == layers
+
+
+def test_a_hook_finds_its_layer_s_kv_complete(bench: Bench) -> None:
+    """What later layers write is missing, what this one wrote is there."""
+    layout = layouts(30, 3, 5)
+    fill(bench)
+    with torch.inference_mode():
+        bench.eager.launch(bench.batch(layout, 32))
+    final = [bits(cache).clone() for cache in bench.caches()]
+    fill(bench)
+    found: list[list[bool]] = []
+
+    def on_layer(layer_id: int) -> None:
+        same = [torch.equal(bits(a), b) for a, b in zip(bench.caches(), final, strict=True)]
+        found.append([all(same[2 * i : 2 * i + 2]) for i in range(len(same) // 2)])
+
+    with torch.inference_mode():
+        bench.runner.launch(bench.batch(layout, 32), on_layer)
+    num_layers = bench.engine.spec.num_layers
+    assert found == [[j <= i for j in range(num_layers)] for i in range(num_layers)]
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, steady: bool) -> None:
+    layout, launch = layouts(19, 2, 0), bench.runner.launch
+    clean = bench.run(launch, layout, 32, steady=steady)
+    poison(bench)
+    again = bench.run(launch, layout, 32, steady=steady)
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+    assert not clean[0].isnan().any()
+
+
+def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
+    """ModelRunner asks for the padding, and the path says what was done and why."""
+    runner, layout = bench.runner, layouts(20, 3, 5)
+    wanted = bench.run(bench.eager.launch, layout, 32)[0]
+    bench.set_pages(layout)
+    bench.engine.runner.graph = runner
+
+    def forward(on_layer: Callable[[int], None] | None = None) -> Tensor:
+        with torch.inference_mode():
+            return bench.engine.runner._forward(bench.plan(layout), on_layer)
+
+    assert torch.allclose(forward()[:20], wanted, atol=1e-4)
+    assert runner.path == "graph"
+    told: list[int] = []
+    assert torch.equal(forward(told.append)[:20], wanted)
+    assert runner.path == "piecewise"
+    assert told == list(range(bench.engine.spec.num_layers))
+    runner.buckets[1].dropped = True
+    found = forward()
+    assert runner.path == "eager_dropped"
+    assert found.shape[0] == 20
+    assert torch.allclose(found, wanted, atol=1e-4)
+    runner.buckets[1].dropped = False
+    bench.engine.runner.graph = bench.eager
+
+
+def test_texts_are_those_of_eager(bench: Bench) -> None:
+    """Prompts in several chunks, alone and together, between decode steps."""
+    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
+    clear(bench)
+    texts = []
+    for graph in (bench.eager, bench.runner):
+        bench.engine.runner.graph = graph
+        texts.append(serve(bench.engine, prompts, wanted)[0])
+    bench.engine.runner.graph = bench.eager
+    assert texts[0] == texts[1]
+    assert all(texts[0])
+
+
+def test_who_gets_pieces_and_who_the_whole(bench: Bench) -> None:
+    runner = bench.runner
+    assert runner.padded(20, 4, hooked=False) == Padding(32, steady=True)
+    assert runner.padded(20, 5, hooked=False) == Padding(32, steady=False)
+    assert runner.padded(20, 1, hooked=True) == Padding(32, steady=False)
+    assert runner.padded(MAX_TOKENS + 1, 1, hooked=False) == Padding()
+
+
+@torch.inference_mode()
+def clear(bench: Bench) -> None:
+    bench.engine.runner.parts.state.page_table.zero_()
+    for cache in bench.caches():
+        cache.zero_()
+
+
+@torch.inference_mode()
+def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
+    runner, table = bench.runner, bench.engine.runner.parts.state.page_table
+    clear(bench)
+    kept = dict(runner._captured), dict(runner._whole)
+    runner._check(Bucket(16))
+    assert runner.checks.pop().equal
+    assert runner.checks.pop().equal
+    runner._captured, runner._whole = kept
+    assert not any(bool(cache.any()) for cache in bench.caches())
+    assert not table.any()
+
+
+@torch.inference_mode()
+def test_a_bucket_that_differs_is_an_error_when_strict(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = bench.runner
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda batch: launch(batch) + 1e-6)
+    with pytest.raises(AssertionError, match="16 tokens differ from eager"):
+        runner._check(Bucket(16))
+    assert not runner.checks.pop().equal
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 23, 512, 1024, 8192, 100_000])
+def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
+    sizes = chunk_buckets(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_tokens, 4096)
+    assert len(sizes) <= 16
+    for below, above in itertools.pairwise(sizes[:-1]):
+        assert above <= 2 * below
+
+
+def test_admission_says_why() -> None:
+    unmeasured = [Bucket(16), Bucket(128), Bucket(512)]
+    assert admit(1, unmeasured) == (16, "")
+    assert admit(16, unmeasured) == (16, "")
+    assert admit(17, unmeasured) == (0, "padding"), "more than twice, and not for free"
+    assert admit(64, unmeasured) == (128, "")
+    assert admit(513, unmeasured) == (0, "too_long")
+    assert admit(300, [Bucket(16), Bucket(512, dropped=True)]) == (0, "dropped")
+    assert admit(20, [Bucket(16), Bucket(48)]) == (48, ""), "few rows cost what one costs"
+
+
+def test_admission_weighs_padding_by_measured_times() -> None:
+    """Compute-bound buckets: eager of 100 tokens lies between those of 64 and of 128."""
+    buckets = [Bucket(64, 5.0, 10.0), Bucket(128, 18.0, 20.0), Bucket(256, 30.0, 60.0)]
+    assert admit(128, buckets) == (128, "")
+    assert admit(120, buckets) == (128, "")  # 18.75 ms
+    assert admit(110, buckets) == (0, "padding")  # 17.2 ms
+    assert admit(129, buckets) == (0, "padding")  # 20.3 ms against 30
+    assert admit(200, buckets) == (256, "")
+
+
+CPU, CUDA = (Machine(kind, 2, 1 << 30, "host") for kind in ("cpu", "cuda"))
+
+
+def graphs(role: str, machine: Machine, **engine: object) -> tuple[str, str]:
+    tree = WorkerConfig.model_validate({"role": role, "engine": engine})
+    graph = tree.resolved(machine, model_max_len=2048, model_dtype="bfloat16").engine.graph
+    return graph.prefill, graph.decode
+
+
+def test_each_role_gets_the_graphs_it_can_use() -> None:
+    assert graphs("prefill", CUDA) == ("piecewise", "eager")
+    assert graphs("decode", CUDA) == ("piecewise", "full")
+    assert graphs("decode", CUDA, graph="full") == ("eager", "full")
+    assert graphs("decode", CUDA, graph="piecewise") == ("piecewise", "eager")
+    assert graphs("decode", CUDA, graph="eager") == ("eager", "eager")
+    assert graphs("decode", CUDA, graph={"prefill": "eager"}) == ("eager", "full")
+    with pytest.raises(ValueError, match=r"engine\.graph\.prefill"):
+        graphs("decode", CUDA, graph="compiled")
+    with pytest.raises(ValueError, match=r"engine\.graph\.decode"):
+        graphs("decode", CUDA, graph={"decode": "piecewise"})
+
+
+def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="kvlane.config"):
+        for role in ("prefill", "decode"):
+            assert graphs(role, CPU) == ("eager", "eager")
+    for kind in ("prefill", "decode"):
+        said = f"engine.graph.{kind} = eager (the CPU has no graphs)"
+        assert caplog.messages.count(said) == 2
+
+
+def test_graphs_by_name_are_refused_on_the_cpu() -> None:
+    with pytest.raises(Unsupported, match=r"piecewise needs CUDA.*engine\.graph=eager"):
+        build("cpu", "piecewise")
+
+
+def test_counts_of_a_bucket_are_its_edges() -> None:
+    assert counts_of(48) == [1, 25, 47, 48]
+    assert counts_of(1) == [1]

@@ -1,0 +1,271 @@
+"""Chunks of prompts as CUDA graphs with a break at the attention of each layer.
+
+A capture in pieces knows one thing of a batch, the number of its rows: token ids, positions and
+slots lie in the buffers of `BatchBuffers`, padded to a bucket with rows of the sink. How many
+requests there are, how long they are and where their pages lie matters to attention alone, which is
+planned and launched for the live batch. The embedding and the head stay outside, so the graphs hold
+the layers and the final norm.
+
+Where the attention backend reads all of that on the device, small buckets are captured whole as
+well: without a break, for up to `BatchBuffers.num_slots` requests of any length. Between pieces a
+GPU idles for a moment, and kernels of two pieces do not overlap, which is felt where a layer takes
+100 us. Whoever wants to be told of each layer gets the pieces.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.batch import Batch
+from worker.context import forward_context
+from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
+from worker.graph.check import check_chunk_bucket
+from worker.graph.segments import Capture, Cuts, GraphMemory
+from worker.kernels.launch import power_of_two
+from worker.plan import Chunk, Plan, Tail
+from worker.tail import Result
+
+log = logging.getLogger("kvlane.graph")
+
+MAX_BUCKET = 4096  # one layer of more rows takes longer to compute than to launch on any model
+MAX_WHOLE = 1024  # beyond, a layer takes so long that the moments between pieces are nothing
+CUT_AFTER = frozenset({2, 8})  # layers of a whole capture; its launch takes 8 us a layer
+FREE_ROWS = 64  # up to so many a product takes the time of reading its weights
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A number of rows that may have a graph; times as measured at the start, 0 = not measured."""
+
+    num_rows: int
+    graph_ms: float = 0.0
+    eager_ms: float = 0.0
+    dropped: bool = False  # it did not win against eager
+
+
+@dataclass(slots=True, frozen=True)
+class Captured:
+    """One bucket's graphs, and their result, which the next replay of any bucket overwrites."""
+
+    capture: Capture
+    hidden: Tensor  # [bucket, hidden]; memory of the capture
+
+
+class PiecewiseRunner:
+    """The GraphRunner that replays chunks.
+
+    Args:
+        parts: what a step is made of.
+        inner: launches everything else, and what is refused here.
+        memory: of all captures.
+    """
+
+    def __init__(self, parts: Parts, inner: GraphRunner, memory: GraphMemory) -> None:
+        self.path = "eager"
+        self.checks: list[BucketCheck] = []
+        self.buckets = [Bucket(n) for n in chunk_buckets(parts.config.engine.max_prefill_tokens)]
+        self._parts, self._inner, self._memory = parts, inner, memory
+        self._refused = ""  # why the last batch had no bucket
+        self._captured: dict[int, Captured] = {}  # in pieces
+        self._whole: dict[int, Captured] = {}
+        weight = parts.model.embedding.weight
+        shape = self.buckets[-1].num_rows, weight.shape[1]
+        self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    @torch.inference_mode()
+    def trial(self) -> None:
+        """See GraphRunner.trial."""
+        self._inner.trial()
+        largest = self.buckets[-1].num_rows
+        self._captured[largest] = self._in_pieces(largest)
+        if self._may_be_whole(largest):
+            self._whole[largest] = self._in_one(largest)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every bucket, the largest first, so that smaller ones reuse its memory."""
+        self._inner.capture()
+        began, free = time.monotonic(), self._memory.free_bytes()
+        for bucket in reversed(self.buckets):
+            num_rows = bucket.num_rows
+            self._captured[num_rows] = self._in_pieces(num_rows)
+            self._compile_attention(num_rows)
+            if self._may_be_whole(num_rows):
+                self._whole[num_rows] = self._in_one(num_rows)
+        captured = *self._captured.values(), *self._whole.values()
+        log.info(
+            "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
+            ", ".join(str(bucket.num_rows) for bucket in self.buckets),
+            sum(each.capture.num_segments for each in captured),
+            time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
+        )  # fmt: skip
+        began = time.monotonic()
+        for bucket in self.buckets:
+            self._check(bucket)
+        log.info("compared them with eager in %.1f s", time.monotonic() - began)
+
+    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+        """See GraphRunner.padded."""
+        num_rows, self._refused = admit(num_tokens, self.buckets)
+        few = num_reqs <= self._parts.buffers.num_slots
+        return Padding(num_rows, steady=few and not hooked and num_rows in self._whole)
+
+    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """See GraphRunner.launch; a batch of a bucket's size is replayed whatever it holds."""
+        steady = batch.host is None
+        captured = (self._whole if steady else self._captured).get(batch.num_tokens)
+        if captured is None:
+            self.path = f"eager_{self._refused}"
+            return self._inner.launch(batch, on_layer)
+        attention, model = self._parts.attention.prefill, self._parts.model
+        self._embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
+        if steady:
+            assert on_layer is None, "a graph without breaks calls nobody"
+            self.path = "graph"
+            captured.capture.replay()
+        else:
+            self.path = "piecewise"
+            attn_plan = attention.plan(batch)
+            with forward_context(batch, attention, attn_plan, on_layer=on_layer):
+                captured.capture.replay()
+        return captured.hidden
+
+    def decode(
+        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail
+    ) -> tuple[Tensor, Result | None]:
+        """See GraphRunner.decode."""
+        drawn = self._inner.decode(rows, max_seq_len_ub, tail)
+        self.path = self._inner.path
+        return drawn
+
+    def close(self) -> None:
+        """See GraphRunner.close."""
+        self._captured.clear()
+        self._whole.clear()
+        self._inner.close()
+
+    def _may_be_whole(self, num_rows: int) -> bool:
+        return self._parts.attention.prefill.static_plan and num_rows <= MAX_WHOLE
+
+    def _in_pieces(self, num_rows: int) -> Captured:
+        attention, model = self._parts.attention.prefill, self._parts.model
+        batch, capture = self._parts.buffers.blank_chunk(num_rows), Capture(self._memory)
+
+        def body(breaks: Capture | None) -> Tensor:
+            attn_plan = attention.plan(batch) if breaks is None else None  # no break runs now
+            with forward_context(batch, attention, attn_plan, breaks=breaks):
+                return model.forward(self._embedded[:num_rows], batch.positions)
+
+        hidden = capture.record(body)
+        return Captured(capture, self._memory.alias(hidden))
+
+    def _in_one(self, num_rows: int) -> Captured:
+        attention, model = self._parts.attention.prefill, self._parts.model
+        length = min(num_rows, self._parts.max_len)
+        plan = Plan(0, chunks=(Chunk(0, 0, (0,) * length),), max_seq_len_ub=length)  # the sink's
+        batch = self._parts.buffers.chunks(plan, num_rows, steady=True)
+        capture = Capture(self._memory)
+
+        def body(under_way: Capture | None) -> Tensor:
+            cuts = None if under_way is None else Cuts(under_way, CUT_AFTER)
+            with forward_context(batch, attention, attention.plan(batch), breaks=cuts):
+                return model.forward(self._embedded[:num_rows], batch.positions)
+
+        hidden = capture.record(body)
+        return Captured(capture, self._memory.alias(hidden))
+
+    def _compile_attention(self, num_rows: int) -> None:
+        """Launch attention for prompts of all sizes: a kernel compiled while serving is a stall."""
+        parts = self._parts
+        attention, spec = parts.attention.prefill, parts.model.heads
+        shape = num_rows, spec.num_heads, parts.model.spec.head_dim
+        q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+        longest = min(num_rows, parts.max_len)
+        lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
+        for length in sorted(lengths):
+            most = min(parts.config.engine.max_num_reqs, num_rows // length)
+            for num_reqs in sorted({1, most}):
+                chunk = Chunk(0, 0, (0,) * length)  # of the sink's row
+                plan = Plan(0, chunks=(chunk,) * num_reqs, max_seq_len_ub=length)
+                batch = parts.buffers.chunks(plan, num_rows)
+                with forward_context(batch, attention, attention.plan(batch)):
+                    attention.forward(q, None, None, 0)
+
+    def _check(self, bucket: Bucket) -> None:
+        """Compare a bucket with eager, result and time, and drop what does not win.
+
+        Raises:
+            AssertionError: they differ, and engine.strict is set.
+        """
+        num_rows = bucket.num_rows
+        pieces = self._compare(num_rows, steady=False)
+        whole = self._compare(num_rows, steady=True) if num_rows in self._whole else None
+        if pieces is None:
+            return
+        bucket.graph_ms, bucket.eager_ms = pieces.graph_ms, pieces.eager_ms
+        if whole is not None and whole.graph_ms < pieces.graph_ms:
+            bucket.graph_ms = whole.graph_ms
+        elif whole is not None:
+            log.info("%5d tokens: not whole, pieces are as fast", num_rows)
+            del self._whole[num_rows]
+        bucket.dropped = bucket.graph_ms >= bucket.eager_ms
+        if bucket.dropped:
+            log.info("%5d tokens: dropped, eager is as fast", num_rows)
+            del self._captured[num_rows]
+            self._whole.pop(num_rows, None)
+
+    def _compare(self, num_rows: int, *, steady: bool) -> BucketCheck | None:
+        what = "whole" if steady else "in pieces"
+        found = check_chunk_bucket(
+            self._parts, num_rows, self._inner.launch, self.launch, steady=steady
+        )
+        if found is None:
+            log.info("%5d tokens, %s: not compared, the KV pool is too small", num_rows, what)
+            return None
+        self.checks.append(found)
+        log.info(
+            "%5d tokens, %s: graph %.3f ms, eager %.3f ms, %s", num_rows, what, found.graph_ms,
+            found.eager_ms, "equal" if found.equal else "DIFFERENT",
+        )  # fmt: skip
+        assert found.equal or not self._parts.config.engine.strict, (
+            f"the graphs of {num_rows} tokens differ from eager"
+        )
+        return found
+
+
+def admit(num_tokens: int, buckets: Sequence[Bucket]) -> tuple[int, str]:
+    """Rows of the bucket that replays a batch of `num_tokens`, or 0 and why it is launched eagerly.
+
+    The reason is part of a metric's label: too_long, dropped, padding (the rows that pad it would
+    cost more than launching op by op: more than as many again, or by the times of the buckets).
+    """
+    at = bisect.bisect_left([bucket.num_rows for bucket in buckets], num_tokens)
+    if at == len(buckets):
+        return 0, "too_long"
+    bucket = buckets[at]
+    if bucket.dropped:
+        return 0, "dropped"
+    if bucket.num_rows > max(2 * num_tokens, FREE_ROWS):
+        return 0, "padding"
+    if at and bucket.graph_ms:
+        below = buckets[at - 1]
+        share = (num_tokens - below.num_rows) / (bucket.num_rows - below.num_rows)
+        eager_ms = below.eager_ms + share * (bucket.eager_ms - below.eager_ms)
+        if below.eager_ms and bucket.graph_ms > eager_ms:
+            return 0, "padding"
+    return bucket.num_rows, ""
+
+
+def chunk_buckets(max_tokens: int) -> list[int]:
+    """Numbers of tokens that get graphs, ascending; the last is `max_tokens`, or MAX_BUCKET."""
+    last = min(max_tokens, MAX_BUCKET)
+    sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536]
+    sizes += range(2048, MAX_BUCKET, 1024)
+    return [size for size in sizes if size < last] + [last]
