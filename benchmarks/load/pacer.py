@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 now = time.monotonic  # one clock for every process of a host
@@ -33,11 +34,11 @@ class _Spec(ctypes.Structure):
 
 
 class Pacer:
-    """Wakes tasks of the loop that entered it. A context manager."""
+    """Wakes tasks of the loop that entered it, and calls functions in it. A context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._fd = -1
@@ -62,21 +63,24 @@ class Pacer:
 
     async def until(self, moment: float) -> None:
         """Return at `moment` of the monotonic clock, at once if it has passed."""
-        left_s = moment - now()
-        if left_s <= 0:
-            return
-        if self._fd < 0:
-            await asyncio.sleep(left_s)
+        if moment <= now():
             return
         wake = self._loop.create_future()
-        heapq.heappush(self._due, (moment, next(self._count), wake))
-        if self._due[0][2] is wake:
-            self._arm(moment)
+        self.at(moment, lambda: wake.done() or wake.set_result(None))  # done: cancelled
         await wake
 
+    def at(self, moment: float, call: Callable[[], object]) -> None:
+        """Call `call` in the loop at `moment`, or as soon as it can if that has passed."""
+        if self._fd < 0:
+            self._loop.call_later(moment - now(), call)
+            return
+        entry = moment, next(self._count), call
+        heapq.heappush(self._due, entry)
+        if self._due[0] is entry:
+            self._arm(moment)
+
     def _arm(self, moment: float) -> None:
-        sec, fraction = divmod(moment, 1.0)
-        spec = _Spec(0, 0, int(sec), int(fraction * 1e9) + 1)  # all zero would disarm it
+        spec = _Spec(0, 0, *divmod(int(moment * 1e9) + 1, 10**9))  # rounded up; zero would disarm
         assert self._libc is not None
         if self._libc.timerfd_settime(self._fd, _ABSOLUTE, ctypes.byref(spec), None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
@@ -86,9 +90,9 @@ class Pacer:
             os.read(self._fd, 8)
         except BlockingIOError:
             return  # it was armed anew between the wake and here
-        while self._due and self._due[0][0] <= now():
-            wake = heapq.heappop(self._due)[2]
-            if not wake.done():  # else its task was cancelled
-                wake.set_result(None)
-        if self._due:
-            self._arm(self._due[0][0])
+        try:
+            while self._due and self._due[0][0] <= now():
+                heapq.heappop(self._due)[2]()
+        finally:
+            if self._due:
+                self._arm(self._due[0][0])

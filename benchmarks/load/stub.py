@@ -3,23 +3,30 @@
 It speaks as much of OpenAI's API as a load client needs. A request's delays come from (seed, its
 last prompt) alone, so two clients that send the same requests meet the same server. Every piece
 leaves at its due time, counted from the arrival of the request's last byte.
+
+It sits on the bare transport and makes an answer's bytes before they are due, because every layer
+between the two would be a delay that nobody asked for. It reads HTTP/1.1 with `Content-Length`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from http import HTTPStatus
+from typing import Any, cast
 
 import msgspec
-from aiohttp import web
 
 from benchmarks.load.pacer import Pacer, now
 
 WORD = " word"
-STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+HEAD_END = b"\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 class StubOptions(msgspec.Struct, frozen=True):
@@ -50,78 +57,165 @@ def delays(options: StubOptions, prompt: str) -> Delays:
     return Delays(options.ttft_s * rng.uniform(low, high), options.itl_s * rng.uniform(low, high))
 
 
-class Stub:
-    """The routes. Everything happens in one loop; due times are kept by `pacer`."""
+@dataclass(slots=True)
+class Answer:
+    """What goes out when: (seconds of the monotonic clock, bytes), ascending."""
 
-    def __init__(self, options: StubOptions, pacer: Pacer) -> None:
+    pieces: deque[tuple[float, bytes]] = field(default_factory=deque)
+    closes: bool = False  # the connection, after the last one
+
+
+class Stub:
+    """What is answered; one for all connections."""
+
+    def __init__(self, options: StubOptions) -> None:
         self._options = options
-        self._pacer = pacer
         self._indices = itertools.count()
         self._stall = (0.0, 0.0)  # begin and end, monotonic
 
-    def application(self) -> web.Application:
-        """What to serve."""
-        app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            app.router.add_post(path, self._answer)
-        return app
-
-    async def _models(self, request: web.Request) -> web.Response:
-        row = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
-        return web.json_response({"object": "list", "data": [row]})
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = msgspec.json.decode(await request.read())
-        arrived, index = now(), next(self._indices)
-        options = self._options
+    def answer(self, method: str, path: str, raw: bytes, arrived: float) -> Answer:
+        """To a request whose last byte arrived at `arrived`."""
+        if (method, path) == ("GET", "/v1/models"):
+            row = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
+            return _at_once(arrived, 200, {"object": "list", "data": [row]})
+        if method != "POST" or path not in ("/v1/chat/completions", "/v1/completions"):
+            return _at_once(arrived, 404, _error("no such route", "not_found"))
+        try:
+            body = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            return _at_once(arrived, 400, _error(str(error), "bad_json"))
+        options, index = self._options, next(self._indices)
         if options.stall_s and index == options.stall_after:
             self._stall = arrived, arrived + options.stall_s
         if options.fail_every and index % options.fail_every == options.fail_every - 1:
-            error = {"message": "as asked", "type": "server_error", "param": None, "code": "busy"}
-            return web.json_response({"error": error}, status=503)
+            return _at_once(arrived, 503, _error("as asked", "busy"))
         num_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         num_tokens = int(num_tokens or options.num_tokens)
         each = delays(options, _prompt_of(body))
         due = [arrived + each.ttft_s + i * each.itl_s for i in range(num_tokens)]
-        chat = "chat" in request.path
-        if body.get("stream"):
-            return await self._stream(request, due, chat)
-        await self._until(due[-1])
-        said = {"message": {"role": "assistant", "content": WORD * num_tokens, "refusal": None}}
-        choice = said if chat else {"text": WORD * num_tokens}
-        answer = _object("chat.completion" if chat else "text_completion", choice, "length")
-        return web.json_response(answer | {"usage": _usage(num_tokens)})
+        if not body.get("stream"):
+            whole = _whole("chat" in path, num_tokens)
+            return Answer(deque([(due[-1], _response(200, whole))]))
+        first, piece, last = _stream("chat" in path, num_tokens)
+        pieces = [first, *[piece] * (num_tokens - 2), last] if num_tokens > 1 else [first + last]
+        return Answer(deque(zip(due, pieces, strict=True)))
 
-    async def _until(self, due: float) -> None:
-        """Return at `due`, or at the end of the stall if it falls into it."""
-        await self._pacer.until(due)
+    def leaves(self, due: float) -> float:
+        """When what is due at `due` leaves: at the end of the stall if it falls into one."""
         begin, end = self._stall
-        if begin <= due < end:
-            await self._pacer.until(end)
+        return end if begin <= due < end else due
 
-    async def _stream(
-        self, request: web.Request, due: list[float], chat: bool
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        kind = "chat.completion.chunk" if chat else "text_completion"
-        choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
-        piece = _event(_object(kind, choice, None))
-        end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
-        usage = _event(end | {"usage": _usage(len(due))})
-        last = _event(_object(kind, choice, "length")) + usage + b"data: [DONE]\n\n"
-        for i, moment in enumerate(due):
-            await self._until(moment)
-            if i == 0:  # headers leave with the first piece, as from a real server
-                await response.prepare(request)
-            await response.write(last if i + 1 == len(due) else piece)
-        await response.write_eof()
-        return response
+
+class Connection(asyncio.Protocol):
+    """Reads requests off one connection and answers them one after the other."""
+
+    def __init__(self, stub: Stub, pacer: Pacer) -> None:
+        self._stub = stub
+        self._pacer = pacer
+        self._unread = b""
+        self._answer: Answer | None = None  # the one under way
+        self._transport: asyncio.Transport | None = None  # None once it is lost
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop has its own class
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        arrived = now()
+        self._unread += data
+        if self._answer is None:
+            self._read(arrived)
+
+    def _read(self, arrived: float) -> None:
+        """Take the next request if all of it is here."""
+        head, found, rest = self._unread.partition(HEAD_END)
+        if not found:
+            return
+        request, *lines = head.decode("latin-1").split("\r\n")
+        named = [line.partition(":") for line in lines]
+        headers = {name.lower(): value.strip() for name, _, value in named}
+        size = int(headers.get("content-length", 0))
+        if len(rest) < size:
+            return
+        method, target, _ = request.split(" ")
+        self._unread = rest[size:]
+        self._answer = self._stub.answer(method, target.partition("?")[0], rest[:size], arrived)
+        self._answer.closes |= headers.get("connection", "").lower() == "close"
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self._answer is not None
+        self._pacer.at(self._stub.leaves(self._answer.pieces[0][0]), self._write)
+
+    def _write(self) -> None:
+        """Write all that has fallen due; the end of a stall, or a late wake, may find several."""
+        answer, transport = self._answer, self._transport
+        if transport is None:
+            return
+        assert answer is not None
+        moment, parts = now(), []
+        while answer.pieces and self._stub.leaves(answer.pieces[0][0]) <= moment:
+            parts.append(answer.pieces.popleft()[1])
+        transport.write(b"".join(parts))
+        if answer.pieces:
+            self._wait()
+            return
+        self._answer = None
+        if answer.closes:
+            transport.close()
+        elif self._unread:
+            self._read(moment)
 
 
 def _prompt_of(body: dict[str, Any]) -> str:
     messages = body.get("messages")
     return str(messages[-1].get("content") if messages else body.get("prompt"))
+
+
+def _at_once(arrived: float, status: int, body: dict[str, Any]) -> Answer:
+    return Answer(deque([(arrived, _response(status, msgspec.json.encode(body)))]))
+
+
+def _error(message: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "error", "param": None, "code": code}}
+
+
+def _response(status: int, body: bytes) -> bytes:
+    length = f"content-length: {len(body)}"
+    return _head(status, "content-type: application/json", length) + body
+
+
+def _head(status: int, *headers: str) -> bytes:
+    line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+    return "\r\n".join([line, *headers, "", ""]).encode()
+
+
+@cache
+def _whole(chat: bool, num_tokens: int) -> bytes:
+    said = {"message": {"role": "assistant", "content": WORD * num_tokens, "refusal": None}}
+    choice = said if chat else {"text": WORD * num_tokens}
+    answer = _object("chat.completion" if chat else "text_completion", choice, "length")
+    return msgspec.json.encode(answer | {"usage": _usage(num_tokens)})
+
+
+@cache
+def _stream(chat: bool, num_tokens: int) -> tuple[bytes, bytes, bytes]:
+    """First piece, with the headers as from a real server, any one between, last piece and end."""
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
+    end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
+    head = _head(
+        200,
+        "content-type: text/event-stream",
+        "cache-control: no-cache",
+        "transfer-encoding: chunked",
+    )
+    piece = _chunk(_event(_object(kind, choice, None)))
+    usage = _event(end | {"usage": _usage(num_tokens)})
+    last = _event(_object(kind, choice, "length")) + usage + b"data: [DONE]\n\n"
+    return head + (piece if num_tokens > 1 else b""), piece, _chunk(last) + LAST_CHUNK
 
 
 def _object(kind: str, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
@@ -137,16 +231,17 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
 async def serve(options: StubOptions, host: str, port: int) -> None:
     """Serve until cancelled; says its address on standard output once it listens."""
+    stub = Stub(options)
+    gc.freeze()  # a collection would be a delay
     with Pacer() as pacer:
-        runner = web.AppRunner(Stub(options, pacer).application(), access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        bound = runner.addresses[0][1]
-        print(f"http://{host}:{bound}", flush=True)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(stub, pacer), host, port, backlog=1024)
+        print(f"http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
+        async with server:
+            await server.serve_forever()

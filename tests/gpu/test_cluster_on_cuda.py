@@ -89,7 +89,7 @@ def replayed_steps(serve: Serve) -> float:
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "kvlane_steps_total"
+        if sample.name == "kvlane_engine_steps_total"
         and sample.labels["kind"] == "decode"
         and sample.labels["path"] != "eager"
     )
