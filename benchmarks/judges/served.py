@@ -52,7 +52,6 @@ def environment(root: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     own = {"TMPDIR": str(root / "tmp"), "XDG_RUNTIME_DIR": str(root / "run")}
     ray = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
-    ray["RAY_worker_niceness"] = "0"  # 15 without it: engines would give way to every client
     return {**kept, **own, **ray}
 
 
