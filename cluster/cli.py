@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
 # wins. A node is found dead after 1.4 s instead of 14 s with these health checks. The memory
-# monitor would kill workers on machines whose memory grows as it is used. Ray's own processes run at
-# nice 0 and its workers, our engines, at nice 15: they would give way to whatever else runs.
+# monitor would kill workers on machines whose memory grows as it is used. Ray's workers, our
+# engines, would run at nice 15 and give way to whatever else runs.
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",

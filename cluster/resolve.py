@@ -66,23 +66,25 @@ def _share(config: Config, local_gpus: float) -> float:
 
 
 def with_transport(config: Config, nodes: Collection[str]) -> Config:
-    """`transport.name` without `auto`: shm only where it can reach everybody.
+    """`transport.name` and `transport.kind` without `auto`, as far as the nodes decide them.
 
     Args:
         config: with devices decided.
         nodes: ids of the nodes that the workers were placed on.
     """
-    if config.transport.name != "auto":
-        return config
-    cpu = all(config.role(role).engine.device == "cpu" for role in ROLES)
-    if cpu and len(set(nodes)) <= 1:
-        name, reason = "shm", "all workers are on one node, and their KV is in host memory"
-    elif cpu:
-        name, reason = "mooncake", f"the workers are on {len(set(nodes))} nodes"
-    else:
-        name, reason = "mooncake", "KV is in device memory"
-    log.info("transport.name = %s (%s)", name, reason)
-    return _changed(config, {"transport": {"name": name}})
+    devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
+    one_node = len(set(nodes)) <= 1
+    where = "one node" if one_node else f"{len(set(nodes))} nodes"
+    name, kind = config.transport.name, config.transport.kind
+    if name == "auto":
+        name = "shm" if devices == {"cpu"} and one_node else "mooncake"
+        log.info(
+            "transport.name = %s (KV of %s, on %s)", name, " and ".join(sorted(devices)), where
+        )
+    if kind == "auto" and name == "mooncake" and "cpu" not in devices and one_node:
+        kind = "nvlink"
+        log.info("transport.kind = nvlink (KV goes from GPU to GPU within one node)")
+    return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 
 def bundle_of(config: Config, seat: Seat) -> dict[str, float]:

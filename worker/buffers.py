@@ -18,6 +18,7 @@ from worker.state import StepState
 from worker.tail import Sampled
 
 NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
+MAX_STEADY_LEN = 2048  # tokens of each; attention to more keys is better cut for what there is
 
 
 class BatchBuffers:
@@ -35,6 +36,7 @@ class BatchBuffers:
         width = _width(self.num_slots)
         self._requests = torch.zeros(3, width, dtype=torch.int32, device=state.device)
         self._tables = torch.zeros_like(state.page_table[: self.num_slots])
+        self.max_steady_len = min(MAX_STEADY_LEN, self._tables.shape[1] * page_size)
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan, num_rows: int = 0, *, steady: bool = False) -> Batch:
@@ -45,8 +47,9 @@ class BatchBuffers:
         Args:
             plan: has chunks.
             num_rows: pad it to so many rows, and let host bounds be coarse; 0: neither.
-            steady: pad the requests too, to `num_slots`, in buffers that stay; the host bounds are
-                then the highest that there are, and `host` is None. With `num_rows` only.
+            steady: pad the requests too, to `num_slots` of up to `max_steady_len` tokens, in
+                buffers that stay; the host bounds are then the highest that there are, and `host`
+                is None. With `num_rows` only.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
@@ -82,7 +85,7 @@ class BatchBuffers:
             page_table=self._tables,
             num_reqs=self.num_slots,
             max_query_len=num_rows,
-            max_seq_len_ub=self._tables.shape[1] * self._page_size,
+            max_seq_len_ub=self.max_steady_len,
         )
 
     def blank_chunk(self, num_tokens: int) -> Batch:

@@ -198,7 +198,9 @@ class ModelRunner:
             self._state.apply(plan)
             return self.graph.decode(plan.decode, plan.max_seq_len_ub, "none")[0]
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        shape = self.graph.padded(num_tokens, len(plan.chunks), hooked=on_layer is not None)
+        shape = self.graph.padded(
+            num_tokens, len(plan.chunks), plan.max_seq_len_ub, hooked=on_layer is not None
+        )
         self._state.apply_pages(plan)
         batch = self._buffers.chunks(plan, shape.num_rows, steady=shape.steady)
         hidden = self.graph.launch(batch, on_layer)

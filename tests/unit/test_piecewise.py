@@ -186,10 +186,12 @@ def test_texts_are_those_of_eager(bench: Bench) -> None:
 
 def test_who_gets_pieces_and_who_the_whole(bench: Bench) -> None:
     runner = bench.runner
-    assert runner.padded(20, 4, hooked=False) == Padding(32, steady=True)
-    assert runner.padded(20, 5, hooked=False) == Padding(32, steady=False)
-    assert runner.padded(20, 1, hooked=True) == Padding(32, steady=False)
-    assert runner.padded(MAX_TOKENS + 1, 1, hooked=False) == Padding()
+    longest = runner._parts.buffers.max_steady_len
+    assert runner.padded(20, 4, longest, hooked=False) == Padding(32, steady=True)
+    assert runner.padded(20, 4, longest + 1, hooked=False) == Padding(32, steady=False)
+    assert runner.padded(20, 5, 20, hooked=False) == Padding(32, steady=False)
+    assert runner.padded(20, 1, 20, hooked=True) == Padding(32, steady=False)
+    assert runner.padded(MAX_TOKENS + 1, 1, 9999, hooked=False) == Padding()
 
 
 @torch.inference_mode()

@@ -68,7 +68,9 @@ class GraphRunner(Protocol):
         """Prepare every bucket; called once, before the first launch."""
         ...
 
-    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> Padding:
         """How a batch of chunks has to be built for `launch`, `hooked` if with on_layer."""
         ...
 

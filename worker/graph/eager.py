@@ -53,7 +53,9 @@ class EagerRunner:
     def capture(self) -> None:
         """Nothing to prepare."""
 
-    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> Padding:
         """See GraphRunner.padded."""
         return Padding()
 

@@ -87,9 +87,11 @@ class FullRunner:
         log.info("%d decode graphs in %.1f s", len(self._captured), time.monotonic() - began)
         self._check()
 
-    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> Padding:
         """See GraphRunner.padded."""
-        return self._inner.padded(num_tokens, num_reqs, hooked=hooked)
+        return self._inner.padded(num_tokens, num_reqs, max_seq_len_ub, hooked=hooked)
 
     def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See GraphRunner.launch."""

@@ -7,7 +7,7 @@ planned and launched for the live batch. The embedding and the head stay outside
 the layers and the final norm.
 
 Where the attention backend reads all of that on the device, small buckets are captured whole as
-well: without a break, for up to `BatchBuffers.num_slots` requests of any length. Between pieces a
+well: without a break, for a few requests that are not long (`BatchBuffers`). Between pieces a
 GPU idles for a moment, and kernels of two pieces do not overlap, which is felt where a layer takes
 100 us. Whoever wants to be told of each layer gets the pieces.
 """
@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -111,11 +112,14 @@ class PiecewiseRunner:
             self._check(bucket)
         log.info("compared them with eager in %.1f s", time.monotonic() - began)
 
-    def padded(self, num_tokens: int, num_reqs: int, *, hooked: bool) -> Padding:
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> Padding:
         """See GraphRunner.padded."""
         num_rows, self._refused = admit(num_tokens, self.buckets)
-        few = num_reqs <= self._parts.buffers.num_slots
-        return Padding(num_rows, steady=few and not hooked and num_rows in self._whole)
+        buffers = self._parts.buffers
+        fits = num_reqs <= buffers.num_slots and max_seq_len_ub <= buffers.max_steady_len
+        return Padding(num_rows, steady=fits and not hooked and num_rows in self._whole)
 
     def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See GraphRunner.launch; a batch of a bucket's size is replayed whatever it holds."""
@@ -191,9 +195,9 @@ class PiecewiseRunner:
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
         for length in sorted(lengths):
             most = min(parts.config.engine.max_num_reqs, num_rows // length)
-            for num_reqs in sorted({1, most}):
-                chunk = Chunk(0, 0, (0,) * length)  # of the sink's row
-                plan = Plan(0, chunks=(chunk,) * num_reqs, max_seq_len_ub=length)
+            chunk = Chunk(0, 0, (0,) * length)  # of the sink's row
+            for num_reqs, bound in product({1, most}, {length, parts.max_len}):
+                plan = Plan(0, chunks=(chunk,) * num_reqs, max_seq_len_ub=bound)
                 batch = parts.buffers.chunks(plan, num_rows)
                 with forward_context(batch, attention, attention.plan(batch)):
                     attention.forward(q, None, None, 0)
