@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import SHORT_OUTPUT, Bench, build, synchronize
+from benchmarks.engine import SHORT_OUTPUT, Bench, backends, build, synchronize
 from worker.api import Sampling
 from worker.req import Req
 
@@ -224,7 +224,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--attention", type=backends, default="auto")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()

@@ -136,11 +136,14 @@ class RaySite:
             await self.release(seat.name)
         self._groups |= await self._place([seat])
         nodes = self._worker_nodes()
-        if self.config.transport.name == "shm" and len(nodes) > 1:
+        transport = self.config.transport
+        if len(nodes) > 1 and (transport.name == "shm" or transport.kind == "nvlink"):
             log.warning(
-                "%s is on another node now, which transport shm does not reach: decode workers "
-                "prefill by themselves; start again with --set transport.name=mooncake",
+                "%s is on another node now, which transport %s does not reach: decode workers "
+                "prefill by themselves; start again with --set transport.name=mooncake "
+                "--set transport.kind=tcp",
                 seat.name,
+                transport.name if transport.name == "shm" else transport.kind,
             )
 
     async def _place(self, seats: Sequence[Seat]) -> dict[str, Group]:

@@ -152,8 +152,11 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
     for node in nodes:
         have = (f"{name} {node.free.get(name, 0.0):g}/{t:g}" for name, t in node.total.items())
         lines.append(f"  {node.address}: {', '.join(have) or 'nothing to reserve'}")
-    if any("GPU" in ask.bundle for ask in missing):
+    if any(ask.bundle.get("GPU", 0) >= 1 for ask in missing) and any(
+        node.total.get("GPU") for node in nodes
+    ):
         lines.append("To share a GPU: --set prefill.num_gpus=0.5 --set decode.num_gpus=0.5")
+    if any("GPU" in ask.bundle for ask in missing):
         lines.append("Without GPUs: --set prefill.engine.device=cpu --set decode.engine.device=cpu")
     lines.append(
         "Ask for fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."

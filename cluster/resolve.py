@@ -66,7 +66,7 @@ def _share(config: Config, local_gpus: float) -> float:
 
 
 def with_transport(config: Config, nodes: Collection[str]) -> Config:
-    """`transport.name` and `transport.kind` without `auto`, as far as the nodes decide them.
+    """`transport.name` without `auto`: shm only where it can reach everybody.
 
     Args:
         config: with devices decided.

@@ -12,13 +12,14 @@ from torch import Tensor
 from worker.batch import Batch, HostLengths
 from worker.kernels.chunk_rows import chunk_rows
 from worker.kernels.launch import power_of_two
+from worker.kernels.paged_attention import SHORT_KEYS
 from worker.kernels.step_rows import read_rows
 from worker.plan import Plan
 from worker.state import StepState
 from worker.tail import Sampled
 
 NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
-MAX_STEADY_LEN = 2048  # tokens of each; attention to more keys is better cut for what there is
+MAX_STEADY_LEN = SHORT_KEYS  # tokens of each; attention to more is better cut for what there is
 
 
 class BatchBuffers:
@@ -35,12 +36,13 @@ class BatchBuffers:
         self.num_slots = min(NUM_SLOTS, num_rows)
         width = _width(self.num_slots)
         self._requests = torch.zeros(3, width, dtype=torch.int32, device=state.device)
-        self._tables = torch.zeros_like(state.page_table[: self.num_slots])
-        self.max_steady_len = min(MAX_STEADY_LEN, self._tables.shape[1] * page_size)
+        num_pages = min(-(-MAX_STEADY_LEN // page_size), state.page_table.shape[1])
+        self.max_steady_len = min(MAX_STEADY_LEN, num_pages * page_size)
+        self._tables = torch.zeros_like(state.page_table[: self.num_slots, :num_pages])
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan, num_rows: int = 0, *, steady: bool = False) -> Batch:
-        """The batch of a plan of chunks whose row changes have been applied to the state.
+        """The batch of a plan of chunks whose pages have been applied to the state.
 
         Its rows lie in buffers that stay: the batch built last is the only one that holds.
 
@@ -62,6 +64,7 @@ class BatchBuffers:
         chunk_rows(tokens, table, self._page_size, self._chunk, num_rows)
         if steady:
             self._requests.copy_(requests)
+            table = table[:, : self._tables.shape[1]]
             torch.index_select(table, 0, self._requests[0, : self.num_slots], out=self._tables)
             return self._steady(num_rows)
         num_pages = -(-plan.max_seq_len_ub // self._page_size)

@@ -85,13 +85,16 @@ def cost_of(work: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cpu":
         return 0
-    before = free_bytes(device)
+    before, own = free_bytes(device), torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
     made = work()
     torch.cuda.synchronize(device)
     free, _ = torch.cuda.mem_get_info(device)  # with the allocator's cache: the peak
+    # What is free changes with other processes, too: one that ends meanwhile must not hide ours.
+    allocated = torch.cuda.max_memory_reserved(device) - own
     del made
     free_bytes(device)
-    return max(0, before - free)
+    return max(allocated, before - free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,8 @@ class Room:
         if share > self.weights + self.free:
             raise UserError(
                 f"engine.memory_fraction: no room for this worker's share: {self.why}. The rest is "
-                "held by other processes: the fractions of all workers on one GPU have to sum up "
-                "to less than 1, with about 0.01 for each worker's CUDA context",
+                "held by other processes and CUDA contexts: the fractions of all workers on one "
+                "GPU have to sum up to less than 1, with about 1 GiB to spare for each worker",
                 "engine.memory_fraction",
             )
         return share - self.weights - self.reserve

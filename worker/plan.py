@@ -19,7 +19,7 @@ TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serve
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request takes a row before this step's forward.
+    """A request takes a row in this step.
 
     With `active`, the row decodes at once: KV of tokens[: seq_len] is there and `last_token` is
     tokens[seq_len]. Otherwise prefill chunks follow, and the one with `sample` activates it.
@@ -60,7 +60,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One step: either chunks of prompts or one token for each of `decode`, never both.
 
-    Applied in this order: releases, starts, pages, then the forward.
+    Applied in this order: releases, starts, pages, then the forward; but pages, the forward,
+    releases and starts where it is of chunks, which read nothing else of a row. The tail is last.
     """
 
     step: int

@@ -60,8 +60,8 @@ class Step:
     @property
     def num_groups_final(self) -> int:
         """Layer groups, from the first on, whose events have passed; never waits."""
-        passed = (i for i, event in enumerate(self.group_events) if not event.query())
-        return next(passed, len(self.group_events))
+        pending = (i for i, event in enumerate(self.group_events) if not event.query())
+        return next(pending, len(self.group_events))
 
     def wait(self) -> list[Drawn]:
         """Block until the device is through; the tokens of plan.sampled_rows."""

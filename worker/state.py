@@ -1,7 +1,8 @@
 """Device-resident step state: what the device knows of each row without asking the host.
 
-Filled by `apply` from a Plan's starts, pages and releases, and by the sampling tail of each step.
-Row 0 is the sink: inactive and padded rows alias it, so whatever they write is harmless.
+Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages, and by the
+sampling tail of each step. Row 0 is the sink: inactive and padded rows alias it, so whatever they
+write is harmless.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from worker.api import MAX_STOP_IDS, Sampling
 from worker.kernels.step_rows import RowColumns
 from worker.plan import Plan, RowStart
 
-LINE = 16  # elements
+ALIGNMENT = 16  # elements; columns begin at multiples of it
 NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
 
 
@@ -38,7 +39,7 @@ class StepState:
         self._eos_ids = tuple(eos_ids)
 
         def columns(num: int, dtype: torch.dtype) -> Tensor:
-            padded = -(-n // LINE) * LINE  # so that all begin alike for the kernels
+            padded = -(-n // ALIGNMENT) * ALIGNMENT  # so that all begin alike for the kernels
             return torch.zeros(num, padded, dtype=dtype, device=device)
 
         # What a row starts with, a line for each column: one copy moves them all.

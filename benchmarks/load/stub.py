@@ -2,7 +2,8 @@
 
 It speaks as much of OpenAI's API as a load client needs. A request's delays come from (seed, its
 last prompt) alone, so two clients that send the same requests meet the same server. Every piece
-leaves at its due time, counted from the arrival of the request's last byte.
+leaves at its due time, counted from the arrival of the request's last byte (of a pipelined request:
+from the end of the answer before).
 
 It sits on the bare transport and makes an answer's bytes before they are due, because every layer
 between the two would be a delay that nobody asked for. It reads HTTP/1.1 with `Content-Length`.
@@ -18,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -57,6 +58,28 @@ def delays(options: StubOptions, prompt: str) -> Delays:
     return Delays(options.ttft_s * rng.uniform(low, high), options.itl_s * rng.uniform(low, high))
 
 
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Message(msgspec.Struct):
+    content: Any = None
+
+
+class _Body(msgspec.Struct):
+    """What matters of a request, of either endpoint."""
+
+    messages: list[_Message] = []
+    prompt: Any = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    stream: bool | None = None
+
+    @property
+    def last_prompt(self) -> str:
+        """What the delays follow from."""
+        return str(self.messages[-1].content if self.messages else self.prompt)
+
+
 @dataclass(slots=True)
 class Answer:
     """What goes out when: (seconds of the monotonic clock, bytes), ascending."""
@@ -81,19 +104,18 @@ class Stub:
         if method != "POST" or path not in ("/v1/chat/completions", "/v1/completions"):
             return _at_once(arrived, 404, _error("no such route", "not_found"))
         try:
-            body = msgspec.json.decode(raw, type=dict[str, Any])
+            body = msgspec.json.decode(raw, type=_Body)
         except msgspec.DecodeError as error:
-            return _at_once(arrived, 400, _error(str(error), "bad_json"))
+            return _at_once(arrived, 400, _error(str(error), "bad_request"))
         options, index = self._options, next(self._indices)
         if options.stall_s and index == options.stall_after:
             self._stall = arrived, arrived + options.stall_s
         if options.fail_every and index % options.fail_every == options.fail_every - 1:
             return _at_once(arrived, 503, _error("as asked", "busy"))
-        num_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        num_tokens = int(num_tokens or options.num_tokens)
-        each = delays(options, _prompt_of(body))
+        num_tokens = body.max_completion_tokens or body.max_tokens or options.num_tokens
+        each = delays(options, body.last_prompt)
         due = [arrived + each.ttft_s + i * each.itl_s for i in range(num_tokens)]
-        if not body.get("stream"):
+        if not body.stream:
             whole = _whole("chat" in path, num_tokens)
             return Answer(deque([(due[-1], _response(200, whole))]))
         first, piece, last = _stream("chat" in path, num_tokens)
@@ -133,17 +155,21 @@ class Connection(asyncio.Protocol):
         head, found, rest = self._unread.partition(HEAD_END)
         if not found:
             return
-        request, *lines = head.decode("latin-1").split("\r\n")
+        request, *lines = head.decode("latin-1").lstrip("\r\n").split("\r\n")
         named = [line.partition(":") for line in lines]
         headers = {name.lower(): value.strip() for name, _, value in named}
-        size = int(headers.get("content-length", 0))
-        if len(rest) < size:
-            return
-        method, target, _ = request.split(" ")
-        self._unread = rest[size:]
-        self._answer = self._stub.answer(method, target.partition("?")[0], rest[:size], arrived)
-        self._answer.closes |= headers.get("connection", "").lower() == "close"
-        self._wait()
+        length = headers.get("content-length", "0")
+        words = request.split(" ")
+        if len(words) != 3 or not length.isdigit() or "transfer-encoding" in headers:
+            self._unread = b""
+            self._answer = _at_once(arrived, 400, _error("not read here", "bad_request"))
+            self._answer.closes = True
+        elif len(rest) >= int(length):
+            raw, self._unread = rest[: int(length)], rest[int(length) :]
+            self._answer = self._stub.answer(words[0], words[1].partition("?")[0], raw, arrived)
+            self._answer.closes |= headers.get("connection", "").lower() == "close"
+        if self._answer is not None:
+            self._wait()
 
     def _wait(self) -> None:
         assert self._answer is not None
@@ -167,11 +193,6 @@ class Connection(asyncio.Protocol):
             transport.close()
         elif self._unread:
             self._read(moment)
-
-
-def _prompt_of(body: dict[str, Any]) -> str:
-    messages = body.get("messages")
-    return str(messages[-1].get("content") if messages else body.get("prompt"))
 
 
 def _at_once(arrived: float, status: int, body: dict[str, Any]) -> Answer:

@@ -81,7 +81,8 @@ def test_a_whole_answer_and_both_endpoints(url: str) -> None:
         text = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()
         assert text["choices"][0]["text"] == " word word"
         assert client.post("/elsewhere", json={}).status_code == 404
-        assert client.post(CHAT, content=b"{").status_code == 400
+        for bad in (b"{", b'{"max_tokens": -1}', b'{"messages": ["x"]}'):
+            assert client.post(CHAT, content=bad).status_code == 400
 
 
 def test_a_connection_is_closed_when_it_is_asked_to_be(url: str) -> None:
@@ -94,6 +95,22 @@ def test_a_connection_is_closed_when_it_is_asked_to_be(url: str) -> None:
         while part := peer.recv(65536):
             found += part
     assert found.endswith(whole.content)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+    ],
+)
+def test_what_it_cannot_read_is_refused(url: str, raw: bytes) -> None:
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), timeout=10) as peer:
+        peer.sendall(raw)
+        assert peer.recv(65536).startswith(b"HTTP/1.1 400 ")
+        assert not peer.recv(65536)
 
 
 def test_the_pacer_calls_in_order_and_never_early() -> None:

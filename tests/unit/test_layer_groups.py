@@ -28,6 +28,7 @@ from worker.transfer.base import PullState, Run
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
+GROUP_BYTES = 2 * 3 * 2 * PAGE_SIZE * 8 * 4  # of the layout below: heads, layers, k and v, tokens
 
 
 def test_ranges_are_the_runs_of_set_bits() -> None:
@@ -136,7 +137,7 @@ class RecordingPeer:
 
 
 def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
-    """Early groups, lost ones, and renewals that say everything again."""
+    """Early groups, lost ones, renewals that say everything again, and attempts that end."""
     layout = KVLayout((KVRegion("target", 12, 2, 8, 4, PAGE_SIZE, "float32"),), "m")
     for seed in range(200):
         rng = random.Random(seed)
@@ -147,20 +148,30 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
             WorkerMetrics(model="m", role="decode", worker="w"),
         )  # fmt: skip
         hold = book.open(tokens, len(tokens), max_matched=0)
+        assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
         fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
-        fetch.begin("prefill-0/p", "d", time.monotonic())
-        peer = RecordingPeer()
-        num_pages = book.num_pages_for(len(tokens) - 1)
-        assert fetch.xfer is not None
+        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
+        pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
+            if fetch.xfer is None or rng.random() < 0.05:
+                whole = {(page, g) for page in range(fetch.num_landed) for g in range(4)}
+                assert whole <= pulled
+                pulled = whole  # of the others nothing counts in a new attempt
+                fetch.drain()
+                fetch.begin("prefill-0/p", "d", time.monotonic())
+            assert fetch.xfer is not None
             first, first_group = rng.randrange(num_pages), rng.randrange(4)
             end = rng.randint(first + 1, num_pages)
             pages = tuple(range(1 + first, 1 + end))
             num_groups = rng.randint(1, 4 - first_group)
             fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
             fetch.advance(cast("Any", peer), time.monotonic())
-            assert fetch.xfer is not None
-        spans = sorted((run.local_offset, run.num_bytes) for run in peer.runs)
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
-        assert sum(n for _, n in spans) == num_pages * layout.page_bytes
+            for run in peer.runs:
+                for at in range(run.local_offset, run.local_offset + run.num_bytes, GROUP_BYTES):
+                    page, group = divmod(at // GROUP_BYTES, 4)
+                    piece = hold.pages.index(page), group
+                    assert piece not in pulled
+                    pulled.add(piece)
+            peer.runs.clear()
+        assert pulled == {(page, group) for page in range(num_pages) for group in range(4)}

@@ -42,7 +42,8 @@ def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
     assert room(0.1, free=124).for_pool() < 0
 
 
-def hold(name: str, inside: Event, leave: Event) -> None:
+def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
+    began.set()
     with alone(name, "a test"):
         inside.set()
         leave.wait(WAIT_S)
@@ -51,14 +52,16 @@ def hold(name: str, inside: Event, leave: Event) -> None:
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 def test_one_process_at_a_time_is_inside(end: str) -> None:
     name = f"kvlane-test-{secrets.token_hex(8)}"
-    inside, leave = [SPAWN.Event() for _ in range(2)], [SPAWN.Event() for _ in range(2)]
+    began, inside, leave = ([SPAWN.Event() for _ in range(2)] for _ in range(3))
     first, second = (
-        SPAWN.Process(target=hold, args=(name, inside[i], leave[i]), daemon=True) for i in range(2)
+        SPAWN.Process(target=hold, args=(name, began[i], inside[i], leave[i]), daemon=True)
+        for i in range(2)
     )
     first.start()
     assert inside[0].wait(WAIT_S)
     second.start()
-    assert not inside[1].wait(3.0)  # it has begun by then, and waits
+    assert began[1].wait(WAIT_S)
+    assert not inside[1].wait(1.0)
     if end == "leaves":
         leave[0].set()
     else:

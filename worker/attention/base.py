@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -29,7 +29,6 @@ class AttentionCaps:
     dtypes: frozenset[str] | None = None  # of the KV region
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
-    max_query_len: int | None = None  # rows of one request in one batch
 
 
 class AttentionBackend(Protocol):
@@ -50,6 +49,15 @@ class AttentionBackend(Protocol):
 
         With `static_plan` False it may reuse buffers of the plan two steps back, so that one has to
         be through by then: the engine's loops settle a step before they launch the one after next.
+        """
+        ...
+
+    def variant(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> Hashable:
+        """Of the kernel that a batch with such bounds is launched with; None: there is but one.
+
+        The first launch of a variant may wait for a compiler.
         """
         ...
 

@@ -130,6 +130,11 @@ class FlashInferAttention:
         wrapper, num_tokens = self._plan(batch.host, batch.page_table)
         return FlashInferPlan(batch.slot_mapping, wrapper, num_tokens)
 
+    def variant(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> None:
+        """See AttentionBackend.variant: nothing is compiled for a batch."""
+
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """See AttentionBackend.kv."""
         return self._layers[layer_id]

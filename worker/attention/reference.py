@@ -110,6 +110,11 @@ class ReferenceAttention:
             width=width,
         )
 
+    def variant(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> None:
+        """See AttentionBackend.variant: nothing is compiled for a batch."""
+
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """See AttentionBackend.kv."""
         return self._layers[layer_id]

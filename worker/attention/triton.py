@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,14 @@ from worker.cache.pool import KVPool
 from worker.context import current
 from worker.errors import Unsupported
 from worker.kernels.jit import HAS_TRITON, INTERPRETED
-from worker.kernels.paged_attention import PagedPlan, choose, paged_attention, plan_items
+from worker.kernels.paged_attention import (
+    PagedPlan,
+    PagedTiles,
+    choose,
+    constants_of,
+    paged_attention,
+    plan_items,
+)
 from worker.kernels.store_kv import store_kv
 
 
@@ -31,7 +39,8 @@ class TritonAttention:
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
     captured at high bounds serves all batches of its bucket. A row's result depends on its own
-    tokens and on the batch's padded shape (num_reqs, num_tokens, max_query_len), nothing else.
+    tokens, on the batch's padded shape (num_reqs, num_tokens, max_query_len), and for prompts on
+    whether the bound is above SHORT_KEYS.
     `plan` allocates all scratch, in a capture from the graph's pool; one stream at a time.
     """
 
@@ -62,15 +71,8 @@ class TritonAttention:
 
     def plan(self, batch: Batch) -> TritonPlan:
         """See AttentionBackend.plan; device work only."""
-        tiles = choose(
-            batch.num_reqs,
-            batch.num_tokens,
-            batch.max_query_len,
-            batch.max_seq_len_ub,
-            self.heads,
-            self.head_dim,
-            self._item_bytes,
-            self._num_sms,
+        tiles = self._tiles(
+            batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
         )
         paged = plan_items(
             batch.query_start,
@@ -82,6 +84,20 @@ class TritonAttention:
             self._page_size,
         )
         return TritonPlan(batch.slot_mapping, paged)
+
+    def variant(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> Hashable:
+        """See AttentionBackend.variant."""
+        tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+        options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
+        return *constants_of(tiles, self.heads, self.head_dim, self._page_size).values(), *options
+
+    def _tiles(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> PagedTiles:
+        bounds = num_reqs, num_tokens, max_query_len, max_seq_len_ub
+        return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """See AttentionBackend.kv."""

@@ -57,7 +57,7 @@ class GraphRunner(Protocol):
     Runners stand one around the other, see `graph.build`: each hands on what it has no graphs for.
     """
 
-    path: str  # how the last step was launched, for the metrics: see PATHS
+    path: str  # of the last step, for metrics: graph, piecewise, eager or eager_<why no graph>
     checks: list[BucketCheck]  # of the buckets that were captured
 
     def trial(self) -> None:
@@ -108,8 +108,6 @@ class GraphRunner(Protocol):
         """Free captured graphs."""
         ...
 
-
-PATHS = ("graph", "piecewise", "eager")  # also eager_<why a graph was refused>
 
 # Built as cls(parts, inner, memory): the runner around which it stands, and the memory of captures.
 GRAPHS = {

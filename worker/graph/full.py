@@ -70,9 +70,9 @@ class FullRunner:
     @torch.inference_mode()
     def trial(self) -> None:
         """See GraphRunner.trial."""
-        self._inner.trial()
         for tail in get_args(Tail):
             self._captured[self.buckets[-1], tail] = self._capture_one(self.buckets[-1], tail)
+        self._inner.trial()
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -30,6 +30,7 @@ from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
 from worker.graph.check import check_chunk_bucket
 from worker.graph.segments import Capture, Cuts, GraphMemory
 from worker.kernels.launch import power_of_two
+from worker.kernels.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan, Tail
 from worker.tail import Result
 
@@ -38,7 +39,7 @@ log = logging.getLogger("kvlane.graph")
 MAX_BUCKET = 4096  # one layer of more rows takes longer to compute than to launch on any model
 MAX_WHOLE = 1024  # beyond, a layer takes so long that the moments between pieces are nothing
 CUT_AFTER = frozenset({2, 8})  # layers of a whole capture; its launch takes 8 us a layer
-FREE_ROWS = 64  # up to so many a product takes the time of reading its weights
+FREE_ROWS = MAX_STREAMED_ROWS  # up to so many a product takes the time of reading its weights
 
 
 @dataclass(slots=True)
@@ -76,18 +77,19 @@ class PiecewiseRunner:
         self._refused = ""  # why the last batch had no bucket
         self._captured: dict[int, Captured] = {}  # in pieces
         self._whole: dict[int, Captured] = {}
+        self._compiled: set[Hashable] = {None}  # variants of the attention kernel
         weight = parts.model.embedding.weight
         shape = self.buckets[-1].num_rows, weight.shape[1]
         self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()
     def trial(self) -> None:
-        """See GraphRunner.trial."""
-        self._inner.trial()
+        """See GraphRunner.trial; eager steps last: captures empty the allocator's cache."""
         largest = self.buckets[-1].num_rows
         self._captured[largest] = self._in_pieces(largest)
         if self._may_be_whole(largest):
             self._whole[largest] = self._in_one(largest)
+        self._inner.trial()
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -156,7 +158,10 @@ class PiecewiseRunner:
         self._inner.close()
 
     def _may_be_whole(self, num_rows: int) -> bool:
-        return self._parts.attention.prefill.static_plan and num_rows <= MAX_WHOLE
+        config = self._parts.config
+        hooked = config.role == "prefill" and config.kv.num_groups > 1  # every step is
+        static = self._parts.attention.prefill.static_plan
+        return static and not hooked and num_rows <= MAX_WHOLE
 
     def _in_pieces(self, num_rows: int) -> Captured:
         attention, model = self._parts.attention.prefill, self._parts.model
@@ -186,21 +191,24 @@ class PiecewiseRunner:
         return Captured(capture, self._memory.alias(hidden))
 
     def _compile_attention(self, num_rows: int) -> None:
-        """Launch attention for prompts of all sizes: a kernel compiled while serving is a stall."""
-        parts = self._parts
-        attention, spec = parts.attention.prefill, parts.model.heads
-        shape = num_rows, spec.num_heads, parts.model.spec.head_dim
-        q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+        """Launch every kernel that batches of a bucket can ask for: to compile one is a stall."""
+        parts, attention = self._parts, self._parts.attention.prefill
         longest = min(num_rows, parts.max_len)
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
-        for length in sorted(lengths):
-            most = min(parts.config.engine.max_num_reqs, num_rows // length)
-            chunk = Chunk(0, 0, (0,) * length)  # of the sink's row
-            for num_reqs, bound in product({1, most}, {length, parts.max_len}):
-                plan = Plan(0, chunks=(chunk,) * num_reqs, max_seq_len_ub=bound)
-                batch = parts.buffers.chunks(plan, num_rows)
-                with forward_context(batch, attention, attention.plan(batch)):
-                    attention.forward(q, None, None, 0)
+        counts = range(1, min(parts.config.engine.max_num_reqs, num_rows) + 1)
+        for length, bound, num_reqs in product(lengths, {1, parts.max_len}, counts):
+            coarse, longest_ub = min(num_rows, power_of_two(length)), max(length, bound)
+            variant = attention.variant(num_reqs, num_rows, coarse, longest_ub)
+            if num_reqs - 1 > num_rows - length or variant in self._compiled:
+                continue
+            self._compiled.add(variant)
+            chunks = (Chunk(0, 0, (0,) * length), *[Chunk(0, 0, (0,))] * (num_reqs - 1))  # sink's
+            plan = Plan(0, chunks=chunks, max_seq_len_ub=longest_ub)
+            shape = num_rows, parts.model.heads.num_heads, parts.model.spec.head_dim
+            q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+            batch = parts.buffers.chunks(plan, num_rows)
+            with forward_context(batch, attention, attention.plan(batch)):
+                attention.forward(q, None, None, 0)
 
     def _check(self, bucket: Bucket) -> None:
         """Compare a bucket with eager, result and time, and drop what does not win.
@@ -211,6 +219,8 @@ class PiecewiseRunner:
         num_rows = bucket.num_rows
         pieces = self._compare(num_rows, steady=False)
         whole = self._compare(num_rows, steady=True) if num_rows in self._whole else None
+        if whole is None:
+            self._whole.pop(num_rows, None)  # the pieces do as well
         if pieces is None:
             return
         bucket.graph_ms, bucket.eager_ms = pieces.graph_ms, pieces.eager_ms

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 NUM_WARMUPS = 2  # libraries allocate workspaces and choose kernels in the first calls
 
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 Body = Callable[[Tensor, Tensor], object]
 
 
@@ -109,7 +109,7 @@ class Capture:
         """Graphs of which it is made."""
         return len(self._broken) + (self._last is not None)
 
-    def record(self, forward: Callable[[Capture | None], Result]) -> Result:
+    def record(self, forward: Callable[[Capture | None], Made]) -> Made:
         """Call `forward` a few times to warm up, with None, and once to capture it.
 
         Returns what that last call returned: tensors that every replay overwrites.
@@ -122,13 +122,18 @@ class Capture:
             gc.disable()  # a collection may free things of CUDA, which fails within a capture
             try:
                 self._open = memory.begin()
-                result = forward(self)
-                memory.end(self._open)
+                made = forward(self)
+                self._last = self._end()
+            except BaseException:
+                if self._open is not None:
+                    with suppress(RuntimeError):  # the capture may be what failed
+                        memory.end(self._open)
+                raise
             finally:
+                self._open = None
                 if collecting:
                     gc.enable()
-        self._last, self._open = self._open, None
-        return result
+        return made
 
     def at(self, body: Body, x: Tensor, out: Tensor) -> Tensor:
         """See Breaks.at. The body is not called now: nothing that it could read was computed.

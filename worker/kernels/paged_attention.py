@@ -4,8 +4,9 @@ The query rows of one request times the heads that share a kv head form tiles of
 tile's keys are cut into splits. `plan_items` lists all (tile, split) of a batch on the device, once
 for all layers, so that no launch depends on a length that the host does not know and no program
 starts for a split that is empty. How a tile is cut depends on its own length and on the batch's
-shape alone: a row's result is the same, bit for bit, whatever the other rows are. The last program
-to finish a tile adds the splits in their order.
+shape alone (for prompts also on whether the bound is above SHORT_KEYS): a row's result is the same,
+bit for bit, whatever the other rows are. The last program to finish a tile adds the splits in their
+order.
 
 The twin in plain torch is `worker.attention.reference`.
 """
@@ -13,7 +14,7 @@ The twin in plain torch is `worker.attention.reference`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from worker.kernels.jit import (
     tl,
     triton,
 )
-from worker.kernels.launch import overlap
+from worker.kernels.launch import overlap, power_of_two
 
 MAX_SPLITS = 64
 SHORT_KEYS = 2048
@@ -352,7 +353,7 @@ class PagedTiles:
     early: bool  # start while the kernel before still ends
 
 
-@cache
+@lru_cache(4096)
 def choose(
     num_reqs: int,
     num_tokens: int,
@@ -373,7 +374,7 @@ def choose(
     rows = max_query_len * group
     widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
     block_n = min(64, _TILE_BYTES // (head_dim * item_bytes))
-    highest = min(max(16, _power_of_two(rows)), widest)
+    highest = min(max(16, power_of_two(rows)), widest)
     # Low tiles read the keys more often, which costs nothing while there are few, and fill the
     # device: 64 tokens alone take 3.9 us a layer with 16 rows and 5.9 with 128.
     lowest = 16 if max_query_len >= 16 and max_seq_len <= SHORT_KEYS else highest
@@ -424,10 +425,6 @@ def _tiles(
         if tiles >= wanted or block_m == lowest:
             return block_m, max_tiles, tiles
         block_m //= 2
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
