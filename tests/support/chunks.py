@@ -133,13 +133,14 @@ class Bench:
 def bench_of(engine: Engine, runner: PiecewiseRunner) -> Bench:
     """Of a runner that has captured; no bucket is missing because it did not win."""
     for bucket in runner.buckets:
-        bucket.dropped, bucket.graph_ms = False, 0.0
+        bucket.pieces, bucket.pieces_ms, bucket.whole_ms = True, 0.0, 0.0
         num_rows = bucket.num_rows
         with torch.inference_mode():
             if num_rows not in runner._captured:
                 runner._captured[num_rows] = runner._in_pieces(num_rows)
             if num_rows not in runner._whole and runner._may_be_whole(num_rows):
                 runner._whole[num_rows] = runner._in_one(num_rows)
+        bucket.whole = num_rows in runner._whole
     return Bench(engine, EagerRunner(engine.runner.parts), runner)
 
 

@@ -162,12 +162,12 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
     assert torch.equal(forward(told.append)[:20], wanted)
     assert runner.path == "piecewise"
     assert told == list(range(bench.engine.spec.num_layers))
-    runner.buckets[1].dropped = True
+    runner.buckets[1].pieces = runner.buckets[1].whole = False
     found = forward()
     assert runner.path == "eager_dropped"
     assert found.shape[0] == 20
     assert torch.allclose(found, wanted, atol=1e-4)
-    runner.buckets[1].dropped = False
+    runner.buckets[1].pieces = runner.buckets[1].whole = True
     bench.engine.runner.graph = bench.eager
 
 
@@ -236,25 +236,39 @@ def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
         assert above <= 2 * below
 
 
+def admitted(num_tokens: int, buckets: list[Bucket]) -> tuple[int, str]:
+    padding, why = admit(num_tokens, buckets)
+    assert not padding.steady
+    return padding.num_rows, why
+
+
 def test_admission_says_why() -> None:
     unmeasured = [Bucket(16), Bucket(128), Bucket(512)]
-    assert admit(1, unmeasured) == (16, "")
-    assert admit(16, unmeasured) == (16, "")
-    assert admit(17, unmeasured) == (0, "padding"), "more than twice, and not for free"
-    assert admit(64, unmeasured) == (128, "")
-    assert admit(513, unmeasured) == (0, "too_long")
-    assert admit(300, [Bucket(16), Bucket(512, dropped=True)]) == (0, "dropped")
-    assert admit(20, [Bucket(16), Bucket(48)]) == (48, ""), "few rows cost what one costs"
+    assert admitted(1, unmeasured) == (16, "")
+    assert admitted(16, unmeasured) == (16, "")
+    assert admitted(17, unmeasured) == (0, "padding"), "more than twice, and not for free"
+    assert admitted(64, unmeasured) == (128, "")
+    assert admitted(513, unmeasured) == (0, "too_long")
+    assert admitted(300, [Bucket(16), Bucket(512, pieces=False)]) == (0, "dropped")
+    assert admitted(20, [Bucket(16), Bucket(48)]) == (48, ""), "few rows cost what one costs"
 
 
 def test_admission_weighs_padding_by_measured_times() -> None:
     """Compute-bound buckets: eager of 100 tokens lies between those of 64 and of 128."""
-    buckets = [Bucket(64, 5.0, 10.0), Bucket(128, 18.0, 20.0), Bucket(256, 30.0, 60.0)]
-    assert admit(128, buckets) == (128, "")
-    assert admit(120, buckets) == (128, "")  # 18.75 ms
-    assert admit(110, buckets) == (0, "padding")  # 17.2 ms
-    assert admit(129, buckets) == (0, "padding")  # 20.3 ms against 30
-    assert admit(200, buckets) == (256, "")
+    buckets = [Bucket(64, 10.0, 5.0), Bucket(128, 20.0, 18.0), Bucket(256, 60.0, 30.0)]
+    assert admitted(128, buckets) == (128, "")
+    assert admitted(120, buckets) == (128, "")  # 18.75 ms
+    assert admitted(110, buckets) == (0, "padding")  # 17.2 ms
+    assert admitted(129, buckets) == (0, "padding")  # 20.3 ms against 30
+    assert admitted(200, buckets) == (256, "")
+
+
+def test_whole_and_pieces_are_admitted_each_by_its_own_time() -> None:
+    buckets = [Bucket(64, 10.0, 9.0, 4.0, whole=True), Bucket(128, 20.0, 25.0, 8.0, False, True)]
+    assert admit(64, buckets, watched=False) == (Padding(64, steady=True), "")
+    assert admit(64, buckets, watched=True) == (Padding(64), "")
+    assert admit(100, buckets, watched=False) == (Padding(128, steady=True), "")
+    assert admit(100, buckets, watched=True) == (Padding(), "dropped"), "its pieces lose to eager"
 
 
 CPU, CUDA = (Machine(kind, 2, 1 << 30, "host") for kind in ("cpu", "cuda"))

@@ -44,12 +44,14 @@ FREE_ROWS = MAX_STREAMED_ROWS  # up to so many a product takes the time of readi
 
 @dataclass(slots=True)
 class Bucket:
-    """A number of rows that may have a graph; times as measured at the start, 0 = not measured."""
+    """A number of rows that may have graphs; times as measured at the start, 0 = not measured."""
 
     num_rows: int
-    graph_ms: float = 0.0
     eager_ms: float = 0.0
-    dropped: bool = False  # it did not win against eager
+    pieces_ms: float = 0.0
+    whole_ms: float = 0.0
+    pieces: bool = True  # there are some, and they win against eager
+    whole: bool = False  # there is one, and it wins against both
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,6 +104,7 @@ class PiecewiseRunner:
             self._compile_attention(num_rows)
             if self._may_be_whole(num_rows):
                 self._whole[num_rows] = self._in_one(num_rows)
+                bucket.whole = True
         captured = *self._captured.values(), *self._whole.values()
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
@@ -118,10 +121,10 @@ class PiecewiseRunner:
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> Padding:
         """See GraphRunner.padded."""
-        num_rows, self._refused = admit(num_tokens, self.buckets)
         buffers = self._parts.buffers
-        fits = num_reqs <= buffers.num_slots and max_seq_len_ub <= buffers.max_steady_len
-        return Padding(num_rows, steady=fits and not hooked and num_rows in self._whole)
+        few = num_reqs <= buffers.num_slots and max_seq_len_ub <= buffers.max_steady_len
+        padding, self._refused = admit(num_tokens, self.buckets, watched=hooked or not few)
+        return padding
 
     def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See GraphRunner.launch; a batch of a bucket's size is replayed whatever it holds."""
@@ -219,21 +222,18 @@ class PiecewiseRunner:
         num_rows = bucket.num_rows
         pieces = self._compare(num_rows, steady=False)
         whole = self._compare(num_rows, steady=True) if num_rows in self._whole else None
-        if whole is None:
-            self._whole.pop(num_rows, None)  # the pieces do as well
-        if pieces is None:
-            return
-        bucket.graph_ms, bucket.eager_ms = pieces.graph_ms, pieces.eager_ms
-        if whole is not None and whole.graph_ms < pieces.graph_ms:
-            bucket.graph_ms = whole.graph_ms
-        elif whole is not None:
-            log.info("%5d tokens: not whole, pieces are as fast", num_rows)
-            del self._whole[num_rows]
-        bucket.dropped = bucket.graph_ms >= bucket.eager_ms
-        if bucket.dropped:
-            log.info("%5d tokens: dropped, eager is as fast", num_rows)
-            del self._captured[num_rows]
-            self._whole.pop(num_rows, None)
+        if pieces is not None:
+            bucket.eager_ms, bucket.pieces_ms = pieces.eager_ms, pieces.graph_ms
+            bucket.pieces = pieces.graph_ms < pieces.eager_ms
+        if whole is not None:
+            bucket.whole_ms = whole.graph_ms
+            bucket.whole = whole.graph_ms < min(whole.eager_ms, bucket.pieces_ms or whole.eager_ms)
+        for kept, captured, what in (
+            (bucket.pieces, self._captured, "in pieces"),
+            (bucket.whole, self._whole, "whole"),
+        ):
+            if not kept and captured.pop(num_rows, None) is not None:
+                log.info("%5d tokens: not %s, others are as fast", num_rows, what)
 
     def _compare(self, num_rows: int, *, steady: bool) -> BucketCheck | None:
         what = "whole" if steady else "in pieces"
@@ -254,27 +254,36 @@ class PiecewiseRunner:
         return found
 
 
-def admit(num_tokens: int, buckets: Sequence[Bucket]) -> tuple[int, str]:
-    """Rows of the bucket that replays a batch of `num_tokens`, or 0 and why it is launched eagerly.
+def admit(
+    num_tokens: int, buckets: Sequence[Bucket], *, watched: bool = True
+) -> tuple[Padding, str]:
+    """How a batch of `num_tokens` is replayed; or no padding, and why it is launched eagerly.
 
     The reason is part of a metric's label: too_long, dropped, padding (the rows that pad it would
     cost more than launching op by op: more than as many again, or by the times of the buckets).
+
+    Args:
+        num_tokens: of the batch.
+        buckets: by number of rows, ascending.
+        watched: it has to be in pieces, for its hook, its requests or their length.
     """
     at = bisect.bisect_left([bucket.num_rows for bucket in buckets], num_tokens)
     if at == len(buckets):
-        return 0, "too_long"
+        return Padding(), "too_long"
     bucket = buckets[at]
-    if bucket.dropped:
-        return 0, "dropped"
+    steady = bucket.whole and not watched
+    if not steady and not bucket.pieces:
+        return Padding(), "dropped"
     if bucket.num_rows > max(2 * num_tokens, FREE_ROWS):
-        return 0, "padding"
-    if at and bucket.graph_ms:
+        return Padding(), "padding"
+    graph_ms = bucket.whole_ms if steady else bucket.pieces_ms
+    if at and graph_ms:
         below = buckets[at - 1]
         share = (num_tokens - below.num_rows) / (bucket.num_rows - below.num_rows)
         eager_ms = below.eager_ms + share * (bucket.eager_ms - below.eager_ms)
-        if below.eager_ms and bucket.graph_ms > eager_ms:
-            return 0, "padding"
-    return bucket.num_rows, ""
+        if below.eager_ms and graph_ms > eager_ms:
+            return Padding(), "padding"
+    return Padding(bucket.num_rows, steady=steady), ""
 
 
 def chunk_buckets(max_tokens: int) -> list[int]:
