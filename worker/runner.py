@@ -47,6 +47,7 @@ class Step:
     def __init__(self, plan: Plan, runner: ModelRunner) -> None:
         self.plan = plan
         self.group_events: list[GroupEvent] = []
+        self.failed = False  # while its groups were computed; `wait` raises why
         self._runner = runner
         self._running: Future[Any] | None = None  # of Result | None; of the body: None
         self._result: Result | None = None
@@ -61,7 +62,8 @@ class Step:
     def num_groups_final(self) -> int:
         """Layer groups, from the first on, whose events have passed; never waits."""
         pending = (i for i, event in enumerate(self.group_events) if not event.query())
-        return next(pending, len(self.group_events))
+        num_final = next(pending, len(self.group_events))
+        return 0 if self.failed else num_final
 
     def wait(self) -> list[Drawn]:
         """Block until the device is through; the tokens of plan.sampled_rows."""
@@ -121,10 +123,10 @@ class ModelRunner:
         events = step.group_events
         if self._stream is not None:
             events += [HostEvent() for _ in range(self._num_early_groups)]
-            step._running = self._stream.submit(self._run_in_groups, plan, events, None)
+            step._running = self._stream.submit(self._run_in_groups, step, None)
         else:
             events += [torch.cuda.Event() for _ in range(self._num_early_groups)]
-            self._run_in_groups(plan, events, at_layer)
+            self._run_in_groups(step, at_layer)
             self._record(step, None)
         return step
 
@@ -159,9 +161,9 @@ class ModelRunner:
         return self._draw(plan, hidden, None) if plan.tail != "none" else None
 
     @torch.inference_mode()
-    def _run_in_groups(
-        self, plan: Plan, events: list[GroupEvent], at_layer: Callable[[], None] | None
-    ) -> None:
+    def _run_in_groups(self, step: Step, at_layer: Callable[[], None] | None) -> None:
+        events = step.group_events
+
         def on_layer(layer_id: int) -> None:
             group, within = divmod(layer_id + 1, self._layers_per_group)
             if not within and group <= len(events):
@@ -170,8 +172,9 @@ class ModelRunner:
                 at_layer()
 
         try:
-            self._forward(plan, on_layer if events else None)
+            self._forward(step.plan, on_layer if events else None)
         except BaseException:
+            step.failed = True
             for event in events:  # whoever waits for them goes on to `wait`, which raises this
                 event.record()
             raise

@@ -21,6 +21,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
 from worker.engine import build_engine
 from worker.fetch import Fetch, PullParts, _ranges
+from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
 from worker.req import Req
@@ -122,6 +123,25 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
     first, _ = worker.serve([prompt])[0]
     assert groups_of(first) == range(NUM_GROUPS)
     assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
+
+
+def test_a_step_that_fails_announces_nothing(
+    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events pass, so that nobody waits for ever, and the error is met."""
+    attend, num_calls = Attention.forward, Counter[str]()
+
+    def breaks(self: Attention, *args: Any) -> Any:
+        num_calls["layers"] += 1
+        assert num_calls["layers"] < 2, "a bug of ours"  # no group is final
+        return attend(self, *args)
+
+    monkeypatch.setattr(Attention, "forward", breaks)
+    with pytest.raises(AssertionError, match="a bug of ours"):
+        worker.serve([problem_ids(12)[11] * 2])
+    admitted, *others = (message for message, _ in worker.sent)
+    assert groups_of(admitted) == range(NUM_GROUPS)  # what was cached
+    assert not others
 
 
 class RecordingPeer:
