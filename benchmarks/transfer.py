@@ -6,6 +6,11 @@ On a CPU machine both ends, the copy and the network stack share a few cores, so
 (one transport, or one run size, against another); no number here says what a GPU host or a real
 network does. The data is random, not zero. A pull is polled in a closed loop, as an idle engine
 would; `first run` is the time of a pull of a single run, which is what a short prompt sees.
+
+    python -m benchmarks.transfer exposed --kind tcp,nvlink --groups 1,4 --throttle-gb-s 0,25
+
+How long decode still waits for KV after the prefill worker has computed all of it: see
+`benchmarks.exposed`.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -126,6 +132,11 @@ def bench(name: str, run_sizes: Sequence[int], total_bytes: int, repeat: int) ->
 
 def main() -> None:
     """Parse, measure, print."""
+    if sys.argv[1:2] == ["exposed"]:
+        from benchmarks import exposed  # has torch, which processes that only copy do without
+
+        exposed.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description="Pull throughput and latency; see the module.")
     parser.add_argument("--transport", action="append", choices=sorted(TRANSPORTS))
     parser.add_argument(
