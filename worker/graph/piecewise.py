@@ -225,6 +225,7 @@ class PiecewiseRunner:
         if pieces is not None:
             bucket.eager_ms, bucket.pieces_ms = pieces.eager_ms, pieces.graph_ms
             bucket.pieces = pieces.graph_ms < pieces.eager_ms
+        bucket.whole = False  # what was not compared is not replayed; the pieces will do
         if whole is not None:
             bucket.whole_ms = whole.graph_ms
             bucket.whole = whole.graph_ms < min(whole.eager_ms, bucket.pieces_ms or whole.eager_ms)
