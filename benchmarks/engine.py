@@ -57,6 +57,8 @@ def build(options: argparse.Namespace, max_batch: int) -> Engine:
     shutil.copy(options.model_config, place / "config.json")
     max_len = options.prompt_len + options.output_len + 8
     page_size = options.page_size
+    other = {"decode": "prefill", "prefill": "decode"}[options.phase]
+    graphs = "eager" if options.eager else {other: "eager"}  # only of what is measured
     config = WorkerConfig.model_validate(
         {
             "role": "decode",
@@ -67,7 +69,7 @@ def build(options: argparse.Namespace, max_batch: int) -> Engine:
             "kv": {"page_size": page_size},
             "engine": {
                 "max_num_reqs": max_batch, "penalty_rows": 1, "prefix_cache": False,
-                "max_prefill_tokens": options.chunk, "graph": "eager" if options.eager else "auto",
+                "max_prefill_tokens": options.chunk, "graph": graphs,
                 "attention": options.attention, "growth_tokens": options.output_len,
                 "num_pages": max_batch * (-(-max_len // page_size) + 1) + 2,
             },
@@ -83,21 +85,25 @@ class Bench:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+        self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+
+    def admit(self, batch: int, prompt_len: int, sampling: Sampling, seed: int) -> list[Req]:
+        """Requests with random prompts, to be prefilled by this engine."""
+        rng, reqs = random.Random(seed), []
+        for number in range(batch):
+            tokens = rng.choices(range(self.engine.spec.vocab_size), k=prompt_len)
+            req = Req(str(number), 1, "bench", tokens, prompt_len, sampling, float("inf"))
+            assert self.scheduler.admit(req), "the pool is made for this batch"
+            self.scheduler.prefill_locally(req)
+            reqs.append(req)
+        return reqs
 
     def generate(
         self, batch: int, prompt_len: int, output_len: int, sampling: Sampling, seed: int
     ) -> float:
         """Seconds from the first launch until each of `batch` requests has its last token."""
-        rng = random.Random(seed)
-        scheduler, engine = self._scheduler, self.engine
-        reqs = []
-        for number in range(batch):
-            tokens = rng.choices(range(engine.spec.vocab_size), k=prompt_len)
-            req = Req(str(number), 1, "bench", tokens, prompt_len, sampling, float("inf"))
-            assert scheduler.admit(req), "the pool is made for this batch"
-            scheduler.prefill_locally(req)
-            reqs.append(req)
+        scheduler, engine = self.scheduler, self.engine
+        reqs = self.admit(batch, prompt_len, sampling, seed)
         synchronize()
         began = time.perf_counter()
         pending: Step | None = None
@@ -278,29 +284,35 @@ def measure_decode(
     return rows
 
 
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What `build` reads, but for the phase."""
+    add = parser.add_argument
+    add("--model-config", type=Path, help="a config.json")
+    add("--load-format", default="dummy", choices=("dummy", "safetensors"))
+    add("--dtype", default="", help="default: as the config says; float32 on CPU")
+    add("--prompt-len", type=int, default=512)
+    add("--output-len", type=int, default=128)
+    add("--page-size", type=int, default=64)
+    add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
+    add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
+    add("--eager", action="store_true", help="no graphs")
+
+
 def main() -> None:
     """Measure every batch, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model-config", type=Path, required=True, help="a config.json")
-    parser.add_argument("--load-format", default="dummy", choices=("dummy", "safetensors"))
-    parser.add_argument("--dtype", default="", help="default: as the config says; float32 on CPU")
+    add_engine_options(parser)
     parser.add_argument("--phase", default="decode", choices=("decode", "prefill"))
     parser.add_argument("--tokens", default="16,64,128,256,512,1024,2048,8192", help="of a prompt")
     parser.add_argument("--batch", default="1,8,32", help="requests at a time, comma-separated")
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
     parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
-    parser.add_argument(
-        "--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME"
-    )
-    parser.add_argument("--eager", action="store_true", help="no graphs")
     parser.add_argument("--profile", type=Path, help="chrome trace of some steps")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.model_config is None:
+        parser.error("--model-config is required")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     batches = [int(part) for part in options.batch.split(",")]
     options.tokens = [int(part) for part in options.tokens.split(",")]

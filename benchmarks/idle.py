@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
 import statistics
 import time
 from collections import defaultdict
@@ -25,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import SHORT_OUTPUT, Bench, backends, build, synchronize
+from benchmarks.engine import SHORT_OUTPUT, Bench, add_engine_options, build, synchronize
 from worker.api import Sampling
-from worker.req import Req
 
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST = {"cuda_runtime", "cuda_driver", "cpu_op", "user_annotation", "python_function"}
@@ -177,13 +175,9 @@ def show(found: Idle) -> None:
 
 def ahead(bench: Bench, batch: int, prompt_len: int, output_len: int, seed: int) -> float:
     """Seconds for what `Bench.generate` does, with every step launched before any is waited for."""
-    rng, engine, scheduler = random.Random(seed), bench.engine, bench._scheduler
-    sampling = Sampling(output_len, ignore_eos=True, seed=seed, temperature=0.0)
-    for number in range(batch):
-        tokens = rng.choices(range(engine.spec.vocab_size), k=prompt_len)
-        req = Req(str(number), 1, "idle", tokens, prompt_len, sampling, float("inf"))
-        assert scheduler.admit(req), "the pool is made for this batch"
-        scheduler.prefill_locally(req)
+    engine, scheduler = bench.engine, bench.scheduler
+    greedy = Sampling(output_len, ignore_eos=True, seed=seed, temperature=0.0)
+    bench.admit(batch, prompt_len, greedy, seed)
     synchronize()
     began = time.perf_counter()
     steps = []
@@ -216,16 +210,9 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace", type=Path, nargs="?", help="of benchmarks.engine --profile")
-    parser.add_argument("--model-config", type=Path, help="a config.json: measure without a trace")
-    parser.add_argument("--load-format", default="dummy", choices=("dummy", "safetensors"))
-    parser.add_argument("--dtype", default="")
+    add_engine_options(parser)
+    parser.set_defaults(phase="decode")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--attention", type=backends, default="auto")
-    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     if (options.trace is None) == (options.model_config is None):

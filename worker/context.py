@@ -14,10 +14,10 @@ from worker.batch import Batch
 
 
 class LayerAttention(Protocol):
-    """The part of an attention backend that a layer calls; see worker.attention.base."""
+    """The part of an attention backend that a layer calls; worker.attention.base has the rest."""
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values; see AttentionBackend.kv."""
+        """One layer's keys and values; see KVPool.layer."""
         ...
 
     def forward(
@@ -28,7 +28,15 @@ class LayerAttention(Protocol):
         layer_id: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attend to what is stored; see AttentionBackend.forward."""
+        """Store k and v at the batch's slots, then attend to all keys up to each row's position.
+
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
+        the pool's dtype. k and v are both None where a fused kernel has stored them already.
+        Returns [num_tokens, num_heads, head_dim], in the memory of `out` if that is given (of q's
+        shape and dtype, contiguous); padded rows are zero. The plan is the current forward
+        context's. Only slots in slot_mapping are written, and no slot past a request's
+        own KV length reaches its result, whatever lies there.
+        """
         ...
 
 

@@ -82,7 +82,7 @@ def test_a_trace_file_is_shown(
 def test_all_at_once_runs_the_steps_of_the_loop() -> None:
     options = Namespace(
         model_config=TINY / "config.json", prompt_len=20, output_len=12, page_size=16, chunk=32,
-        dtype="", load_format="dummy", eager=False, attention="auto",
+        dtype="", load_format="dummy", eager=False, attention="auto", phase="decode",
     )  # fmt: skip
     bench = engine.Bench(engine.build(options, 3))
     counter = bench.engine.metrics.steps

@@ -6,10 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from torch import Tensor
-
 from worker.batch import Batch
 from worker.cache.pool import KVPool
+from worker.context import LayerAttention
 from worker.errors import Unsupported, UserError
 from worker.registry import resolve
 
@@ -31,8 +30,8 @@ class AttentionCaps:
     page_sizes: frozenset[int] | None = None
 
 
-class AttentionBackend(Protocol):
-    """Causal attention of ragged query rows over paged keys and values.
+class AttentionBackend(LayerAttention, Protocol):
+    """Causal attention of ragged query rows over paged keys and values; layers call LayerAttention.
 
     Built as `cls(pool, num_heads, num_kv_heads, head_dim, scale)`, heads being this rank's.
     Raises Unsupported from there, and nowhere later, if `caps` refuse the pool or the model.
@@ -58,29 +57,6 @@ class AttentionBackend(Protocol):
         """Of the kernel that a batch with such bounds is launched with; None: there is but one.
 
         The first launch of a variant may wait for a compiler.
-        """
-        ...
-
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values; see KVPool.layer."""
-        ...
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Store k and v at the batch's slots, then attend to all keys up to each row's position.
-
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
-        the pool's dtype. k and v are both None where a fused kernel has stored them already.
-        Returns [num_tokens, num_heads, head_dim], in the memory of `out` if that is given (of q's
-        shape and dtype, contiguous); padded rows are zero. The plan is the current forward
-        context's. Only slots in slot_mapping are written, and no slot past a request's
-        own KV length reaches its result, whatever lies there.
         """
         ...
 

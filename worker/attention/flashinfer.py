@@ -136,7 +136,7 @@ class FlashInferAttention:
         """See AttentionBackend.variant: nothing is compiled for a batch."""
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend.kv."""
+        """See LayerAttention.kv."""
         return self._layers[layer_id]
 
     def forward(
@@ -147,7 +147,7 @@ class FlashInferAttention:
         layer_id: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.forward."""
+        """See LayerAttention.forward."""
         plan = current().attn_plan
         assert isinstance(plan, FlashInferPlan), "the plan must be this backend's own"
         caches = self._layers[layer_id]

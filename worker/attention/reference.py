@@ -116,7 +116,7 @@ class ReferenceAttention:
         """See AttentionBackend.variant: nothing is compiled for a batch."""
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend.kv."""
+        """See LayerAttention.kv."""
         return self._layers[layer_id]
 
     def forward(
@@ -127,7 +127,7 @@ class ReferenceAttention:
         layer_id: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.forward."""
+        """See LayerAttention.forward."""
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
         if k is not None and v is not None:

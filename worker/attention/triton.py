@@ -100,7 +100,7 @@ class TritonAttention:
         return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See AttentionBackend.kv."""
+        """See LayerAttention.kv."""
         return self._layers[layer_id]
 
     def forward(
@@ -111,7 +111,7 @@ class TritonAttention:
         layer_id: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.forward."""
+        """See LayerAttention.forward."""
         plan = current().attn_plan
         assert isinstance(plan, TritonPlan), "the plan must be this backend's own"
         caches = self._layers[layer_id]

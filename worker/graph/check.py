@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -95,20 +95,12 @@ class Scene:
 
     def written(self) -> Tensor:
         """A digest of all pages that a step may have changed."""
-        sums = [cache[1:].sum(dtype=torch.float64) for cache in self._caches]
-        return torch.stack(sums)
+        return _digest(cache[1:] for cache in self._caches)
 
     def time_ms(self, launch: Launch) -> float:
         """Mean time of a greedy step."""
         self.set()
-        launch(self.rows, "greedy")
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(NUM_TIMED):
-            launch(self.rows, "greedy")
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / NUM_TIMED
+        return _mean_ms(lambda: launch(self.rows, "greedy"), self._state.device)
 
     def clear(self) -> None:
         """State and pages as at the start."""
@@ -187,26 +179,37 @@ class ChunkScene:
         return self._parts.buffers.chunks(self._plan, self._num_rows, steady=self._steady)
 
     def written(self) -> Tensor:
-        """A digest of the pages, of bits and not of values."""
-        words = {2: torch.int16, 4: torch.int32}[self._caches[0].element_size()]
-        return torch.stack([cache.view(words).sum(dtype=torch.int64) for cache in self._caches])
+        """A digest of the pages."""
+        return _digest(self._caches)
 
     def time_ms(self, launch: LaunchChunks) -> float:
-        """Mean time of a forward that the host waits for at the end."""
-        batch, device = self.set(), self._parts.state.device
-        launch(batch)
-        _synchronize(device)
-        began = time.perf_counter()
-        for _ in range(NUM_TIMED):
-            launch(batch)
-        _synchronize(device)
-        return 1e3 * (time.perf_counter() - began) / NUM_TIMED
+        """Mean time of a forward."""
+        batch = self.set()
+        return _mean_ms(lambda: launch(batch), self._parts.state.device)
 
     def clear(self) -> None:
         """State and pages as at the start."""
         self._parts.state.page_table[1 : 1 + len(self._plan.chunks)] = 0
         for cache in self._caches:
             cache.zero_()
+
+
+def _digest(caches: Iterable[Tensor]) -> Tensor:
+    """Of bits and not of values, which may be NaN: [number of caches] i64."""
+    words = {2: torch.int16, 4: torch.int32}
+    sums = [cache.view(words[cache.element_size()]).sum(dtype=torch.int64) for cache in caches]
+    return torch.stack(sums)
+
+
+def _mean_ms(launch: Callable[[], object], device: torch.device) -> float:
+    """Of launches that the host waits for at the end, after one that warms up."""
+    launch()
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(NUM_TIMED):
+        launch()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - began) / NUM_TIMED
 
 
 def _synchronize(device: torch.device) -> None:
