@@ -75,16 +75,15 @@ def with_transport(config: Config, nodes: Collection[str]) -> Config:
     devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
     one_node = len(set(nodes)) <= 1
     where = "one node" if one_node else f"{len(set(nodes))} nodes"
-    name, kind = config.transport.name, config.transport.kind
+    name = config.transport.name
     if name == "auto":
         name = "shm" if devices == {"cpu"} and one_node else "mooncake"
         log.info(
             "transport.name = %s (KV of %s, on %s)", name, " and ".join(sorted(devices)), where
         )
-    if kind == "auto" and name == "mooncake" and "cpu" not in devices and one_node:
-        kind = "nvlink"
-        log.info("transport.kind = nvlink (KV goes from GPU to GPU within one node)")
-    return _changed(config, {"transport": {"name": name, "kind": kind}})
+    if name == "mooncake" and config.transport.kind == "auto" and "cpu" not in devices and one_node:
+        log.warning("transport.kind is tcp: within one node nvlink moves KV of GPUs far faster")
+    return _changed(config, {"transport": {"name": name}})
 
 
 def bundle_of(config: Config, seat: Seat) -> dict[str, float]:
