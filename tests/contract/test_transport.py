@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -91,11 +92,25 @@ class Source:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def stop(self) -> None:
+        """SIGSTOP, and wait for it to arrive: on a busy machine threads serve on for a while."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        deadline = time.monotonic() + HANG_S
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            assert time.monotonic() < deadline, "the source does not stop"
+            time.sleep(0.001)
+
     def kill(self) -> None:
         if self.process.is_alive():
             self.signal(signal.SIGKILL)
         self.process.join(HANG_S)
         self.conn.close()
+
+
+def _state(task: Path) -> str:
+    """A thread's state, R, S, T and so on: proc(5), the field after the name in parentheses."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 Spawn = Callable[[int], Source]
@@ -396,7 +411,7 @@ def test_a_stopped_source_ends_its_pull_and_harms_no_other_peer(
 ) -> None:
     source = sources(7)
     peer = transport.connect(source.endpoint, CONNECT_S)
-    source.signal(signal.SIGSTOP)
+    source.stop()
     stuck = peer.pull(pages(100, 256 << 10, seed=1)[:8])
     stuck.poll()
     runs = pages(100, 256 << 10, seed=1)[8:]
@@ -424,7 +439,7 @@ def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(
     sources: Spawn,
 ) -> None:
     source = sources(8)
-    source.signal(signal.SIGSTOP)
+    source.stop()
     if row[0] == "shm":  # needs nothing of the peer but its memory
         transport.connect(source.endpoint, 0.5).close()
         return
