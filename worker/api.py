@@ -235,6 +235,7 @@ class Prefill(Message, frozen=True):
     xfer: Xfer
     tokens: tuple[int, ...]
     num_matched: int  # tokens whose KV decode holds; a multiple of page_size
+    pull_bytes_per_s: float = 0.0  # of decode's pulls so far; 0 = none yet
 
 
 class PrefillRefused(Message, frozen=True):

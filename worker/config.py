@@ -53,7 +53,9 @@ class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
-    num_groups: int = Field(default=1, ge=1)  # layer groups that can be announced one by one
+    # Layer groups that can be announced one by one; auto: 1 on CPU; on CUDA up to 4, where they
+    # divide the layers, and announced one by one where that saves more than it costs.
+    num_groups: Auto | PositiveInt = "auto"
 
 
 class AttentionConfig(Section):
@@ -101,7 +103,8 @@ class EngineConfig(Section):
     cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
-    max_prefill_tokens: int = Field(default=512, ge=1)  # tokens of one prefill step (chunk)
+    # Tokens of one prefill step (chunk) at most; auto: 512, of a prefill worker on CUDA 2048.
+    max_prefill_tokens: Auto | PositiveInt = "auto"
     growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
     penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
     prefix_cache: bool = True
@@ -182,7 +185,9 @@ class WorkerConfig(Section):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
 
     def resolved(self, machine: Machine, *, model_max_len: int, model_dtype: str) -> WorkerConfig:
-        """A new tree without `auto` (num_pages excepted: it needs the layout). Idempotent.
+        """A new tree without `auto`, but for num_pages and num_groups: they need the layout.
+
+        Idempotent.
 
         Args:
             machine: what this process runs on.
@@ -200,6 +205,7 @@ class WorkerConfig(Section):
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
             ("engine", "device"): (machine.device, "what is here"),
             ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
+            ("engine", "max_prefill_tokens"): _chunk(self.role, cpu),
             ("engine", "memory_fraction"): (MEMORY_FRACTION, "a GPU to itself, or none"),
             **{("engine", "attention", kind): attention for kind in AttentionConfig.model_fields},
             **{("engine", "graph", kind): why for kind, why in _graphs(self.role, cpu).items()},
@@ -223,6 +229,13 @@ class WorkerConfig(Section):
                 f"but the model has {model_max_len} positions"
             )
         return WorkerConfig.model_validate(tree)
+
+
+def _chunk(role: str, cpu: bool) -> tuple[int, str]:
+    """Tokens of a prefill step at most, and why."""
+    if cpu or role == "decode":
+        return 512, "CPU" if cpu else "decode steps wait meanwhile"
+    return 2048, "CUDA; beyond, products are no faster"
 
 
 def _graphs(role: str, cpu: bool) -> dict[str, tuple[str, str]]:

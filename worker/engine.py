@@ -34,6 +34,7 @@ from worker.state import StepState
 from worker.transfer.base import TRANSPORTS, KVTransport
 
 log = logging.getLogger("kvlane.engine")
+MAX_GROUPS = 4  # what is left to pull after a step is then a quarter; more is little more
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -179,7 +180,7 @@ def _parts(config: WorkerConfig, spec: ModelSpec, pool: KVPool, model: Decoder) 
         num_extras=engine.penalty_rows if config.role == "decode" else 0,
         vocab_size=spec.vocab_size,
     )
-    buffers = BatchBuffers(state, page_size, engine.max_prefill_tokens)
+    buffers = BatchBuffers(state, page_size, int(engine.max_prefill_tokens))
     return Parts(model, attention, pool, state, buffers, config, max_len)
 
 
@@ -199,11 +200,22 @@ def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        num_groups=config.kv.num_groups,
+        num_groups=_num_groups(config, spec.num_layers),
         page_size=int(config.kv.page_size),
         dtype=config.model.dtype,
     )
     return KVLayout((target,), config.model.name)
+
+
+def _num_groups(config: WorkerConfig, num_layers: int) -> int:
+    asked = config.kv.num_groups
+    if asked != "auto":
+        return asked
+    if config.engine.device == "cpu":  # where a pull takes no time beside a step
+        return 1
+    chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
+    log.info("kv.num_groups = %d (of %d layers)", chosen, num_layers)
+    return chosen
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:

@@ -8,12 +8,16 @@ while the loop waits for the step to settle.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from worker.api import Lost, Prefill, Release, Renew, WorkerStats
 from worker.engine import Engine
+from worker.graph.base import BucketCheck
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.outbound import Outbound
+from worker.plan import Plan
 from worker.runner import Step
+from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 
 
@@ -23,13 +27,14 @@ class PrefillLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
+        self._pace = _pace(engine)
         self._scheduler = PrefillScheduler(
-            engine.book, engine.config.engine, int(engine.config.model.max_model_len)
+            engine.book, engine.config.engine, int(engine.config.model.max_model_len), self._pace
         )
         self._outbound = Outbound(
             incarnation,
             self._scheduler,
-            engine.config.kv.num_groups,
+            self._pace.num_groups,
             thread.send,
             engine.config.lease,
             engine.metrics,
@@ -59,13 +64,24 @@ class PrefillLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
-        step = self._engine.launch(self._scheduler.plan(now), self._announce_groups)
+        plan = self._scheduler.plan(now)
+        in_groups = plan is not None and self._groups_pay(plan)
+        step = self._engine.launch(plan, self._announce_groups if in_groups else None)
         if self._pending is not None:
             self._settle(self._pending)
         self._pending, self._num_groups_told = step, 0
         self._outbound.sweep(now)
         self._publish()
         return 0.0 if self._pending is not None or self._scheduler.waiting else MAX_IDLE_S
+
+    def _groups_pay(self, plan: Plan) -> bool:
+        """Whether the step's layer groups are to be announced one by one."""
+        if self._engine.config.kv.num_groups != "auto":
+            return self._pace.num_groups > 1
+        computed = self._scheduler.chunks_of(plan.step)
+        num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
+        rates = [req.pull_bytes_per_s for req, _ in computed if req.pull_bytes_per_s]
+        return self._pace.groups_pay(num_tokens, min(rates, default=0.0))
 
     def _settle(self, step: Step) -> None:
         for event in step.group_events:
@@ -112,3 +128,23 @@ class PrefillLoop:
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,
         )
+
+
+def _pace(engine: Engine) -> Pace:
+    return Pace(
+        step_times(engine.runner.graph.checks),
+        engine.layout.regions[0].num_groups,
+        engine.layout.page_bytes // engine.book.page_size,
+        int(engine.config.engine.max_prefill_tokens),
+    )
+
+
+def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
+    """What the start-up checks of the graphs of chunks measured, by tokens, ascending."""
+    whole_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_whole"}
+    times = []
+    for each in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
+        grouped_ms = min(each.graph_ms, each.eager_ms)
+        fastest_ms = min(grouped_ms, whole_ms.get(each.bucket, grouped_ms))
+        times.append(StepTime(each.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
+    return times

@@ -78,8 +78,10 @@ class Step:
 class ModelRunner:
     """Applies plans to the step state, runs the body, draws tokens, all on one stream.
 
-    On CUDA the stream is the current one. On CPU it is a thread of its own that takes one step
-    after the other, so that launching, settling and pulling overlap with compute there as well.
+    On CUDA it is a stream of the runner's own, which becomes the current one of the thread that
+    launches: pulls of KV are copies that wait for the device's default stream, and would wait for
+    the step in flight. On CPU it is a thread of its own that takes one step after the other, so
+    that launching, settling and pulling overlap with compute there as well.
     """
 
     def __init__(self, parts: Parts, graph: GraphRunner) -> None:
@@ -88,8 +90,10 @@ class ModelRunner:
         self.graph = graph
         self._state = parts.state
         self._buffers = parts.buffers
-        cpu = parts.state.device.type == "cpu"
-        self._stream = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
+        device = parts.state.device
+        cpu = device.type == "cpu"
+        self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
+        self._stream = None if cpu else torch.cuda.Stream(device)
         region = parts.pool.region()
         self._num_early_groups = region.num_groups - 1
         self._layers_per_group = region.layers_per_group
@@ -103,10 +107,12 @@ class ModelRunner:
     def launch(self, plan: Plan) -> Step:
         """Enqueue one step (a masked plan's body only); returns before the device is through."""
         step = Step(plan, self)
-        if self._stream is not None:
+        if self._thread is not None:
             work = self._body if plan.masked else self._run
-            step._running = self._stream.submit(work, plan)
-        elif plan.masked:
+            step._running = self._thread.submit(work, plan)
+            return step
+        self._enter_stream()
+        if plan.masked:
             self._body(plan)
         else:
             self._record(step, self._run(plan))
@@ -121,10 +127,11 @@ class ModelRunner:
         """
         step = Step(plan, self)
         events = step.group_events
-        if self._stream is not None:
+        if self._thread is not None:
             events += [HostEvent() for _ in range(self._num_early_groups)]
-            step._running = self._stream.submit(self._run_in_groups, step, None)
+            step._running = self._thread.submit(self._run_in_groups, step, None)
         else:
+            self._enter_stream()
             events += [torch.cuda.Event() for _ in range(self._num_early_groups)]
             self._run_in_groups(step, at_layer)
             self._record(step, None)
@@ -132,11 +139,20 @@ class ModelRunner:
 
     def launch_tail(self, step: Step, masks: Tensor) -> None:
         """Enqueue the rest of a masked step."""
-        if self._stream is not None:
+        if self._thread is not None:
             assert step._running is not None
-            step._running = self._stream.submit(self._tail, step.plan, step._running, masks)
+            step._running = self._thread.submit(self._tail, step.plan, step._running, masks)
         else:
+            self._enter_stream()
             self._record(step, self._tail(step.plan, None, masks))
+
+    def _enter_stream(self) -> None:
+        """CUDA: go on, on our stream, after whatever this thread has launched elsewhere."""
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+            torch.cuda.set_stream(self._stream)
 
     def _record(self, step: Step, result: Result | None) -> None:
         """CUDA: the copies to the host, and the event that says they are done."""
@@ -146,8 +162,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Finish what was launched and free what the graph runner holds."""
-        if self._stream is not None:
-            self._stream.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
         self.graph.close()
 
     @torch.inference_mode()

@@ -103,7 +103,7 @@ def test_the_same_check_fails_when_a_buffer_is_written_early(
 ) -> None:
     made = workers()
     spoil(made.engines[DECODE].runner)
-    Delays(made, 3, LONGER_S)
+    Delays(made, 3, LONGER_S, share=1.0)
     try:
         found = made.serve(mix())
     except AssertionError:

@@ -29,13 +29,20 @@ class Delays:
         served: before it serves; its `loops` and `engines`.
         seed: of the lengths.
         longest_s: of a delay on the device.
+        share: of the places on the device where there is one each time.
         slowest: whose delays are that long, so that messages and pulls overtake its steps; the
             other one's are shorter.
     """
 
     def __init__(
-        self, served: Any, seed: int, longest_s: float = SHORT_S, slowest: PeerId = DECODE
+        self,
+        served: Any,
+        seed: int,
+        longest_s: float = SHORT_S,
+        slowest: PeerId = DECODE,
+        share: float = 0.5,
     ) -> None:
+        self._share = share
         self._host, self._stream = random.Random(seed), random.Random(seed + 1000)
         self._pulls = random.Random(seed + 2000)
         self.num_on_device = 0
@@ -102,12 +109,12 @@ class Delays:
         time.sleep(self._host.choice([0.0, 0.0, SHORT_S / 4, SHORT_S]))
 
     def _stream_sleep(self, longest_s: float) -> None:
-        if self._stream.random() < 0.5:
+        if self._stream.random() < self._share:
             self.num_on_device += 1
             time.sleep(self._stream.random() * longest_s)
 
     def _spin(self, longest_s: float) -> None:
-        if self._stream.random() < 0.5:
+        if self._stream.random() < self._share:
             self.num_on_device += 1
             torch.cuda._sleep(int(self._stream.random() * longest_s * CYCLES_PER_S))
 

@@ -94,7 +94,8 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
     assert tree.model_dump() == before
     assert resolved(done, machine) == done
     auto = {path for path, value in leaves(done).items() if value == "auto"}
-    assert auto == {"engine.num_pages", "disaggregation.mode"}  # the first needs the layout
+    # The first two need the layout, the third is decided for each request.
+    assert auto == {"engine.num_pages", "kv.num_groups", "disaggregation.mode"}
     for path, value in leaves(tree).items():
         if value != "auto":
             assert leaves(done)[path] == value

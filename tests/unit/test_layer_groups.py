@@ -59,13 +59,17 @@ class PrefillAlone:
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
         self._num_asked = 0
 
-    def serve(self, prompts: Sequence[Sequence[int]]) -> list[tuple[KVReady, list[torch.Tensor]]]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], pull_bytes_per_s: float = 0.0
+    ) -> list[tuple[KVReady, list[torch.Tensor]]]:
         """All prompts, then released; what was announced."""
         self.sent = []
         self._num_asked += 1
         xfers = [Xfer(f"{self._num_asked}.{i}", 1, "d", "p") for i in range(len(prompts))]
         asked = zip(xfers, prompts, strict=True)
-        events: list[Any] = [(PEER, Prefill(xfer, tuple(prompt), 0)) for xfer, prompt in asked]
+        events: list[Any] = [
+            (PEER, Prefill(xfer, tuple(prompt), 0, pull_bytes_per_s)) for xfer, prompt in asked
+        ]
         while sum(message.last for message, _ in self.sent) < len(prompts):
             self._loop.turn(events)
             events = []
@@ -123,6 +127,19 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
     first, _ = worker.serve([prompt])[0]
     assert groups_of(first) == range(NUM_GROUPS)
     assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
+
+
+def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> None:
+    """Every step counts as one without graphs: the messages alone cost something."""
+    made = PrefillAlone()
+    config = made.engine.config
+    kv = config.kv.model_copy(update={"num_groups": "auto"})
+    made.engine.config = config.model_copy(update={"kv": kv})
+    prompts = [prompt * 2 for prompt in problem_ids(14)]
+    for rate, early in ((1e12, False), (1e3, True)):
+        sent = made.serve(prompts[7 * early :][:7], rate)
+        assert any(groups_of(message).stop < NUM_GROUPS for message, _ in sent) is early
+    made.engine.close()
 
 
 def test_a_step_that_fails_announces_nothing(

@@ -11,6 +11,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Plan
 from worker.req import PrefillReq
+from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 
 VOCAB = 3  # few, so that prompts often share pages
@@ -194,7 +195,7 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
 
 def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
     book = PageBook(20, 2)
-    scheduler = PrefillScheduler(book, EngineConfig())
+    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512))
     first = scheduler.admit("a", [1, 2, 3, 4, 5])
     assert first is not None
     plan = scheduler.plan()
@@ -209,14 +210,16 @@ def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
 
 def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
     book = PageBook(4, 2)
-    scheduler = PrefillScheduler(book, EngineConfig())
+    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512))
     assert scheduler.admit("a", range(8)) is None  # 7 tokens of KV need 4 pages
     assert scheduler.admit("b", range(7)) is not None
     assert book.num_available == 0
 
 
 def test_nothing_waits_behind_a_dropped_prompt() -> None:
-    scheduler = PrefillScheduler(PageBook(50, 2), EngineConfig(max_num_reqs=1))
+    scheduler = PrefillScheduler(
+        PageBook(50, 2), EngineConfig(max_num_reqs=1, max_prefill_tokens=512)
+    )
     first = scheduler.admit("a", range(50))
     second = scheduler.admit("b", range(20))
     assert first is not None
@@ -229,7 +232,23 @@ def test_nothing_waits_behind_a_dropped_prompt() -> None:
 
 def test_a_prompt_that_no_row_can_hold_is_refused() -> None:
     book = PageBook(50, 16)
-    scheduler = PrefillScheduler(book, EngineConfig(), max_len=32)
+    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512), max_len=32)
     assert scheduler.admit("long", range(33)) is None
     assert book.num_holds == 0
     assert scheduler.admit("fits", range(32)) is not None
+
+
+def test_steps_are_as_long_as_the_pace_says() -> None:
+    """Large steps multiply faster; over a slow link the last one had better be small."""
+    times = [StepTime(512, 0.013, 0.014), StepTime(2048, 0.048, 0.048)]
+    for rate, longest in ((0.0, 2048), (1e11, 2048), (1e9, 512)):
+        pace = Pace(times, 4, 147_456, 2048)
+        engine = EngineConfig(max_prefill_tokens=2048)
+        scheduler = PrefillScheduler(PageBook(100, 64), engine, pace=pace)
+        assert scheduler.admit("a", range(4097), rate) is not None
+        steps = []
+        while (plan := scheduler.plan()) is not None:
+            steps.append(sum(len(chunk.tokens) for chunk in plan.chunks))
+            scheduler.settle(plan.step)
+        assert sum(steps) == 4096
+        assert steps[0] == longest

@@ -34,7 +34,7 @@ class EagerRunner:
             host = HostLengths([1] * len(rows), longest)
             self.step(rows, self._parts.max_len, "filtered", host)
             self._all_tails(rows, host)
-        self.launch(self._parts.buffers.blank_chunk(config.engine.max_prefill_tokens))
+        self.launch(self._parts.buffers.blank_chunk(int(config.engine.max_prefill_tokens)))
 
     def _all_tails(self, rows: Tensor, host: HostLengths) -> None:
         """Tails with penalties, masks and logprobs: a kernel compiled while serving is a stall."""

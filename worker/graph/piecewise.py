@@ -74,7 +74,8 @@ class PiecewiseRunner:
     def __init__(self, parts: Parts, inner: GraphRunner, memory: GraphMemory) -> None:
         self.path = "eager"
         self.checks: list[BucketCheck] = []
-        self.buckets = [Bucket(n) for n in chunk_buckets(parts.config.engine.max_prefill_tokens)]
+        max_tokens = int(parts.config.engine.max_prefill_tokens)
+        self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self._parts, self._inner, self._memory = parts, inner, memory
         self._refused = ""  # why the last batch had no bucket
         self._captured: dict[int, Captured] = {}  # in pieces
@@ -162,7 +163,8 @@ class PiecewiseRunner:
 
     def _may_be_whole(self, num_rows: int) -> bool:
         config = self._parts.config
-        hooked = config.role == "prefill" and config.kv.num_groups > 1  # every step is
+        # Who names a number of layer groups wants every step in pieces.
+        hooked = config.role == "prefill" and config.kv.num_groups not in ("auto", 1)
         static = self._parts.attention.prefill.static_plan
         return static and not hooked and num_rows <= MAX_WHOLE
 

@@ -168,7 +168,7 @@ class DecodeScheduler:
     # Planning.
 
     def _plan_chunks(self) -> Plan | None:
-        budget = self._engine.max_prefill_tokens
+        budget = int(self._engine.max_prefill_tokens)
         chunks: list[Chunk] = []
         sampled: list[Req] = []
         for req in list(self.local):

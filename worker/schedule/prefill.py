@@ -13,16 +13,27 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Chunk, Plan, RowStart
 from worker.req import PrefillReq
+from worker.schedule.pace import Pace
 from worker.schedule.rows import RowTable
 
 
 class PrefillScheduler:
-    """Admission and chunking of one prefill worker, for prompts of up to `max_len` tokens."""
+    """Admission and chunking of one prefill worker, for prompts of up to `max_len` tokens.
 
-    def __init__(self, book: PageBook, engine: EngineConfig, max_len: int = 1 << 62) -> None:
+    Steps are as long as `pace` says, or as long as they may be.
+    """
+
+    def __init__(
+        self,
+        book: PageBook,
+        engine: EngineConfig,
+        max_len: int = 1 << 62,
+        pace: Pace | None = None,
+    ) -> None:
         self.book = book
         self.waiting: deque[PrefillReq] = deque()  # not all planned yet, in order of arrival
         self._engine = engine
+        self._pace = pace
         self._max_len = max_len  # what a row of the device's page table can hold
         self._rows = RowTable(engine.max_num_reqs)
         self._step = 0
@@ -33,8 +44,13 @@ class PrefillScheduler:
         """Prompt tokens that no step has been launched for."""
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
-    def admit(self, key: str, tokens: Sequence[int]) -> PrefillReq | None:
-        """Take a prompt of at least two tokens, or None when there is no room for it."""
+    def admit(
+        self, key: str, tokens: Sequence[int], pull_bytes_per_s: float = 0.0
+    ) -> PrefillReq | None:
+        """Take a prompt of at least two tokens, or None when there is no room for it.
+
+        `pull_bytes_per_s`: of its decode worker; 0 where it has measured none.
+        """
         if len(tokens) > self._max_len:
             return None
         if len(self.waiting) >= self._engine.max_num_reqs + self._engine.max_waiting:
@@ -45,7 +61,12 @@ class PrefillScheduler:
             return None
         matched = hold.num_matched
         req = PrefillReq(
-            key, tuple(tokens), hold, num_computed_tokens=matched, num_planned_tokens=matched
+            key,
+            tuple(tokens),
+            hold,
+            num_computed_tokens=matched,
+            num_planned_tokens=matched,
+            pull_bytes_per_s=pull_bytes_per_s,
         )
         if matched < target:
             self.waiting.append(req)
@@ -53,7 +74,7 @@ class PrefillScheduler:
 
     def plan(self, now: float = 0.0) -> Plan | None:
         """The next step, or None when nothing is to be computed; `now` marks who begins."""
-        budget = self._engine.max_prefill_tokens
+        budget = self._max_step_tokens()
         launched: list[tuple[PrefillReq, Chunk]] = []
         max_len = 0
         for req in list(self.waiting):
@@ -87,6 +108,11 @@ class PrefillScheduler:
             chunks=tuple(chunk for _, chunk in launched),
             max_seq_len_ub=max_len,
         )
+
+    def _max_step_tokens(self) -> int:
+        if self._pace is None or not self.waiting:
+            return int(self._engine.max_prefill_tokens)
+        return self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].pull_bytes_per_s)
 
     def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
         """What step `step`, which has not settled, computes."""

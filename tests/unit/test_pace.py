@@ -1,0 +1,113 @@
+"""Pace: step lengths and layer groups by measured times, the way ADR 0016 argues."""
+
+from __future__ import annotations
+
+import random
+
+from worker.cache.book import PageBook
+from worker.cache.layout import KVLayout, KVRegion
+from worker.config import LeaseConfig, TransportConfig
+from worker.fetch import PullParts
+from worker.graph.base import BucketCheck
+from worker.metrics import WorkerMetrics
+from worker.prefill import step_times
+from worker.schedule.pace import ANNOUNCE_S, Pace, StepTime
+
+KV_BYTES = 147_456  # a token of the Qwen3-8B shape
+TIMES = [  # of one H200, f950304
+    StepTime(256, 0.0076, 0.0080),
+    StepTime(512, 0.0130, 0.0134),
+    StepTime(1024, 0.0243, 0.0246),
+    StepTime(2048, 0.0513, 0.0513),
+]
+NVLINK, RDMA_200G, TCP = 390e9, 25e9, 1.8e9
+
+
+def pace(num_groups: int = 4, times: list[StepTime] = TIMES, max_tokens: int = 2048) -> Pace:
+    return Pace(times, num_groups, KV_BYTES, max_tokens)
+
+
+def total_s(known: Pace, step: StepTime, num_queued: int, rate: float) -> float:
+    """The estimate, written out."""
+    pull_s = step.num_tokens * KV_BYTES / rate if rate else 0.0
+    return max(1, num_queued / step.num_tokens) * step.whole_s + pull_s / known.num_groups
+
+
+def test_the_step_is_the_one_after_which_decode_has_all_first() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        times = [StepTime(n, t, t) for n in (512, 1024, 2048) for t in [n * rng.uniform(1, 3)]]
+        known, rate = pace(rng.choice([1, 2, 4]), times), rng.choice([0.0, 10 ** rng.uniform(3, 9)])
+        num_queued = rng.randrange(1, 20_000)
+        chosen = known.step_tokens(num_queued, rate)
+        cost = {each.num_tokens: total_s(known, each, num_queued, rate) for each in times}
+        assert cost[chosen] == min(cost.values())
+
+
+def test_a_slower_link_never_asks_for_longer_steps() -> None:
+    for num_queued in (100, 2000, 8000, 50_000):
+        rates = (0.0, NVLINK, RDMA_200G, TCP)
+        lengths = [pace().step_tokens(num_queued, rate) for rate in rates]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_without_measured_steps_they_are_as_long_as_they_may_be() -> None:
+    assert pace(times=[], max_tokens=777).step_tokens(10_000, RDMA_200G) == 777
+    assert pace(max_tokens=1500).step_tokens(10_000, 0.0) <= 1500
+
+
+def test_groups_are_announced_where_the_pull_takes_long() -> None:
+    assert pace().groups_pay(2048, RDMA_200G)
+    assert pace().groups_pay(512, RDMA_200G)
+    assert not pace().groups_pay(16, NVLINK)
+    assert not pace(num_groups=1).groups_pay(2048, TCP)
+
+
+def test_groups_are_announced_until_a_pull_was_measured() -> None:
+    assert pace().groups_pay(16, 0.0)
+    assert not pace(num_groups=1).groups_pay(16, 0.0)
+
+
+def test_groups_must_save_more_than_the_pieces_cost() -> None:
+    """Where a step is faster without breaks, announcing costs that and the messages."""
+    rate = RDMA_200G
+    saved_s = 0.75 * 512 * KV_BYTES / rate
+    for extra_s, pays in ((0.9 * saved_s, True), (1.1 * saved_s, False)):
+        step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S)
+        assert pace(times=[step]).groups_pay(512, rate) is pays
+        assert pace(times=[step]).groups_pay(600, rate)  # beyond what has graphs
+
+
+def test_no_more_is_hidden_than_the_step_computes() -> None:
+    quick = StepTime(512, 2 * ANNOUNCE_S, 2 * ANNOUNCE_S)
+    assert not pace(times=[quick]).groups_pay(512, TCP)
+
+
+def test_step_times_are_those_of_the_fastest_way() -> None:
+    checks = [
+        BucketCheck("prefill", 512, True, 14.0, 13.5),
+        BucketCheck("decode", 8, True, 4.0, 9.0),
+        BucketCheck("prefill", 64, True, 6.0, 15.0),
+        BucketCheck("prefill_whole", 64, True, 5.0, 15.0),
+    ]
+    assert step_times(checks) == [
+        StepTime(64, 0.005, 0.006),
+        StepTime(512, 0.0135, 0.0135),
+    ]
+
+
+def test_the_pull_rate_is_that_of_the_bytes_not_of_the_pulls() -> None:
+    """A thousand small pulls, mostly waiting, say little of how fast a large one is."""
+    layout = KVLayout((KVRegion("target", 2, 2, 8, 1, 16, "float32"),), "m")
+    parts = PullParts(
+        PageBook(4, 16), layout, lambda *_: None, LeaseConfig(), TransportConfig(),
+        WorkerMetrics(model="m", role="decode", worker="w"),
+    )  # fmt: skip
+    assert parts.bytes_per_s == 0
+    for _ in range(5):
+        parts.measured(1_000, 1e-3)
+        parts.measured(100_000_000, 0.1)
+    assert 0.9e9 < parts.bytes_per_s < 1.0e9
+    for _ in range(100):
+        parts.measured(1_000_000, 0.1)
+    assert parts.bytes_per_s < 1.1e7  # what was long ago counts no more
