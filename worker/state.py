@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,10 @@ class StepState:
         """A host list as a device tensor, without a host sync."""
         return self.send(torch.tensor(values, dtype=dtype))
 
+    def staged(self, num: int) -> Tensor:
+        """Zeros [num] i64 of the host, from which `send` copies without a detour."""
+        return torch.zeros(num, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
     def send(self, host: Tensor) -> Tensor:
         """A host tensor on the device, without a host sync."""
         if self.device.type == "cpu":
@@ -88,11 +93,16 @@ class StepState:
     def apply_pages(self, plan: Plan) -> None:
         """New entries of the page tables: all that a forward over chunks reads."""
         if plan.pages:
-            rows = [each.row for each in plan.pages for _ in each.pages]
-            cols = [each.first + i for each in plan.pages for i in range(len(each.pages))]
-            pages = [page for each in plan.pages for page in each.pages]
-            at, column, page = self.upload([rows, cols, pages], torch.int64)
-            self.page_table.index_put_((at, column), page.int())
+            num = sum(len(each.pages) for each in plan.pages)
+            host, width = self.staged(2 * num), self.page_table.shape[1]
+            flat, last = host.numpy(), 0
+            for each in plan.pages:
+                first, last = last, last + len(each.pages)
+                begin = each.row * width + each.first
+                flat[first:last] = np.arange(begin, begin + len(each.pages))
+                flat[num + first : num + last] = each.pages
+            at, pages = self.send(host).view(2, num)
+            self.page_table.view(-1).index_copy_(0, at, pages.int())
 
     def apply_rows(self, plan: Plan) -> None:
         """Releases, then starts: what a decode step and every tail reads."""
