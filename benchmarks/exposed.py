@@ -26,7 +26,6 @@ import json
 import logging
 import multiprocessing
 import os
-import queue
 import random
 import shutil
 import statistics
@@ -37,115 +36,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
+from benchmarks.instruments import (
+    HANG_S,
+    PATIENT,
+    AnnouncedPages,
+    LandingLoop,
+    Router,
+    Settled,
+    StampingMeter,
+)
 from benchmarks.load.result import REPOSITORY, machine
 from benchmarks.throttle import Throttle
-from worker.api import (
-    Ack,
-    Candidate,
-    Chunks,
-    Generate,
-    Lost,
-    Member,
-    PeerId,
-    Refused,
-    Sampling,
-    Stages,
-)
+from worker.api import Member, Stages
 from worker.build import ROLES, Worker, build_worker
-from worker.config import PingConfig, WorkerConfig
-from worker.decode import DecodeLoop
-from worker.inbound import Arrived
-from worker.meter import StepMeter
-from worker.metrics import WorkerMetrics
-from worker.plan import Plan
+from worker.config import WorkerConfig
 from worker.transfer.base import TRANSPORTS
-from worker.wire import Event, Wire
 
 HOST = "127.0.0.1"
-HANG_S = 120.0
 NUM_WARM_UP = 2  # prompts of each length
-# A busy machine is not a dead peer.
-PATIENT: dict[str, float] = {"max_misses": 30, "stall_s": 3600.0}
 SPAWN = multiprocessing.get_context("spawn")
-
-
-class Settled(NamedTuple):
-    """A step that was waited for, by this process."""
-
-    at: float  # right after the wait; monotonic seconds
-    num_tokens: int  # of prompts
-
-
-class StampingMeter(StepMeter):
-    """Also keeps the steps that ended."""
-
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        super().__init__(metrics)
-        self._steps: list[Settled] = []
-
-    def settled(self, plan: Plan) -> None:
-        """See StepMeter.settled."""
-        at = time.monotonic()
-        super().settled(plan)
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        self._steps.append(Settled(at, num_tokens))
-
-    def take(self) -> list[Settled]:
-        """The steps since the last call."""
-        steps, self._steps = self._steps, []
-        return steps
-
-
-class LandingLoop(DecodeLoop):
-    """Also keeps when the KV of each request was committed; monotonic seconds."""
-
-    landed: ClassVar[list[float]] = []
-
-    def _arrive(self, arrived: Arrived) -> None:
-        super()._arrive(arrived)
-        self.landed.append(arrived.req.marks.landed_at)
-
-
-class Router:
-    """A router reduced to its wire: asks one decode worker for one token at a time."""
-
-    def __init__(self, decode: Member, prefill: PeerId) -> None:
-        self._events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
-        self._wire = Wire("bench/1", PingConfig.model_validate(PATIENT), self._events.put)
-        self._wire.start()
-        self._wire.connect(decode.peer, decode.address)
-        self._decode, self._prefill = decode.peer, prefill
-        self._num_asked = 0
-
-    def ask(self, tokens: Sequence[int]) -> Stages:
-        """Where the time to the first token of a prompt went; its KV came from the prefill worker.
-
-        Raises:
-            RuntimeError: no answer, or one without that.
-        """
-        self._num_asked += 1
-        req_id = str(self._num_asked)
-        sampling = Sampling(1, ignore_eos=True, temperature=0.0)
-        candidates = (Candidate(self._prefill),)
-        message = Generate(req_id, 1, tuple(tokens), len(tokens), sampling, HANG_S, candidates)
-        self._wire.send(self._decode, message)
-        while True:
-            for _, event in self._events.get(timeout=HANG_S):
-                if isinstance(event, Lost | Refused):
-                    raise RuntimeError(f"no answer: {event}")
-                for chunk in event.chunks if isinstance(event, Chunks) else ():
-                    if chunk.req_id != req_id or chunk.finish_reason is None:
-                        continue  # a final chunk that was sent again
-                    self._wire.send(self._decode, Ack(req_id, chunk.dispatch))
-                    if chunk.stages is None or chunk.stages.prefilled_by != self._prefill:
-                        raise RuntimeError(f"not a pulled prompt: {chunk}")
-                    return chunk.stages
-
-    def close(self) -> None:
-        """Close the sockets."""
-        self._wire.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +79,17 @@ def built(config: dict[str, Any], role: str) -> Worker:
 def prefill(config: dict[str, Any], conn: Connection) -> None:
     """Main function of the prefill worker's process; ends with the other end of `conn`.
 
-    Sends its Member, then for whatever it receives the steps (`Settled`) that ended since.
+    Sends its Member, then for each number of tokens that it receives the steps (`Settled`) that
+    ended since, and a digest of the KV of so many tokens of the last prompt; "" for 0.
     """
     worker = built(config, "prefill")
     worker.engine.meter = meter = StampingMeter(worker.engine.metrics)
+    announced = AnnouncedPages(worker)
     conn.send(worker.start())
     with suppress(EOFError):
         while True:
-            conn.recv()
-            conn.send(meter.take())
+            num_tokens = conn.recv()
+            conn.send((meter.take(), announced.digest(num_tokens)))
     os._exit(0)
 
 
@@ -213,9 +126,14 @@ def decode(config: dict[str, Any], conn: Connection, result: Connection, course:
                 while not worker.idle():
                     time.sleep(0.001)
                 throttle.num_bytes = 0
+                LandingLoop.digests = number == 0  # takes the loop's time: not while measuring
                 stages = router.ask(random_prompt(course, num_tokens, number))
-                conn.send(None)
-                times = times_ms(stages, conn.recv(), LandingLoop.landed[-1], num_tokens)
+                conn.send((num_tokens - 1) * LandingLoop.digests)
+                steps, digest = conn.recv()
+                landed = LandingLoop.landed.pop()
+                if digest != landed.digest:
+                    raise RuntimeError(f"the KV of {num_tokens} tokens came over changed")
+                times = times_ms(stages, steps, landed.at, num_tokens)
                 found.append({**times, "num_bytes": throttle.num_bytes})
             figures = {name: [each[name] for each in found[NUM_WARM_UP:]] for name in found[0]}
             rows.append({"gb_per_s": rate, "tokens": num_tokens, **figures})

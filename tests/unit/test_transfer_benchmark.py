@@ -8,10 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import exposed, transfer
+from benchmarks.instruments import digest
 from benchmarks.throttle import Throttle
 from tests.support.prompts import TINY
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
 from worker.transfer.base import PullState, Run
 
 NUM_BYTES = 4096
@@ -49,6 +53,24 @@ def test_throttled_pulls_come_one_after_the_other_at_the_rate() -> None:
     peer.close()
     for transport in (pulling, serving):
         transport.close()
+
+
+def test_a_digest_is_that_of_the_tokens_wherever_their_pages_lie() -> None:
+    layout = KVLayout((KVRegion("target", 4, 2, 8, 2, 4, "float32"),), "m")
+    here, there = (KVPool(layout, 8, torch.device("cpu")) for _ in range(2))
+    pages, moved, num_tokens = [3, 1, 6], [2, 7, 5], 10  # of 12 slots
+    for layer_id in range(4):
+        for ours, theirs in zip(here.layer(layer_id), there.layer(layer_id), strict=True):
+            ours.normal_()
+            theirs[moved] = ours[pages]
+    wanted = digest(here, pages, num_tokens)
+    assert digest(there, moved, num_tokens) == wanted
+    there.layer(2)[1][5, 1, 2:] += 1  # the last two slots
+    assert digest(there, moved, num_tokens) == wanted
+    there.layer(2)[1][5, 1, 1, 7] += 1
+    assert digest(there, moved, num_tokens) != wanted
+    for pool in (here, there):
+        pool.close()
 
 
 def arguments(tokens: str, *more: str) -> list[str]:
