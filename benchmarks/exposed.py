@@ -162,7 +162,7 @@ def times_ms(
 
 
 def worker_config(
-    options: argparse.Namespace, model: Path, kind: str, num_groups: int
+    options: argparse.Namespace, model: Path, kind: str, num_groups: int | str
 ) -> dict[str, Any]:
     """The sections that both workers share."""
     longest, page_size = max(options.tokens), options.page_size
@@ -240,6 +240,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def groups(text: str) -> list[int | str]:
+    """Of an option: values of kv.num_groups, comma-separated."""
+    return [part if part == "auto" else int(part) for part in text.split(",")]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -255,7 +260,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--transport", default="mooncake", choices=sorted(TRANSPORTS))
     add("--kind", default="auto", help="of the transport; several, comma-separated")
     add("--tokens", type=numbers, default=[512, 2048, 8192], help="lengths of prompts")
-    add("--groups", type=numbers, default=[1, 4], help="layer groups; each must divide the layers")
+    add("--groups", type=groups, default=[1, 4], help="layer groups that divide the layers; auto")
     add("--throttle-gb-s", default="0", help="GB/s of the card, comma-separated; 0: none")
     add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
     add("--page-size", type=int, default=64)
@@ -279,7 +284,7 @@ def line(row: dict[str, Any], first: dict[str, Any]) -> str:
     ratio = exposed / statistics.median(first["exposed_ms"])
     rate = f"{row['gb_per_s']:g}" if row["gb_per_s"] else "-"
     return (
-        f"{row['transport']:16}{rate:>6}{row['tokens']:8}{row['groups']:8}{exposed:13.3f}"
+        f"{row['transport']:16}{rate:>6}{row['tokens']:8}{row['groups']:>8}{exposed:13.3f}"
         f"{min(row['exposed_ms']):9.3f}{max(row['exposed_ms']):9.3f}{transfer:10.3f}"
         f"{prefill_ms:10.2f}{ratio:7.2f}"
     )

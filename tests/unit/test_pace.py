@@ -11,7 +11,7 @@ from worker.fetch import PullParts
 from worker.graph.base import BucketCheck
 from worker.metrics import WorkerMetrics
 from worker.prefill import step_times
-from worker.schedule.pace import ANNOUNCE_S, Pace, StepTime
+from worker.schedule.pace import ANNOUNCE_S, READ_S, Pace, StepTime
 
 KV_BYTES = 147_456  # a token of the Qwen3-8B shape
 TIMES = [  # of one H200, f950304
@@ -24,7 +24,7 @@ NVLINK, RDMA_200G, TCP = 390e9, 25e9, 1.8e9
 
 
 def pace(num_groups: int = 4, times: list[StepTime] = TIMES, max_tokens: int = 2048) -> Pace:
-    return Pace(times, num_groups, KV_BYTES, max_tokens)
+    return Pace(times, num_groups, KV_BYTES, 64, max_tokens)
 
 
 def total_s(known: Pace, step: StepTime, num_queued: int, rate: float) -> float:
@@ -60,6 +60,7 @@ def test_groups_are_announced_where_the_pull_takes_long() -> None:
     assert pace().groups_pay(2048, RDMA_200G)
     assert pace().groups_pay(512, RDMA_200G)
     assert not pace().groups_pay(16, NVLINK)
+    assert not pace().groups_pay(2048, NVLINK)  # one read of 0.8 ms, or 32 for each group
     assert not pace(num_groups=1).groups_pay(2048, TCP)
 
 
@@ -73,7 +74,7 @@ def test_groups_must_save_more_than_the_pieces_cost() -> None:
     rate = RDMA_200G
     saved_s = 0.75 * 512 * KV_BYTES / rate
     for extra_s, pays in ((0.9 * saved_s, True), (1.1 * saved_s, False)):
-        step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S)
+        step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S - 8 * READ_S)
         assert pace(times=[step]).groups_pay(512, rate) is pays
         assert pace(times=[step]).groups_pay(600, rate)  # beyond what has graphs
 
