@@ -15,6 +15,7 @@ unless KVLANE_JUDGES_NAMESPACE is set.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.judges.served import REPOSITORY, enter_namespace, serving
-from benchmarks.load.result import machine, read
+from benchmarks.load.result import machine, read, version_of
 
 TINY = REPOSITORY / "worker" / "assets" / "tiny"
 PULLED = "kvlane_kv_pulled_bytes_total"
+PACKAGES = ("torch", "triton", "ray", "flashinfer-python", "mooncake-transfer-engine-cuda13")
 
 
 def parse() -> argparse.Namespace:
@@ -40,9 +43,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    cluster_options(parser)
     add = parser.add_argument
-    add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
-    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
     add("--kind", default="tcp", help="of mooncake; several, comma-separated, one after another")
     add("--mode", default="always", help="disaggregation.mode")
     add("--num", type=int, default=256, help="requests of a run")
@@ -50,11 +52,18 @@ def parse() -> argparse.Namespace:
     add("--concurrency", type=int, default=32)
     add("--prompt-len", type=int, default=512, help="tokens")
     add("--output-len", type=int, default=128, help="tokens")
+    return parser.parse_args()
+
+
+def cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Flags of every benchmark that serves a cluster of its own."""
+    add = parser.add_argument
+    add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
+    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
     add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
     add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
     add("--port", type=int, default=8000)
     add("--out", type=Path, required=True, help="a directory")
-    return parser.parse_args()
 
 
 def make_model(model_config: Path, place: Path) -> None:
@@ -99,14 +108,12 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     }  # fmt: skip
 
 
-def load(options: argparse.Namespace, url: str, model: Path, path: Path) -> int:
-    """Run the load harness against `url`; its exit code."""
+def run_load(url: str, model: Path, path: Path, *arguments: str) -> int:
+    """Run the load harness against `url` with more arguments; its exit code."""
     command = [
         sys.executable, "-m", "benchmarks.load", "--url", url, "--endpoint", "completions",
-        "--source", f"synthetic:{options.prompt_len},{options.output_len}",
-        "--concurrency", str(options.concurrency), "--num", str(options.num),
-        "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
         "--extra", '{"temperature": 0}', "--tokenizer", str(model), "--quiet", "--json", str(path),
+        *arguments,
     ]  # fmt: skip
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
 
@@ -126,29 +133,50 @@ def pulled_bytes(url: str) -> float:
     return sum(sample.value for sample in samples if sample.name == PULLED)
 
 
-def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
-    """One cluster, from its start to its end; 0, or what the load returned."""
+@contextlib.contextmanager
+def started(
+    options: argparse.Namespace, tree: dict[str, Any], name: str
+) -> Iterator[tuple[str, float]]:
+    """A cluster that is ready: its URL, and the seconds that it took. Its configuration and its log
+    are `serve-NAME.yaml` and `cluster-NAME.log` in `options.out`."""
     out: Path = options.out
-    path, config = out / f"load-{kind}.json", out / f"serve-{kind}.yaml"
-    path.unlink(missing_ok=True)  # of an earlier run
-    config.write_text(yaml.safe_dump(serve_config(options, model, kind), sort_keys=False))
+    config = out / f"serve-{name}.yaml"
+    config.write_text(yaml.safe_dump(tree, sort_keys=False))
     sets = [word for each in options.set for word in ("--set", each)]
     began_at = time.monotonic()
     try:
         with serving(["--config", str(config), *sets], options.port, keep=out) as url:
             start_s = time.monotonic() - began_at
-            print(f"{kind}: ready after {start_s:.1f} s", flush=True)
-            code = load(options, url, model, path)
-            placed, pulled = json.loads(get(f"{url}/config")), pulled_bytes(url)
+            print(f"{name}: ready after {start_s:.1f} s", flush=True)
+            yield url, start_s
     finally:
         if (out / "cluster.log").exists():
-            (out / "cluster.log").rename(out / f"cluster-{kind}.log")
-    about = {
-        "machine": machine(), "start_s": start_s, "kv_pulled_bytes": pulled, "config": placed,
-        "load": path.name,
+            (out / "cluster.log").rename(out / f"cluster-{name}.log")
+
+
+def about(url: str, start_s: float) -> dict[str, Any]:
+    """What ran where, for the result file."""
+    return {
+        "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
+        "start_s": start_s, "kv_pulled_bytes": pulled_bytes(url),
+        "config": json.loads(get(f"{url}/config")),
     }  # fmt: skip
-    (out / f"cluster-{kind}.json").write_text(json.dumps(about, indent=1) + "\n")
-    num_asked = options.repeat * options.num
+
+
+def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
+    """One cluster, from its start to its end; 0, or what the load returned."""
+    path = options.out / f"load-{kind}.json"
+    path.unlink(missing_ok=True)  # of an earlier run
+    with started(options, serve_config(options, model, kind), kind) as (url, start_s):
+        code = run_load(
+            url, model, path,
+            "--source", f"synthetic:{options.prompt_len},{options.output_len}",
+            "--concurrency", str(options.concurrency), "--num", str(options.num),
+            "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
+        )  # fmt: skip
+        told = about(url, start_s) | {"load": path.name}
+    (options.out / f"cluster-{kind}.json").write_text(json.dumps(told, indent=1) + "\n")
+    num_asked, pulled = options.repeat * options.num, told["kv_pulled_bytes"]
     served = sum(each["requests"]["served"] for each in read(path).summaries)
     print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)
     if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):

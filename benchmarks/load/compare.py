@@ -95,11 +95,14 @@ class Compared(msgspec.Struct):
         return (1 - high) * 100 if METRICS[self.metric].higher_is_better else (low - 1) * 100
 
 
-def compare(a: Result, b: Result, seed: int = 0) -> list[Compared]:
-    """All metrics that at least one of the files has."""
+def compare(
+    a: Result, b: Result, seed: int = 0, metrics: Sequence[str] = tuple(METRICS)
+) -> list[Compared]:
+    """Those of `metrics` that at least one of the files has."""
     together = paired(a, b)
     compared = []
-    for name, metric in METRICS.items():
+    for name in metrics:
+        metric = METRICS[name]
         values = [median(each.summaries, *metric.path) for each in (a, b)]
         if values == [None, None]:
             continue

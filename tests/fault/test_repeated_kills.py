@@ -1,0 +1,32 @@
+"""The only prefill worker is killed again and again under load: nobody notices, it comes back.
+
+What tests/gpu/test_kills_on_cuda.py shows of GPUs and their memory, rehearsed on CPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.e2e.harness import Serve, shared_memory
+from tests.support.kills import Killing, Steady, no_memory
+
+ARGUMENTS = (
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+    "--set", "prefill.engine.prefix_cache=false",
+    "--set", "decode.engine.prefix_cache=false",
+)  # fmt: skip
+
+
+def test_kill_the_only_prefill_worker_twice(serve: Serve) -> None:
+    shm_before = shared_memory()
+    load = Steady(num_problems=64, max_tokens=200, num_at_once=6)
+    serve.start(*ARGUMENTS).wait_ready()
+    killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=60.0)
+    assert len(asyncio.run(killing.repeat(2))) == 2
+    load.check()
+    serve.wait_idle()
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert shared_memory() == shm_before
+    assert serve.leftovers() == []
