@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -490,35 +491,51 @@ def test_what_cannot_fit_is_incompatible_and_says_why(
         transport.connect(replace(good, regions=good.regions[:1]), CONNECT_S)
 
 
+def counts() -> tuple[int, int]:
+    """What this process has open: descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settled(limit: tuple[int, int]) -> bool:
+    """Whether `counts` comes down to `limit`: engines take their time to go."""
+    deadline = time.monotonic() + HANG_S
+    while any(a > b for a, b in zip(counts(), limit, strict=True)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def test_connecting_and_closing_leaves_no_threads_and_descriptors(
     transport: KVTransport, row: tuple[str, str], shared_source: Source, memory: Memory
 ) -> None:
-    def counts() -> tuple[int, int, int]:
-        fds = len(os.listdir("/proc/self/fd"))
-        return fds, len(os.listdir("/proc/self/task")), threading.active_count()
-
-    def settled(limit: tuple[int, int, int]) -> bool:
-        deadline = time.monotonic() + 5
-        while any(a > b for a, b in zip(counts(), limit, strict=True)):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
     before = counts()
     fresh = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
     fresh.register(memory.regions)
-    open_at_once = []
-    for cycle in range(6):
+    registered = counts()
+    for _ in range(6):
         peer = fresh.connect(shared_source.endpoint, CONNECT_S)
         assert finish(peer.pull(pages(40, 4096))) is PullState.OK
         peer.close()
-        open_at_once.append(counts())
-        if cycle > 0:  # a connection more or less is no leak; one for each cycle would be
-            fds, threads, of_python = open_at_once[0]
-            assert settled((fds + 4, threads, of_python))
+    assert settled(registered)
     fresh.close()
     fresh.close()
+    assert settled(before)
+
+
+def test_sources_that_come_and_are_killed_leave_no_threads_and_descriptors(
+    transport: KVTransport, row: tuple[str, str]
+) -> None:
+    before = counts()
+    for seed in range(10):
+        source = spawn(row, seed)
+        peer = transport.connect(source.endpoint, CONNECT_S)
+        pull = peer.pull(everything(1 << 20))
+        pull.poll()
+        source.kill()
+        source.process.close()
+        pull.cancel()  # or it would try again for seconds
+        peer.close()
     assert settled(before)
 
 
@@ -567,18 +584,98 @@ class TestShm:
             shm(HOST, "tcp")
 
 
+def listening() -> set[int]:
+    """TCP ports over IPv4 that this process listens on."""
+    ours: set[str] = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            ours.add(os.readlink(f"/proc/self/fd/{fd}"))
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in ours
+    }
+
+
+def wait_until_only(ports: set[int]) -> None:
+    """Until none but `ports` is listened on."""
+    deadline = time.monotonic() + HANG_S
+    while listening() - ports:
+        assert time.monotonic() < deadline, "an engine stays"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("row", ROWS[1:], indirect=True, ids="/".join, scope="module")
+class TestMooncake:
+    """What only mooncake promises: when its engines go."""
+
+    def test_the_engine_of_a_closed_peer_goes_and_no_other(
+        self,
+        transport: KVTransport,
+        shared_peer: Peer,
+        shared_source: Source,
+        sources: Spawn,
+        memory: Memory,
+    ) -> None:
+        wait_until_only(before := listening())
+        source = sources(20)
+        peer = transport.connect(source.endpoint, CONNECT_S)
+        assert len(listening() - before) == 1
+        source.kill()
+        peer.close()
+        wait_until_only(before)
+        assert listening() == before
+        runs = pages(50, 64 << 10)
+        assert finish(shared_peer.pull(runs)) is PullState.OK
+        assert memory.same(expected(runs, shared_source.data))
+
+    def test_closing_waits_for_no_engine_and_an_engine_that_serves_somebody_is_left_alone(
+        self, transport: KVTransport, shared_peer: Peer, sources: Spawn
+    ) -> None:
+        """Its destruction would hold the GIL until the connection ends, for 60 s."""
+        before = listening()
+        peer = transport.connect(sources(21).endpoint, CONNECT_S)
+        (port,) = listening() - before
+        with socket.create_connection((HOST, port)):
+            peer.close()
+            assert finish(shared_peer.pull(pages(10, 4096))) is PullState.OK
+            time.sleep(2 * mooncake_engine.ACCEPT_S)
+            assert finish(shared_peer.pull(pages(10, 4096))) is PullState.OK
+            assert port in listening()
+        wait_until_only(before)
+
+    def test_a_peer_that_is_away_costs_no_engine(
+        self, transport: KVTransport, sources: Spawn
+    ) -> None:
+        source = sources(22)
+        source.kill()
+        before = counts()
+        for _ in range(20):
+            with pytest.raises(Unreachable, match="no mooncake engine answers"):
+                transport.connect(source.endpoint, CONNECT_S)
+        assert settled(before)
+        assert not [each for each in threading.enumerate() if each.name == "mooncake-destroy"]
+
+    def test_a_hung_peer_keeps_nobody_from_connecting_elsewhere_or_closing(
+        self, transport: KVTransport, row: tuple[str, str], sources: Spawn, memory: Memory
+    ) -> None:
+        hung, well = sources(23), sources(24)
+        before = counts()
+        fresh = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
+        fresh.register(memory.regions)
+        hung.stop()
+        with pytest.raises(Unreachable, match="did not answer within"):
+            fresh.connect(hung.endpoint, 0.5)
+        peer = fresh.connect(well.endpoint, CONNECT_S)
+        assert finish(peer.pull(pages(10, 4096))) is PullState.OK
+        fresh.close()
+        hung.kill()  # its contact ends
+        assert settled(before)
+
+
 class TestMooncakeLibrary:
     """Environment, import and engines of mooncake."""
-
-    def test_an_engine_is_not_used_for_another_process_of_a_name_it_knows(self) -> None:
-        engine = mooncake_engine.Engine(raw=None, first_read=0)
-        old = Endpoint("mooncake", "tcp", "h:1", "boot", 7, 100, ())
-        assert engine.fits(old)
-        engine.dialled[old.name] = old.process
-        assert engine.fits(old)
-        assert engine.fits(msgspec.structs.replace(old, name="h:2", pid=8))
-        assert not engine.fits(msgspec.structs.replace(old, pid=8))
-        assert not engine.fits(msgspec.structs.replace(old, start_ticks=101))
 
     @pytest.mark.parametrize(
         ("text", "package"),
