@@ -141,6 +141,7 @@ def _on_device(
         UserError: see `build_engine`.
     """
     device = torch.device(config.engine.device)
+    memory.await_share(config, device)
     with memory.clear_error("loading the weights", device):
         model = load_model(
             config.model.directory,

@@ -25,6 +25,9 @@ log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
 POLL_S = 0.1
 SAY_EVERY_S = 10.0
+# A killed worker's memory comes back when those that pulled from it have noticed and let go: pings
+# missed for up to 3 s, pulls under way, and 1 s more (ADR 0015).
+RETURN_S = 20.0
 
 
 @contextmanager
@@ -76,6 +79,27 @@ def free_bytes(device: torch.device) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def await_share(config: WorkerConfig, device: torch.device) -> None:
+    """Give a predecessor's memory RETURN_S to come back; `num_pages` judges what there is then."""
+    if device.type == "cpu" or config.engine.num_pages != "auto":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = int(float(config.engine.memory_fraction) * total)
+    is_there(share, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
+
+
+def is_there(share: int, free: Callable[[], int], patience_s: float) -> bool:
+    """Whether `share` bytes are free, by `patience_s` seconds from now."""
+    began_at = time.monotonic()
+    while (now := free()) < share:
+        if time.monotonic() - began_at >= patience_s:
+            return False
+        if time.monotonic() - began_at < POLL_S:
+            log.info("waiting for device memory: %.2f of %.2f GiB are free", now / GIB, share / GIB)
+        time.sleep(POLL_S)
+    return True
 
 
 def cost_of(work: Callable[[], object], device: torch.device) -> int:

@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from worker.errors import UserError
-from worker.memory import GIB, Room, alone
+from worker.memory import GIB, Room, alone, is_there
 
 SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0
@@ -40,6 +40,16 @@ def test_a_share_that_others_hold_is_an_error_with_the_numbers() -> None:
 
 def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
     assert room(0.1, free=124).for_pool() < 0
+
+
+def test_memory_that_comes_back_is_waited_for() -> None:
+    left = iter([10, 10, 99, 100])
+    assert is_there(100, lambda: next(left), WAIT_S)
+    assert next(left, None) is None
+
+
+def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
+    assert not is_there(100, lambda: 99, 0.2)
 
 
 def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
