@@ -10,16 +10,18 @@ weights and of the mean KV over the read bandwidth measured in the same run. Eve
 wait, and step n + 1 is launched before step n is settled.
 
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
-        --tokens 16,64,128,256,512,1024,2048,8192 --chunk 8192 --repeat 20 --json out.json
+        --tokens 16,64,128,256,512,1024,2048,8192 --chunk 8192 --repeat 20 \\
+        --graph piecewise,compiled --json out.json
 
-Seconds from the launch of a prompt's chunks until its first token is on the host, with what
-`engine.graph` says and, beside it, launched op by op. The floor is the larger of the weights over
-the read bandwidth and the products over the speed of one large product.
+Seconds from the launch of a prompt's chunks until its first token is on the host, launched op by op
+and, beside it, with each of `--graph` (without: with what `engine.graph` says). The floor is the
+larger of the weights over the read bandwidth and the products over the speed of one large product.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import random
@@ -35,9 +37,10 @@ import torch
 
 from benchmarks.load.result import machine
 from worker.api import Sampling
-from worker.config import WorkerConfig
+from worker.config import GraphConfig, WorkerConfig
 from worker.engine import Engine, build_engine
 from worker.graph.base import GraphRunner
+from worker.graph.build import build_graphs
 from worker.graph.eager import EagerRunner
 from worker.req import Req
 from worker.runner import Step
@@ -59,6 +62,8 @@ def build(options: argparse.Namespace, max_batch: int) -> Engine:
     page_size = options.page_size
     other = {"decode": "prefill", "prefill": "decode"}[options.phase]
     graphs = "eager" if options.eager else {other: "eager"}  # only of what is measured
+    if options.graph and not options.eager:
+        graphs = {other: "eager", options.phase: options.graph.split(",")[0]}
     config = WorkerConfig.model_validate(
         {
             "role": "decode",
@@ -218,42 +223,52 @@ def first_token_ms(
     return found[2:], path  # the first ones warm up
 
 
+def graphs_of(engine: Engine, options: argparse.Namespace) -> dict[str, GraphRunner]:
+    """The engine's own launch of chunks, those of `--graph` that it is not, and eager; by name."""
+    parts = engine.runner.parts
+    found = {str(parts.config.engine.graph.prefill): engine.runner.graph}
+    for name in options.graph.split(",")[1:]:
+        graph = GraphConfig.model_validate({"prefill": name, "decode": "eager"})
+        engine_config = parts.config.engine.model_copy(update={"graph": graph})
+        config = parts.config.model_copy(update={"engine": engine_config})
+        found[name] = build_graphs(dataclasses.replace(parts, config=config))
+        found[name].capture()
+    return {"eager": EagerRunner(parts)} | found
+
+
 def measure_prefill(
     bench: Bench, batches: list[int], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
     """A row for each number of tokens; prints them."""
     engine = bench.engine
-    graph = engine.runner.graph
-    eager = EagerRunner(engine.runner.parts)
+    own, graphs = engine.runner.graph, graphs_of(engine, options)
     speed = product_speed(engine.runner.model.embedding.weight.dtype)
     print(f"{speed / 1e12:.1f} T operations/s; milliseconds until the first token is on the host")
-    print("batch tokens     median      min      max    eager      min      max    floor")
+    heads = "".join(f"{name:>14}      min      max" for name in graphs)
+    print(f"batch tokens{heads}    floor")
     rows: list[dict[str, Any]] = []
     for batch in batches:
         for num_tokens in options.tokens:
-            times, path = first_token_ms(bench, graph, batch, num_tokens, options)
-            eager_times, _ = first_token_ms(bench, eager, batch, num_tokens, options)
+            found, figures = dict[str, Any](), ""
+            for name, graph in graphs.items():
+                times, path = first_token_ms(bench, graph, batch, num_tokens, options)
+                median = statistics.median(times)
+                found[name] = {"path": path, "median_ms": median, "times_ms": times}
+                figures += f"{median:14.3f}{min(times):9.3f}{max(times):9.3f}"
             floor = prefill_floor_ms(engine, batch * num_tokens, bandwidth, speed)
-            figures = "".join(
-                f"{each:9.3f}"
-                for found in (times, eager_times)
-                for each in (statistics.median(found), min(found), max(found))
-            )
-            print(f"{batch:5}{num_tokens:7}  {figures}{floor:9.3f}  {path}", flush=True)
-            rows.append(
-                {
-                    "batch": batch, "tokens": num_tokens, "path": path, "times_ms": times,
-                    "median_ms": statistics.median(times), "eager_times_ms": eager_times,
-                    "eager_median_ms": statistics.median(eager_times), "floor_ms": floor,
-                }
-            )  # fmt: skip
+            paths = ", ".join(each["path"] for each in found.values())
+            print(f"{batch:5}{num_tokens:7}{figures}{floor:9.3f}  {paths}", flush=True)
+            rows.append({"batch": batch, "tokens": num_tokens, "floor_ms": floor, "graphs": found})
     if options.profile:
         one = Sampling(1, ignore_eos=True, temperature=0.0)
-        for runner, place in ((graph, ""), (eager, ".eager")):
-            engine.runner.graph = runner
-            path = options.profile.with_suffix(place + options.profile.suffix)
+        for name, graph in graphs.items():
+            engine.runner.graph = graph
+            path = options.profile.with_suffix(f".{name}{options.profile.suffix}")
             profile(path, lambda: bench.generate(1, options.tokens[0], 1, one, seed=99))
-    engine.runner.graph = graph
+    engine.runner.graph = own
+    for graph in graphs.values():
+        if graph is not own:
+            graph.close()
     return rows
 
 
@@ -296,6 +311,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
+    add(
+        "--graph",
+        default="",
+        help="of engine.graph; several for chunks: piecewise,compiled",
+    )
 
 
 def main() -> None:

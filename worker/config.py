@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -74,12 +74,16 @@ class AttentionConfig(Section):
         return dict.fromkeys(cls.model_fields, given) if isinstance(given, str) else given
 
 
+ChunkGraph = Literal["eager", "piecewise", "compiled", "compiled_plain"]
+
+
 class GraphConfig(Section):
     """CUDA graphs by kind of step. A bare name stands for each kind that knows it, the other kind
-    is then eager: `full` replays decode steps alone, `piecewise` chunks alone, `eager` nothing.
+    is then eager: `full` replays decode steps alone, `piecewise` and `compiled` chunks alone (the
+    latter as torch.compile makes them, `compiled_plain` without its code), `eager` nothing.
     """
 
-    prefill: Auto | Literal["eager", "piecewise"] = "auto"  # chunks of prompts, on either role
+    prefill: Auto | ChunkGraph = "auto"  # chunks of prompts, on either role
     decode: Auto | Literal["eager", "full"] = "auto"  # auto on CUDA: what replays; on CPU: eager
 
     @model_validator(mode="before")
@@ -87,8 +91,8 @@ class GraphConfig(Section):
     def _one_name(cls, given: object) -> object:
         if not isinstance(given, str):
             return given
-        kinds = {"piecewise": "prefill", "full": "decode"}
-        if given not in kinds:
+        kinds = dict.fromkeys(get_args(ChunkGraph), "prefill") | {"full": "decode"}
+        if given == "eager" or given not in kinds:
             return dict.fromkeys(cls.model_fields, given)
         return dict.fromkeys(cls.model_fields, "eager") | {kinds[given]: given}
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from worker.batch import Batch
 from worker.config import WorkerConfig
+from worker.context import forward_context
 from worker.engine import Engine, build_engine
+from worker.graph.base import Parts
 from worker.graph.eager import EagerRunner
 from worker.graph.piecewise import PiecewiseRunner
 from worker.plan import Chunk, Plan
@@ -72,11 +74,26 @@ def bits(cache: Tensor) -> Tensor:
 
 
 @dataclass
+class Uncaptured:
+    """Launches a forward that is not the model's own, without a graph."""
+
+    parts: Parts
+    forward: Callable[[Tensor, Tensor], Tensor]
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """See GraphRunner.launch."""
+        attention, embedded = self.parts.attention.prefill, self.parts.model.embed(batch.input_ids)
+        with forward_context(batch, attention, attention.plan(batch), on_layer=on_layer):
+            return self.forward(embedded, batch.positions)
+
+
+@dataclass
 class Bench:
     """An engine whose chunks are launched both ways."""
 
     engine: Engine
-    eager: EagerRunner
+    eager: EagerRunner | Uncaptured
     runner: PiecewiseRunner
 
     def caches(self) -> list[Tensor]:

@@ -6,12 +6,12 @@ nothing else. Ops do run during the capture here, so what breaks leave unfilled 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from worker.graph.segments import GraphMemory
@@ -27,8 +27,12 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._ops.append((func, args, kwargs or {}, out))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do it now, and once more at each replay."""
+        out = func(*args, **kwargs)
+        self._ops.append((func, args, kwargs, out))
         return out
 
     def replay(self) -> None:
@@ -37,6 +41,22 @@ class RecordedGraph(TorchDispatchMode):
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as a single op of the segment that is open: it is compiled, and no op of torch."""
+
+    def call(*args: Any) -> Any:
+        graph = _get_current_dispatch_mode()
+        if not isinstance(graph, RecordedGraph):
+            return function(*args)
+        graph.__exit__(None, None, None)
+        try:
+            return graph.run(function, args, {})
+        finally:
+            graph.__enter__()
+
+    return call
 
 
 class RecordedMemory(GraphMemory):

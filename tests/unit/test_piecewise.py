@@ -286,9 +286,12 @@ def test_each_role_gets_the_graphs_it_can_use() -> None:
     assert graphs("decode", CUDA, graph="full") == ("eager", "full")
     assert graphs("decode", CUDA, graph="piecewise") == ("piecewise", "eager")
     assert graphs("decode", CUDA, graph="eager") == ("eager", "eager")
+    for name in ("compiled", "compiled_plain"):
+        assert graphs("decode", CUDA, graph=name) == (name, "eager")
+        assert graphs("decode", CUDA, graph={"prefill": name}) == (name, "full")
     assert graphs("decode", CUDA, graph={"prefill": "eager"}) == ("eager", "full")
     with pytest.raises(ValueError, match=r"engine\.graph\.prefill"):
-        graphs("decode", CUDA, graph="compiled")
+        graphs("decode", CUDA, graph="compile")
     with pytest.raises(ValueError, match=r"engine\.graph\.decode"):
         graphs("decode", CUDA, graph={"decode": "piecewise"})
 

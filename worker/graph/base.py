@@ -46,7 +46,7 @@ class BucketCheck:
 
     kind: Literal["prefill", "prefill_whole", "decode"]
     bucket: int  # rows: tokens of chunks, or requests that decode
-    equal: bool  # bit for bit, to the same step launched op by op
+    equal: bool  # to the same step launched op by op: bit for bit, or but for a compiler's rounding
     graph_ms: float  # a forward of chunks, or a greedy step
     eager_ms: float
 
@@ -112,5 +112,7 @@ class GraphRunner(Protocol):
 # Built as cls(parts, inner, memory): the runner around which it stands, and the memory of captures.
 GRAPHS = {
     "piecewise": "worker.graph.piecewise:PiecewiseRunner",
+    "compiled": "worker.graph.compiled:compiled",
+    "compiled_plain": "worker.graph.compiled:compiled_plain",
     "full": "worker.graph.full:FullRunner",
 }

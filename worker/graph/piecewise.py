@@ -69,14 +69,25 @@ class PiecewiseRunner:
         parts: what a step is made of.
         inner: launches everything else, and what is refused here.
         memory: of all captures.
+        forward: is captured; None: the model's own, see Decoder.forward.
+        rounding: see `check_chunk_bucket`.
     """
 
-    def __init__(self, parts: Parts, inner: GraphRunner, memory: GraphMemory) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        inner: GraphRunner,
+        memory: GraphMemory,
+        forward: Callable[[Tensor, Tensor], Tensor] | None = None,
+        rounding: float = 0.0,
+    ) -> None:
         self.path = "eager"
         self.checks: list[BucketCheck] = []
         max_tokens = int(parts.config.engine.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self._parts, self._inner, self._memory = parts, inner, memory
+        self._forward = forward or parts.model.forward
+        self._rounding = rounding
         self._refused = ""  # why the last batch had no bucket
         self._captured: dict[int, Captured] = {}  # in pieces
         self._whole: dict[int, Captured] = {}
@@ -169,28 +180,27 @@ class PiecewiseRunner:
         return static and not hooked and num_rows <= MAX_WHOLE
 
     def _in_pieces(self, num_rows: int) -> Captured:
-        attention, model = self._parts.attention.prefill, self._parts.model
-        batch, capture = self._parts.buffers.blank_chunk(num_rows), Capture(self._memory)
+        attention, capture = self._parts.attention.prefill, Capture(self._memory)
+        batch = self._parts.buffers.blank_chunk(num_rows)
 
         def body(breaks: Capture | None) -> Tensor:
             attn_plan = attention.plan(batch) if breaks is None else None  # no break runs now
             with forward_context(batch, attention, attn_plan, breaks=breaks):
-                return model.forward(self._embedded[:num_rows], batch.positions)
+                return self._forward(self._embedded[:num_rows], batch.positions)
 
         hidden = capture.record(body)
         return Captured(capture, self._memory.alias(hidden))
 
     def _in_one(self, num_rows: int) -> Captured:
-        attention, model = self._parts.attention.prefill, self._parts.model
+        attention, capture = self._parts.attention.prefill, Capture(self._memory)
         length = min(num_rows, self._parts.max_len)
         plan = Plan(0, chunks=(Chunk(0, 0, (0,) * length),), max_seq_len_ub=length)  # the sink's
         batch = self._parts.buffers.chunks(plan, num_rows, steady=True)
-        capture = Capture(self._memory)
 
         def body(under_way: Capture | None) -> Tensor:
             cuts = None if under_way is None else Cuts(under_way, CUT_AFTER)
             with forward_context(batch, attention, attention.plan(batch), breaks=cuts):
-                return model.forward(self._embedded[:num_rows], batch.positions)
+                return self._forward(self._embedded[:num_rows], batch.positions)
 
         hidden = capture.record(body)
         return Captured(capture, self._memory.alias(hidden))
@@ -241,8 +251,9 @@ class PiecewiseRunner:
     def _compare(self, num_rows: int, *, steady: bool) -> BucketCheck | None:
         what = "whole" if steady else "in pieces"
         found = check_chunk_bucket(
-            self._parts, num_rows, self._inner.launch, self.launch, steady=steady
-        )
+            self._parts, num_rows, self._inner.launch, self.launch,
+            steady=steady, rounding=self._rounding,
+        )  # fmt: skip
         if found is None:
             log.info("%5d tokens, %s: not compared, the KV pool is too small", num_rows, what)
             return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor, nn
 
 from worker.context import current
@@ -17,12 +18,14 @@ class Attention(nn.Module):
     def __init__(
         self,
         layer_id: int,
+        num_heads: int,
         rotary: RotaryEmbedding,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id  # of the pool
+        self.num_heads = num_heads  # of q, on this rank
         self.rotary = rotary
         self.q_norm = q_norm  # of each head, before rope
         self.k_norm = k_norm
@@ -33,26 +36,45 @@ class Attention(nn.Module):
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim]; positions: [num_tokens] i64.
         Returns [num_tokens, num_heads, head_dim].
         """
-        context = current()
-        k_cache, v_cache = context.attention.kv(self.layer_id)
-        norms = self.q_norm, self.k_norm
+        table, norms = self.rotary.table, (self.q_norm, self.k_norm)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
-        q = qk_rope_store(
-            qkv, positions, self.rotary.table, k_cache, v_cache, context.batch.slot_mapping,
-            q_weight, k_weight, 0.0 if self.q_norm is None else self.q_norm.eps,
-        )  # fmt: skip
-        if context.breaks is None:
-            return self._attend(q, None)
-        return context.breaks.at(self._attend, q, torch.empty_like(q))
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        out = qkv.new_empty(qkv.shape[0], self.num_heads, table.shape[1])
+        attend(qkv, positions, table, q_weight, k_weight, eps, self.layer_id, out)
+        return out
 
-    def _attend(self, q: Tensor, out: Tensor | None) -> Tensor:
-        """A break of captured passes: all that depends on the batch's requests is read from here.
 
-        The store stays in the piece before: it reads nothing but positions and slots, which lie in
-        static buffers, so the KV of this layer is final once that piece is through.
-        """
-        context = current()
-        attended = context.attention.forward(q, None, None, self.layer_id, out)
-        if context.on_layer is not None:
-            context.on_layer(self.layer_id)
-        return attended
+def attend(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    layer_id: int,
+    out: Tensor,
+) -> None:
+    """All of a layer that reads the forward context; fills `out` and the layer's slots.
+
+    The store of captured passes stays in the piece before the break: it reads nothing but positions
+    and slots, which lie in static buffers, so the layer's KV is final once that piece is through.
+
+    qkv .. eps: see qk_rope_store; out: [num_tokens, num_heads, head_dim], contiguous.
+    """
+    context = current()
+    k_cache, v_cache = context.attention.kv(layer_id)
+    q = qk_rope_store(
+        qkv, positions, table, k_cache, v_cache, context.batch.slot_mapping, q_weight, k_weight, eps
+    )
+    if context.breaks is None:
+        _attend(layer_id, q, out)
+    else:
+        context.breaks.at(partial(_attend, layer_id), q, out)
+
+
+def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
+    """A break of captured passes: all that depends on the batch's requests is read from here."""
+    context = current()
+    context.attention.forward(q, None, None, layer_id, out)
+    if context.on_layer is not None:
+        context.on_layer(layer_id)

@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
             eps = spec.rms_norm_eps
             self.q_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
-        self.attention = Attention(layer_id, rotary, self.q_norm, self.k_norm)
+        self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""

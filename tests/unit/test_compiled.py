@@ -1,0 +1,244 @@
+"""Chunks as torch.compile traced them, on the CPU; its segments are recorded: test_piecewise.py.
+
+tests/gpu/test_compiled_on_cuda.py has the same laws for real graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from tests.gpu.test_graphs_on_cuda import sampling_of, serve
+from tests.support.chunks import (
+    Bench,
+    Uncaptured,
+    bench_of,
+    build,
+    check_laws,
+    fill,
+    layouts,
+    poison,
+)
+from tests.support.prompts import problem_ids
+from tests.support.recorded import RecordedMemory, as_one_op
+from worker.errors import Unsupported
+from worker.graph.check import check_chunk_bucket
+from worker.graph.compiled import (
+    ROUNDING,
+    TracedForward,
+    by_inductor,
+    compiled,
+    compiled_plain,
+    plain,
+)
+from worker.graph.eager import EagerRunner
+from worker.graph.opaque import ADD_RMS_NORM, ATTEND, PRODUCT, RMS_NORM, SWIGLU
+from worker.graph.piecewise import PiecewiseRunner
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo and Inductor
+
+MAX_TOKENS = 40
+NUM_PAGES = 48
+ROUNDED = ROUNDING[torch.float32]
+
+
+def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForward:
+    """Its pieces are noted in `compiled`."""
+
+    def compile_piece(piece: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        compiled.append(piece)
+        made = (plain if how == "plain" else by_inductor)(piece, examples)
+        return made if how == "plain" else as_one_op(made)
+
+    return TracedForward(model, compile_piece)
+
+
+@pytest.fixture(scope="module", params=["plain", "inductor"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    parts, exact = engine.runner.parts, request.param == "plain"
+    eager, pieces, num_traced = EagerRunner(parts), list[GraphModule](), counters["stats"].copy()
+    forward = forward_of(parts.model, request.param, pieces)
+    rounding = 0.0 if exact else ROUNDED
+    runner = PiecewiseRunner(parts, eager, RecordedMemory(), forward, rounding)
+    runner.capture()
+    assert [check.equal for check in runner.checks] == [True] * 2 * len(runner.buckets)
+    assert (counters["stats"] - num_traced)["unique_graphs"] == 1
+    made = bench_of(engine, runner)
+    if not exact:
+        made.eager = Uncaptured(parts, forward)
+    yield made
+    assert len(pieces) == 3, "the first, the last, and all between are one, whatever was launched"
+    engine.close()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 17, 32, MAX_TOKENS])
+def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
+    bench: Bench, num_tokens: int
+) -> None:
+    parts, exact = bench.engine.runner.parts, not bench.runner._rounding
+    layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
+    wanted = bench.run(EagerRunner(parts).launch, layout, num_tokens)
+    found = bench.run(Uncaptured(parts, bench.runner._forward).launch, layout, num_tokens)
+    assert counters == before, "nothing is traced or compiled by a launch"
+    ids = [parts.model.logits(hidden).argmax(-1) for hidden in (wanted[0], found[0])]
+    assert torch.equal(*ids)
+    if exact:
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    else:
+        assert torch.allclose(wanted[0], found[0], atol=1e-4)
+        for a, b in zip(wanted[1:], found[1:], strict=True):
+            assert torch.allclose(a.view(torch.float32), b.view(torch.float32), atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_reqs", "steady"), [(3, False), (12, False), (4, True)])
+def test_replays_equal_what_was_captured_at_the_same_padded_shape(
+    bench: Bench, num_reqs: int, steady: bool
+) -> None:
+    """With plain pieces that is eager itself."""
+    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix=21, steady=steady)
+
+
+def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
+    assert set(bench.runner._captured) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner._captured.values():
+        assert captured.capture.num_segments == bench.engine.spec.num_layers + 1
+
+
+def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
+    layers = list(range(bench.engine.spec.num_layers))
+    traced = Uncaptured(bench.engine.runner.parts, bench.runner._forward)
+    for launch in (traced.launch, bench.runner.launch):
+        told: list[int] = []
+        fill(bench)
+        with torch.inference_mode():
+            launch(bench.batch(layouts(20, 3, 5), 32), told.append)
+        assert told == layers
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, steady: bool) -> None:
+    layout, launch = layouts(19, 2, 0), bench.runner.launch
+    clean = bench.run(launch, layout, 32, steady=steady)
+    poison(bench)
+    again = bench.run(launch, layout, 32, steady=steady)
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+    assert not clean[0].isnan().any()
+
+
+def test_texts_are_those_of_eager(bench: Bench) -> None:
+    """Prompts in several chunks, alone and together, between decode steps."""
+    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
+    runner = bench.engine.runner
+    with torch.inference_mode():
+        runner.parts.state.page_table.zero_()
+    texts = []
+    for graph in (EagerRunner(runner.parts), bench.runner):
+        runner.graph = graph
+        texts.append(serve(bench.engine, prompts, wanted)[0])
+    assert texts[0] == texts[1]
+    assert all(texts[0])
+    assert bench.runner.path.startswith("eager")  # a decode step was last
+    runner.graph = EagerRunner(runner.parts)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Bench]:
+    """Nothing is captured."""
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES)
+    parts = engine.runner.parts
+    eager = EagerRunner(parts)
+    yield Bench(engine, eager, PiecewiseRunner(parts, eager, RecordedMemory()))
+    engine.close()
+
+
+def test_layers_that_differ_are_compiled_apart(alone: Bench) -> None:
+    parts = alone.engine.runner.parts
+    model, pieces = copy.deepcopy(parts.model), list[GraphModule]()
+    model.layers[2].post_norm.eps = 1e-2  # type: ignore[union-attr]
+    forward, layout = forward_of(model, "plain", pieces), layouts(20, 1, 0)
+    found = alone.run(Uncaptured(parts, forward).launch, layout, 20)[0]
+    assert len(pieces) == 4
+    wanted = alone.run(Uncaptured(parts, model.forward).launch, layout, 20)[0]
+    other = alone.run(alone.eager.launch, layout, 20)[0]
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, other)
+
+
+def test_pieces_hold_no_layer_and_end_where_attention_begins(alone: Bench) -> None:
+    pieces: list[GraphModule] = []
+    parts = alone.engine.runner.parts
+    forward = forward_of(parts.model, "plain", pieces)
+    alone.run(Uncaptured(parts, forward).launch, layouts(20, 1, 0), 20)
+    ops = [[node.target for node in piece.graph.nodes] for piece in pieces]
+    assert [each.count(PRODUCT) for each in ops] == [1, 4, 3]
+    assert [each.count(RMS_NORM) + each.count(ADD_RMS_NORM) for each in ops] == [1, 2, 2]
+    assert [each.count(SWIGLU) for each in ops] == [0, 1, 1]
+    assert not any(ATTEND in each for each in ops)
+    assert forward._split is not None
+    calls = [node.target for node in forward._split.graph.nodes if node.op == "call_module"]
+    modules = [forward._split.get_submodule(str(name)) for name in calls]
+    is_piece = [not isinstance(module, GraphModule) for module in modules]
+    assert is_piece == [True, False] * parts.model.spec.num_layers + [True]
+    assert len(set(modules[::2])) == 3
+
+
+def test_a_trace_that_holds_for_some_numbers_of_tokens_is_refused() -> None:
+    def forward(hidden: Tensor, positions: Tensor) -> Tensor:
+        return (hidden * 2 if hidden.shape[0] > 20 else hidden) + positions[:, None]
+
+    model: Any = SimpleNamespace(forward=forward)
+    with pytest.raises(RuntimeError, match=r"recompile(.|\n)*20"):
+        TracedForward(model, plain)(torch.zeros(40, 8), torch.zeros(40))
+    torch.compiler.reset()
+
+
+@torch.inference_mode()
+def test_ops_do_what_they_say_to_a_compiler() -> None:
+    """Shapes and strides without content, and nothing written but what the schema says."""
+    x, wide = torch.randn(5, 8), torch.randn(5, 6)
+    weight, w, bias = torch.randn(8), torch.randn(6, 8), torch.randn(6)
+    for op, args in (
+        (PRODUCT, (x, w)), (PRODUCT, (x, w, bias)), (SWIGLU, (wide,)),
+        (RMS_NORM, (x, weight, 1e-5)), (ADD_RMS_NORM, (x, x + 1, weight, 1e-5)),
+    ):  # fmt: skip
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    assert [arg.name for arg in ATTEND._schema.arguments if arg.is_write] == ["out"]
+
+
+@torch.inference_mode()
+def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
+    parts, launch = alone.engine.runner.parts, alone.eager.launch
+
+    def equal(change: Callable[[Tensor], Tensor], rounding: float) -> bool:
+        found = check_chunk_bucket(
+            parts, 16, launch, lambda batch: change(launch(batch)), steady=False, rounding=rounding
+        )
+        assert found is not None
+        return found.equal
+
+    assert equal(lambda hidden: hidden * (1 + ROUNDED / 2), ROUNDED)
+    assert not equal(lambda hidden: hidden * (1 + ROUNDED / 2), 0.0)
+    assert not equal(lambda hidden: torch.cat((hidden[1:2], hidden[1:])), ROUNDED)
+    for rounding in ROUNDING.values():
+        assert not equal(lambda hidden: hidden.roll(1, 0), rounding)
+        assert not equal(lambda hidden: hidden * float("nan"), rounding)
+
+
+@pytest.mark.parametrize("name", ["compiled", "compiled_plain"])
+def test_it_is_refused_on_the_cpu_and_for_chunks_of_one_token(name: str) -> None:
+    with pytest.raises(Unsupported, match=rf"{name} needs CUDA.*engine\.graph=eager"):
+        build("cpu", name)
+    engine = build("cpu", "eager", max_prefill_tokens=1)
+    parts, make = engine.runner.parts, {"compiled": compiled, "compiled_plain": compiled_plain}
+    with pytest.raises(Unsupported, match="max_prefill_tokens of 2 or more"):
+        make[name](parts, EagerRunner(parts), RecordedMemory())
+    engine.close()
