@@ -6,7 +6,7 @@
     python -m benchmarks.idle --model-config benchmarks/models/qwen3-8b.json --batch 32
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \
         --tokens 128 --profile prompt.json
-    python -m benchmarks.idle --prompt prompt.json prompt.eager.json
+    python -m benchmarks.idle --prompt prompt.piecewise.json prompt.eager.json
 
 A trace shows every gap and what the host did in it, but the profiler slows the host down, so its
 share is an upper bound. Without a trace, the same steps run twice: by the overlapped loop, which

@@ -14,9 +14,10 @@ weights at the end of this one, the copy engine (TMA), tiles of 32 rows without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,18 @@ def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTi
     return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
 
 
+class Tile(Protocol):
+    """What a product's scratch depends on."""
+
+    def num_tiles(self, n: int) -> int:
+        """Counters."""
+        ...
+
+    def num_partials(self, n: int) -> int:
+        """Floats."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SkinnyWorkspace:
     """Scratch of one stream: its products run one after the other, so all of them share it."""
@@ -174,7 +187,7 @@ class SkinnyWorkspace:
 
     @staticmethod
     def allocate(
-        products: list[tuple[SkinnyTile, int]], device: torch.device | str
+        products: Sequence[tuple[Tile, int]], device: torch.device | str
     ) -> SkinnyWorkspace:
         """Enough for each (tile, n) of `products`."""
         floats = max((tile.num_partials(n) for tile, n in products), default=0)
@@ -198,16 +211,33 @@ def skinny_gemm(
 
     Float32 goes to torch, and so does the CPU except under Triton's interpreter.
 
-    x: [m, k] bf16 or f16, m <= 64, rows contiguous; w: [n, k] contiguous; out: [m, n] of x's dtype,
-    rows contiguous. `pdl` lets it start while the kernel before still runs, for whose end it waits;
-    a kernel after it that was launched without waits as ever. Hopper and later.
+    x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
+    x's dtype, rows contiguous. `pdl` lets it start while the kernel before still runs, for whose
+    end it waits; a kernel after it that was launched without waits as ever. Hopper and later.
     """
-    (m, k), n = x.shape, w.shape[0]
     if x.dtype == torch.float32:
         return torch.mm(x, w.t(), out=out)
     if not x.is_cuda and not INTERPRETED:
         return out.copy_(skinny_gemm_ref(x, w))
-    tile = tile or choose(m, n, k)
+    tile = tile or choose(x.shape[0], w.shape[0], w.shape[1])
+    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl)
+    _skinny_gemm_kernel[grid](*arguments, **constants)
+    return out
+
+
+def compile_for(
+    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: SkinnyTile, *, pdl: bool
+) -> None:
+    """Have the kernel ready for these, without a launch."""
+    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl)
+    _skinny_gemm_kernel.warmup(*arguments, grid=grid, **constants)
+
+
+def _launch(
+    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: SkinnyTile, pdl: bool
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and constants of one launch, checked."""
+    (m, k), n = x.shape, w.shape[0]
     assert HAS_TRITON
     assert x.dtype in DTYPES
     assert x.dtype == w.dtype == out.dtype
@@ -226,8 +256,7 @@ def skinny_gemm(
     }  # fmt: skip
     if pdl:
         constants["launch_pdl"] = True
-    _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
-        x, w, out, workspace.partial, workspace.arrivals,
-        m, n, k, x.stride(0), out.stride(0), **constants,
+    arguments = (
+        x, w, out, workspace.partial, workspace.arrivals, m, n, k, x.stride(0), out.stride(0),
     )  # fmt: skip
-    return out
+    return (tile.num_tiles(n), tile.split), arguments, constants
