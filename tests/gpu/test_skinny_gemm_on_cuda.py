@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from worker.kernels.product import gated_product
+from worker.kernels.product import product as linear
 from worker.kernels.skinny_gemm import SkinnyWorkspace, choose, skinny_gemm
+from worker.kernels.swiglu import swiglu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -54,6 +57,20 @@ def test_any_shape_matches_float64(m, n, k, dtype):
     exact = x.double() @ w.double().T
     assert (product(x, w).double() - exact).norm() / exact.norm() < BOUNDS[dtype]
     assert torch.equal(product(x, w, pdl=True), product(x, w))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("m", [1, 8, 32, 64, 65])
+@pytest.mark.parametrize(("n", "k"), [WIDE, ODD, (6144, 1024), (17000, 1000)])
+def test_a_gated_product_is_the_activation_of_the_whole_one(n, k, m, dtype):
+    x, w = noise(m, k, dtype=dtype), weights(n, k, dtype)
+    wanted = swiglu(linear(x, w))
+    assert torch.equal(gated_product(x, w), wanted)
+    found = torch.empty_like(wanted)
+    graph = captured(lambda: found.copy_(gated_product(x, w)))
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("n", "k"), [NARROW, SPLIT, WIDE, (151936, 4096), (17000, 1000), ODD])

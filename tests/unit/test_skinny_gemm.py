@@ -18,6 +18,7 @@ from worker.kernels.skinny_gemm import (
     skinny_gemm,
     skinny_gemm_ref,
 )
+from worker.kernels.swiglu import swiglu_triton
 
 # The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -65,13 +66,14 @@ if not INTERPRETED:
 
     @needs_triton
     @pytest.mark.parametrize("block_m", [16, 32, 64])
-    @pytest.mark.parametrize("split", [1, 2])
-    def test_it_compiles_for_hopper_without_one(block_m, split):
+    @pytest.mark.parametrize(("split", "gated"), [(1, False), (2, False), (1, True)])
+    def test_it_compiles_for_hopper_without_one(block_m, split, gated):
         types = dict.fromkeys(("x", "w", "out"), "*bf16") | {"partial": "*fp32", "arrivals": "*i32"}
         types |= dict.fromkeys(("M", "N", "K", "stride_x", "stride_out"), "i32")
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": split, "STEPS": 16,
             "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+            "GATED": gated,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k16.f32.bf16.bf16" in ptx
@@ -114,6 +116,30 @@ else:
         out = product(x, w, tile_of(m, split))
         assert error(out, x, w) < BOUNDS[dtype]
         assert error(out, x, w) < 2 * error(skinny_gemm_ref(x, w), x, w) + BOUNDS[dtype] / 2
+
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("m", [1, 16, 40, 64])
+    @pytest.mark.parametrize(("width", "k"), [(32, 64), (100, 130), (33, 256)])
+    def test_a_gated_product_is_the_activation_of_the_whole_one(width, k, m, dtype):
+        # Sums of such numbers are exact: numpy adds them in another order for other tiles.
+        x, w = (
+            noise(rows, k, dtype=torch.float32, seed=rows).mul(4).round().div(16).to(dtype)
+            for rows in (m, 2 * width)
+        )
+        tile = tile_of(m, 1)
+        wanted = swiglu_triton(product(x, w, tile))
+        around = torch.full((m + 2, width + 3), 77.0, dtype=dtype)
+        workspace = SkinnyWorkspace.allocate([(tile, 2 * width)], "cpu")
+        skinny_gemm(x, w, around[1 : m + 1, :width], workspace, tile, gated=True)
+        assert torch.equal(around[1 : m + 1, :width], wanted)
+        around[1 : m + 1, :width] = 77.0
+        assert (around == 77.0).all()
+
+    def test_only_whole_sums_are_gated():
+        x, w = noise(4, 256), noise(64, 256, seed=1)
+        workspace = SkinnyWorkspace.allocate([(tile_of(4, 2), 64)], "cpu")
+        with pytest.raises(AssertionError):
+            skinny_gemm(x, w, x[:, :32].clone(), workspace, tile_of(4, 2), gated=True)
 
     @pytest.mark.parametrize("m", [1, 8, 64])
     def test_the_table_s_own_choice_matches_float64(m):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.kernels.product import product
+from worker.kernels.product import gated_product, product
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from worker.kernels.swiglu import swiglu, swiglu_ref
 from worker.layers.attention import attend
 
 
@@ -50,8 +49,8 @@ def _fake_add_norm(
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _fake_swiglu(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+def _fake_gated(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0] // 2)
 
 
 PRODUCT = _opaque(product, "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", _fake_product)
@@ -61,7 +60,7 @@ ADD_RMS_NORM = _opaque(
     "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     _fake_add_norm,
 )
-SWIGLU = _opaque(swiglu, "(Tensor gate_up) -> Tensor", _fake_swiglu)
+GATED_PRODUCT = _opaque(gated_product, "(Tensor x, Tensor w) -> Tensor", _fake_gated)
 
 # The pool that it writes to is no argument: it is the forward context's. What orders it is `out`.
 ATTEND = _opaque(
@@ -75,5 +74,4 @@ ATTEND = _opaque(
 TWINS: dict[Any, Callable[..., Any]] = {
     RMS_NORM: rms_norm_ref,
     ADD_RMS_NORM: add_rms_norm_ref,
-    SWIGLU: swiglu_ref,
 }

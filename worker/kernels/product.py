@@ -12,6 +12,7 @@ from worker.kernels import stream_k_gemm as stream_k
 from worker.kernels.jit import HAS_TRITON
 from worker.kernels.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.stream_k_gemm import StreamTile, stream_k_gemm
+from worker.kernels.swiglu import swiglu
 
 # Up to so many rows a product takes the time of reading its weights.
 MAX_STREAMED_ROWS = 64
@@ -41,6 +42,21 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, w, bias)
     out = x.new_empty(x.shape[0], w.shape[0])
     return multiply(x, w, out, _workspace(x.device), tile, pdl=True)
+
+
+def gated_product(x: Tensor, w: Tensor) -> Tensor:
+    """swiglu(product(x, w)), bit for bit; of few rows by one kernel.
+
+    x: [m, k]; w: [2 · width, k] of x's dtype, gates before ups; returns [m, width].
+    """
+    (m, k), n = x.shape, w.shape[0]
+    tile = _tile(x, w)
+    if not isinstance(tile, SkinnyTile) or not tile.gates(n):
+        return swiglu(product(x, w))
+    if tile == choose(m, n, k):  # no activation comes between it and the next product
+        tile = choose(m, n, k, product_follows=True)
+    out = x.new_empty(m, n // 2)
+    return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True, gated=True)
 
 
 def multiply(

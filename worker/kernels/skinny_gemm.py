@@ -10,6 +10,9 @@ under way, which saves about 0.8 µs a launch. What did not help on an H200, in 
 products (10.0 µs each): L2 prefetches or plain loads of the first weights before `gdc_wait` (what
 lies in the L2 comes in at 6.7 TB/s, hardly faster than from memory), asking for the next product's
 weights at the end of this one, the copy engine (TMA), tiles of 32 rows without a split (11.2 µs).
+
+A gated product takes as many rows of the gates as of the ups into a tile and activates its sums
+before it stores them: the kernel in between and its launch are saved, and half of what is written.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from worker.kernels.jit import (
     tl,
     triton,
 )
+from worker.kernels.swiglu import silu_and_mul, swiglu_ref
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -49,11 +53,12 @@ def _skinny_gemm_kernel(
     M, N, K, stride_x, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of N, SPLIT).
+    """Grid (tiles of w's rows, SPLIT).
 
     x: [M, K], w: [N, K], out: [M, N], each with contiguous rows; w's rows stand close together.
+    GATED: w is [2 N, K], gates before ups, and SPLIT 1.
     STEPS: blocks of K in one of the SPLIT ranges (a constant: the interpreter wants one).
     partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
     TRIGGER: after which step the next kernel may start; below 0, at once.
@@ -66,9 +71,13 @@ def _skinny_gemm_kernel(
         # Invariant: every program waits, so this kernel's end implies that of all before it.
         gdc_wait()
 
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
+    within = tl.arange(0, BLOCK_N)
     # Beyond N it is the last row again, and not stored.
-    rows = (cols if EVEN_N else tl.minimum(cols, N - 1)).to(tl.int64)
+    rows = tile * WIDTH + (within % WIDTH if GATED else within)
+    rows = (rows if EVEN_N else tl.minimum(rows, N - 1)).to(tl.int64)
+    if GATED:
+        rows += tl.where(within < WIDTH, 0, N)
     tokens = tl.arange(0, BLOCK_M)
     here = (tokens < M)[:, None]
     ks = tl.arange(0, BLOCK_K)
@@ -91,8 +100,11 @@ def _skinny_gemm_kernel(
         x_at += BLOCK_K
         if PDL and step == TRIGGER:
             gdc_launch_dependents()
+    if GATED:
+        acc = _gated(acc, BLOCK_M, WIDTH, out.dtype.element_ty)
     acc = tl.trans(acc)
 
+    cols = tile * WIDTH + tl.arange(0, WIDTH)
     out_at = out + tokens[:, None] * stride_out + cols[None, :]
     stored = here & (cols < N)[None, :]
     if SPLIT == 1:
@@ -110,6 +122,14 @@ def _skinny_gemm_kernel(
                 total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
             tl.store(out_at, total.to(out.dtype.element_ty), mask=stored)
             tl.store(arrivals + tile, 0)
+
+
+@triton.jit
+def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
+    """silu(gate) · up of acc [2 · WIDTH, BLOCK_M], rounded where swiglu of a stored product is."""
+    pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_M)), (1, 2, 0))
+    gate, up = tl.split(pair)
+    return silu_and_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +151,10 @@ class SkinnyTile:
     def num_partials(self, n: int) -> int:
         """Floats of workspace that a product with n outputs needs."""
         return self.num_tiles(n) * self.split * self.block_m * self.block_n if self.split > 1 else 0
+
+    def gates(self, n: int) -> bool:
+        """Whether gates and ups, n rows of weights together, come in pairs of half a tile."""
+        return self.split == 1 and n % 2 == 0
 
 
 AT_ONCE = 1 << 20
@@ -206,21 +230,23 @@ def skinny_gemm(
     tile: SkinnyTile | None = None,
     *,
     pdl: bool = False,
+    gated: bool = False,
 ) -> Tensor:
-    """out[:] = x @ w.T; allocates nothing, so a CUDA graph may hold it.
+    """out[:] = x @ w.T, or swiglu of it, bit for bit; allocates nothing: a CUDA graph may hold it.
 
     Float32 goes to torch, and so does the CPU except under Triton's interpreter.
 
     x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
     x's dtype, rows contiguous. `pdl` lets it start while the kernel before still runs, for whose
     end it waits; a kernel after it that was launched without waits as ever. Hopper and later.
+    `gated`: w has gates in its first half, ups in the other; out is [m, n / 2]; only for tiles of
+    which `gates` is true.
     """
-    if x.dtype == torch.float32:
-        return torch.mm(x, w.t(), out=out)
-    if not x.is_cuda and not INTERPRETED:
-        return out.copy_(skinny_gemm_ref(x, w))
+    if x.dtype == torch.float32 or (not x.is_cuda and not INTERPRETED):
+        whole = skinny_gemm_ref(x, w)
+        return out.copy_(swiglu_ref(whole) if gated else whole)
     tile = tile or choose(x.shape[0], w.shape[0], w.shape[1])
-    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl)
+    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl, gated)
     _skinny_gemm_kernel[grid](*arguments, **constants)
     return out
 
@@ -234,7 +260,13 @@ def compile_for(
 
 
 def _launch(
-    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: SkinnyTile, pdl: bool
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    workspace: SkinnyWorkspace,
+    tile: SkinnyTile,
+    pdl: bool,
+    gated: bool = False,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
@@ -246,17 +278,19 @@ def _launch(
     assert x.stride(1) == out.stride(1) == 1
     assert tile.num_partials(n) <= workspace.partial.numel()
     assert tile.num_tiles(n) <= workspace.arrivals.numel()
+    assert not gated or (tile.gates(n) and out.shape[1] == n // 2)
     steps = -(-k // (tile.block_k * tile.split))
     constants: dict[str, Any] = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "SPLIT": tile.split, "STEPS": steps, "EVEN_N": n % tile.block_n == 0,
         "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
-        "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger),
+        "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if pdl:
         constants["launch_pdl"] = True
     arguments = (
-        x, w, out, workspace.partial, workspace.arrivals, m, n, k, x.stride(0), out.stride(0),
+        x, w, out, workspace.partial, workspace.arrivals,
+        m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
     )  # fmt: skip
     return (tile.num_tiles(n), tile.split), arguments, constants

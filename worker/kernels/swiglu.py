@@ -22,8 +22,14 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def silu_and_mul(gate, up, dtype):
+    """silu(gate) · up of f32; silu is rounded to `dtype` before the product, as in torch."""
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def _swiglu_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (rows, blocks of width); silu is rounded before the product, as in torch."""
+    """Grid (rows, blocks of width)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -33,8 +39,7 @@ def _swiglu_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr, PDL: tl.con
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
-    tl.store(out + row * width + at, (silu * up).to(dtype), mask=inside)
+    tl.store(out + row * width + at, silu_and_mul(gate, up, dtype).to(dtype), mask=inside)
 
 
 def swiglu_triton(gate_up: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
-from worker.kernels.product import product
+from worker.kernels.product import gated_product, product
 from worker.layers.shard import HeadSplit, Shard, split_even
 
 
@@ -49,6 +49,14 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
         return product(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """forward() of gate and up in one: silu(gate) · up. Two parts of one size, without bias.
+
+        x: [num_tokens, in_features] -> [num_tokens, size of a part].
+        """
+        assert self.bias is None
+        return gated_product(x, self.weight)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""

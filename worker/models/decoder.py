@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
-from worker.kernels.swiglu import swiglu
 from worker.layers.attention import Attention
 from worker.layers.embedding import VocabParallelEmbedding
 from worker.layers.linear import (
@@ -113,7 +112,7 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
-        return self.down(swiglu(self.gate_up(hidden)))
+        return self.down(self.gate_up.gated(hidden))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
