@@ -68,40 +68,18 @@ def test_replays_equal_eager_at_the_same_padded_shape(
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("steady", [False, True])
 def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, steady: bool) -> None:
-    from tests.support.chunks import layouts, poison
+    from tests.support.chunks import check_padding, layouts
 
     if steady and not bench.runner._whole:
         pytest.skip("this backend plans on the host")
-    layout, launch = layouts(50, 3, 20), bench.runner.launch
-    clean = bench.run(launch, layout, 64, steady=steady)
-    poison(bench)
-    for i in range(bench.engine.spec.num_layers):
-        for cache in bench.engine.pool.layer(i):
-            cache[0].fill_(float("nan"))  # the sink, where padding writes
-    again = bench.run(launch, layout, 64, steady=steady)
-    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
-    assert not clean[0].isnan().any()
+    check_padding(bench, layouts(50, 3, 20), 64, steady=steady)
 
 
 @pytest.mark.gpu(1)
 def test_what_others_allocate_changes_nothing(bench: Any) -> None:
-    """Captures keep no tensor alive: their pool alone keeps the memory."""
-    from tests.support.chunks import layouts
+    from tests.support.chunks import check_memory, layouts
 
-    layout = layouts(250, 3, 20)
-    clean = bench.run(bench.runner.launch, layout, 256)
-    bench.run(bench.runner.launch, layouts(16, 1, 0), 16)
-    for _ in range(3):
-        torch.cuda.empty_cache()
-        held = [
-            torch.full((size,), float("nan"), device="cuda")
-            for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-            for _ in range(20)
-        ]
-        again = bench.run(bench.runner.launch, layout, 256)
-        assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
-        assert all(bool(each.isnan().all()) for each in held)
-        del held
+    check_memory(bench, layouts(250, 3, 20), 256)
 
 
 @pytest.mark.gpu(1)
@@ -137,18 +115,9 @@ def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None
 @pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
-    from tests.support.chunks import layouts
+    from tests.support.chunks import check_no_wait, layouts
 
-    plan = bench.plan(layout := layouts(100, 3, 20))
-    bench.set_pages(layout)
-    bench.engine.runner._run(plan)  # warm: allocator, kernels
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        bench.engine.runner._run(plan)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert bench.runner.path in ("graph", "piecewise")
+    check_no_wait(bench, layouts(100, 3, 20))
 
 
 @pytest.mark.gpu(1)

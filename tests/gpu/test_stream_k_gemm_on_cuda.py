@@ -7,9 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.test_skinny_gemm_on_cuda import captured, noise, weights
-from worker.kernels.skinny_gemm import SkinnyWorkspace
-from worker.kernels.stream_k_gemm import MAX_PARTS, StreamTile, choose, stream_k_gemm
+from tests.gpu.test_skinny_gemm_on_cuda import noise
+from tests.support.products import (
+    check_chain,
+    check_hot_call,
+    check_replays,
+    computed,
+    error,
+    weights,
+)
+from worker.kernels.stream_k_gemm import MAX_PARTS, StreamTile, choose
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -32,13 +39,8 @@ def sms() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def product(x: torch.Tensor, w: torch.Tensor, tile: StreamTile, pdl: bool = False) -> torch.Tensor:
-    out = torch.full((len(x), len(w)), float("nan"), dtype=x.dtype, device="cuda")
-    workspace = SkinnyWorkspace.allocate([(tile, len(w))], "cuda")
-    workspace.partial.fill_(float("nan"))
-    stream_k_gemm(x, w, out, workspace, tile, pdl=pdl)
-    assert not workspace.arrivals.any()
-    return out
+def product(x: torch.Tensor, w: torch.Tensor, tile: StreamTile) -> torch.Tensor:
+    return computed(x, w, tile, poison=float("nan"))
 
 
 def shared(tile: StreamTile, n: int, k: int) -> StreamTile:
@@ -52,9 +54,8 @@ def check(tile: StreamTile, n: int, k: int, dtype: torch.dtype) -> None:
     tile = shared(tile, n, k)
     for m in (1, tile.block_m // 2 + 1, tile.block_m):
         x, w = noise(m, k, dtype=dtype), weights(n, k, dtype)
-        exact = x.double() @ w.double().T
         out = product(x, w, tile)
-        assert (out.double() - exact).norm() / exact.norm() < BOUNDS[dtype]
+        assert error(out, x, w) < BOUNDS[dtype]
         assert torch.equal(product(x, w, replace(tile, patience=0)), out)
 
 
@@ -84,66 +85,17 @@ def test_a_row_is_the_same_alone_and_in_any_batch_of_its_class(n, k, rows):
 @pytest.mark.parametrize("kind", ["split", "stream-k", "two an SM"])
 def test_replays_are_equal_whatever_else_the_gpu_does(kind):
     """Another stream's kernels hold SMs back: some programs give up waiting for the others."""
-    tile = TILES[kind]
     x, w = noise(100, DOWN[1]), weights(*DOWN)
-    first = product(x, w, tile)
     for patience in (0, 1, 64):
-        patient = replace(tile, patience=patience)
-        workspace = SkinnyWorkspace.allocate([(patient, DOWN[0])], "cuda")
-        out = torch.empty(100, DOWN[0], device="cuda").bfloat16()
-        graph = captured(
-            lambda o=out, s=workspace, t=patient: stream_k_gemm(x, w, o, s, t, pdl=True)
-        )
-        other, noisy = torch.cuda.Stream(), torch.empty(1 << 26, device="cuda")
-        for i in range(100):
-            with torch.cuda.stream(other):
-                noisy[: 1 << (12 + i % 15)].mul_(0.5)
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, first), (patience, i)
+        check_replays(x, w, replace(TILES[kind], patience=patience), 100)
 
 
 @pytest.mark.parametrize("m", [64, 128, 256])
 def test_overlapping_launches_read_what_the_kernel_before_wrote(m):
-    """A chain of products that share a workspace and two buffers, with torch's kernels between."""
     shapes = [QKV, OUT, GATE_UP, DOWN] * 4
-    ws = [weights(n, k, seed=i) for i, (n, k) in enumerate(shapes)]
-    tiles = {(n, k): choose(m, n, k, sms()) for n, k in shapes}
-    workspace = SkinnyWorkspace.allocate([(tile, n) for (n, _), tile in tiles.items()], "cuda")
-    x = noise(m, 4096)
-    buffers = [torch.empty(m, 24576, device="cuda").bfloat16() for _ in range(2)]
-
-    def chain(pdl: bool) -> torch.Tensor:
-        hidden = x
-        for i, (w, (n, k)) in enumerate(zip(ws, shapes, strict=True)):
-            out = buffers[i % 2][:, :n]
-            stream_k_gemm(hidden[:, :k], w, out, workspace, tiles[n, k], pdl=pdl)
-            if i % 3 == 2:
-                out.mul_(1.25)
-            hidden = out
-        return hidden
-
-    expected = chain(False).clone()
-    graph = captured(lambda: chain(True))
-    for i in range(50):
-        for buffer in buffers:
-            buffer.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(buffers[1][:, :4096], expected), i
-    assert not workspace.arrivals.any()
+    check_chain(m, shapes, [choose(m, n, k, sms()) for n, k in shapes])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_hot_call_allocates_nothing_and_waits_for_nothing():
-    x, w, tile = noise(100, 4096), weights(*OUT), choose(128, *OUT, sms())
-    workspace = SkinnyWorkspace.allocate([(tile, 4096)], "cuda")
-    out = torch.empty(100, 4096, device="cuda").bfloat16()
-    stream_k_gemm(x, w, out, workspace, tile)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        stream_k_gemm(x, w, out, workspace, tile)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    check_hot_call(100, choose(128, *OUT, sms()))

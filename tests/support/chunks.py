@@ -191,6 +191,50 @@ def check_laws(
         assert torch.equal(bench.run(bench.runner.launch, layout, bucket, steady=steady)[0], hidden)
 
 
+def check_padding(bench: Bench, layout: Layout, num_rows: int, *, steady: bool) -> None:
+    """What padding reads, and what it leaves in the sink, changes nothing."""
+    launch = bench.runner.launch
+    clean = bench.run(launch, layout, num_rows, steady=steady)
+    poison(bench)
+    for i in range(bench.engine.spec.num_layers):
+        for cache in bench.engine.pool.layer(i):
+            cache[0].fill_(float("nan"))
+    again = bench.run(launch, layout, num_rows, steady=steady)
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+    assert not clean[0].isnan().any()
+
+
+def check_memory(bench: Bench, layout: Layout, num_rows: int) -> None:
+    """Captures keep no tensor alive: what others allocate changes nothing, nor is it changed."""
+    clean = bench.run(bench.runner.launch, layout, num_rows)
+    bench.run(bench.runner.launch, layouts(16, 1, 0), 16)
+    for _ in range(3):
+        torch.cuda.empty_cache()
+        held = [
+            torch.full((size,), float("nan"), device="cuda")
+            for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+            for _ in range(20)
+        ]
+        again = bench.run(bench.runner.launch, layout, num_rows)
+        assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+        assert all(bool(each.isnan().all()) for each in held)
+        del held
+
+
+def check_no_wait(bench: Bench, layout: Layout) -> None:
+    """A replay never waits for the device."""
+    plan = bench.plan(layout)
+    bench.set_pages(layout)
+    bench.engine.runner._run(plan)  # warm: allocator, kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bench.engine.runner._run(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bench.runner.path in ("graph", "piecewise")
+
+
 def check_canary(bench: Bench, layout: Layout, written: Sequence[Tensor]) -> None:
     """Only slots of the chunks differ from the history."""
     fill(bench)

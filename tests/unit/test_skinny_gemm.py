@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.products import computed, error, noise
 from worker.kernels.jit import HAS_TRITON
 from worker.kernels.skinny_gemm import (
     MAX_ROWS,
@@ -22,10 +23,6 @@ from worker.kernels.swiglu import swiglu_triton
 
 # The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-
-def noise(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def test_the_twin_accumulates_in_f32():
@@ -87,25 +84,10 @@ else:
     def product(
         x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile | None = None, poison: float = 7e7
     ) -> torch.Tensor:
-        """One product into poisoned memory; nothing beside [m, n] may be written."""
-        (m, k), n = x.shape, w.shape[0]
-        tile = tile or choose(m, n, k)
-        workspace = SkinnyWorkspace.allocate([(tile, n)], "cpu")
-        workspace.partial.fill_(poison)
-        around = torch.full((m + 2, n + 3), 77.0, dtype=x.dtype)
-        skinny_gemm(x, w, around[1 : m + 1, :n], workspace, tile)
-        assert not workspace.arrivals.any()
-        out = around[1 : m + 1, :n].clone()
-        around[1 : m + 1, :n] = 77.0
-        assert (around == 77.0).all()
-        return out
+        return computed(x, w, tile or choose(len(x), *w.shape), poison=poison)
 
     def tile_of(m: int, split: int, block_k: int = 64) -> SkinnyTile:
         return SkinnyTile(choose(m, 64, 64).block_m, 64, block_k, split, 4, 3, 2)
-
-    def error(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-        exact = x.double() @ w.double().T
-        return float((got.double() - exact).norm() / exact.norm())
 
     @pytest.mark.parametrize("dtype", BOUNDS)
     @pytest.mark.parametrize("split", [1, 2, 3, 4])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.products import computed, error, noise
 from worker.kernels import product as product_module
 from worker.kernels import skinny_gemm
 from worker.kernels.jit import HAS_TRITON
@@ -116,29 +117,6 @@ if not INTERPRETED:
         assert ".local " not in ptx
 
 else:
-
-    def noise(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-    def computed(
-        x: torch.Tensor, w: torch.Tensor, tile: StreamTile, poison: float = 7e7
-    ) -> torch.Tensor:
-        """One product into poisoned memory; nothing beside [m, n] may be written."""
-        m, n = len(x), len(w)
-        workspace = SkinnyWorkspace.allocate([(tile, n)], "cpu")
-        workspace.partial.fill_(poison)
-        around = torch.full((m + 2, n + 3), 77.0, dtype=x.dtype)
-        stream_k_gemm(x, w, around[1 : m + 1, :n], workspace, tile)
-        assert not workspace.arrivals.any()
-        out = around[1 : m + 1, :n].clone()
-        around[1 : m + 1, :n] = 77.0
-        assert (around == 77.0).all()
-        return out
-
-    def error(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-        exact = x.double() @ w.double().T
-        return float((got.double() - exact).norm() / exact.norm())
-
     WIDE = StreamTile(64, 128, 64, 64, 1, 4, 3)
 
     @pytest.mark.parametrize("dtype", BOUNDS)

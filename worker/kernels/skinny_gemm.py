@@ -193,6 +193,11 @@ def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTi
 class Tile(Protocol):
     """What a product's scratch depends on."""
 
+    @property
+    def block_m(self) -> int:
+        """Rows of x at most."""
+        ...
+
     def num_tiles(self, n: int) -> int:
         """Counters."""
         ...
@@ -259,6 +264,21 @@ def compile_for(
     _skinny_gemm_kernel.warmup(*arguments, grid=grid, **constants)
 
 
+def check_operands(
+    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: Tile
+) -> None:
+    """Assert what `skinny_gemm` says of them."""
+    n = w.shape[0]
+    assert HAS_TRITON
+    assert x.dtype in DTYPES
+    assert x.dtype == w.dtype == out.dtype
+    assert 0 < x.shape[0] <= tile.block_m
+    assert w.is_contiguous()
+    assert x.stride(1) == out.stride(1) == 1
+    assert tile.num_partials(n) <= workspace.partial.numel()
+    assert tile.num_tiles(n) <= workspace.arrivals.numel()
+
+
 def _launch(
     x: Tensor,
     w: Tensor,
@@ -270,14 +290,7 @@ def _launch(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
-    assert HAS_TRITON
-    assert x.dtype in DTYPES
-    assert x.dtype == w.dtype == out.dtype
-    assert m <= tile.block_m
-    assert w.is_contiguous()
-    assert x.stride(1) == out.stride(1) == 1
-    assert tile.num_partials(n) <= workspace.partial.numel()
-    assert tile.num_tiles(n) <= workspace.arrivals.numel()
+    check_operands(x, w, out, workspace, tile)
     assert not gated or (tile.gates(n) and out.shape[1] == n // 2)
     steps = -(-k // (tile.block_k * tile.split))
     constants: dict[str, Any] = {

@@ -25,7 +25,6 @@ from typing import Any
 from torch import Tensor
 
 from worker.kernels.jit import (
-    HAS_TRITON,
     INTERPRETED,
     TensorDescriptor,
     gdc_launch_dependents,
@@ -33,7 +32,7 @@ from worker.kernels.jit import (
     tl,
     triton,
 )
-from worker.kernels.skinny_gemm import DTYPES, SkinnyWorkspace, skinny_gemm_ref
+from worker.kernels.skinny_gemm import SkinnyWorkspace, check_operands, skinny_gemm_ref
 
 MAX_PARTS = 15  # of one tile: bits in its word
 PATIENCE = 16
@@ -418,16 +417,9 @@ def _launch(
     """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
     cut = _cut(tile, n, k)
-    assert HAS_TRITON
-    assert x.dtype in DTYPES
-    assert x.dtype == w.dtype == out.dtype
-    assert 0 < m <= tile.block_m
-    assert w.is_contiguous()
-    assert x.stride(1) == out.stride(1) == 1
+    check_operands(x, w, out, workspace, tile)
     assert fits(x, w)
     assert cut.parts <= MAX_PARTS
-    assert tile.num_partials(n) <= workspace.partial.numel()
-    assert cut.tiles <= workspace.arrivals.numel()
     # The interpreter runs one program after the other.
     patience = min(tile.patience, 1) if INTERPRETED else tile.patience
     w_blocks = TensorDescriptor.from_tensor(w, [tile.block_n, tile.block_k])
