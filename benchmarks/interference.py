@@ -101,12 +101,19 @@ def recorded(options: Namespace) -> list[Row]:
 
 
 def write_loads(options: Namespace) -> list[Row]:
-    """Both loads into `options.out`; the rows of the mixed one."""
+    """Both loads into `options.out`; the rows of the mixed one.
+
+    Raises:
+        ValueError: layouts there were asked something else.
+    """
     rows = recorded(options)
     for load in LOADS:
         kept = [row for row in rows if load == "mixed" or row.type == "chat"]
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in kept)
-        (options.out / f"{load}.jsonl").write_bytes(lines)
+        path = options.out / f"{load}.jsonl"
+        if path.exists() and path.read_bytes() != lines:
+            raise ValueError(f"{path} is another load: use its options, or another --out")
+        path.write_bytes(lines)
     return rows
 
 
@@ -136,10 +143,11 @@ def layout_config(options: Namespace, model: Path, layout: str, rows: list[Row])
 def measure(options: Namespace, tree: dict[str, Any], model: Path, layout: str) -> int:
     """One layout, from its start to its end; 0 if every request of both loads was served."""
     codes = []
+    (options.out / f"{layout}.json").unlink(missing_ok=True)  # of an earlier run
     with started(options, tree, layout) as (url, start_s):
         for load in LOADS:
             path = options.out / f"{layout}-{load}.json.gz"
-            path.unlink(missing_ok=True)  # of an earlier run
+            path.unlink(missing_ok=True)
             repeat = options.repeat if load == "mixed" else 1
             code = run_load(
                 url, model, path, "--source", f"mooncake:{options.out / load}.jsonl",

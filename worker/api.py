@@ -235,7 +235,7 @@ class Prefill(Message, frozen=True):
     xfer: Xfer
     tokens: tuple[int, ...]
     num_matched: int  # tokens whose KV decode holds; a multiple of page_size
-    pull_bytes_per_s: float = 0.0  # of decode's pulls so far; 0 = none yet
+    link_bytes_per_s: float = 0.0  # as decode has measured its link to this worker; 0 = not known
 
 
 class PrefillRefused(Message, frozen=True):

@@ -107,7 +107,8 @@ class EngineConfig(Section):
     cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
-    # Tokens of one prefill step (chunk) at most; auto: 512, of a prefill worker on CUDA 2048.
+    # Tokens of one prefill step (chunk) at most; auto: 512, of a prefill worker on CUDA 2048. One
+    # whose graphs were measured takes those of a bucket, up to 4096.
     max_prefill_tokens: Auto | PositiveInt = "auto"
     growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
     penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time

@@ -59,6 +59,7 @@ class DecodeLoop:
         self._peers = PrefillPeers(
             engine.transport,
             engine.layout.hash,
+            engine.layout.regions[0].page_bytes,
             config.transport.connect_timeout_s,
             thread.post,
             thread.connect,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +30,7 @@ from worker.models.decoder import Decoder
 from worker.models.loader import load_model
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
-from worker.runner import ModelRunner, Step
+from worker.runner import ModelRunner, Step, step_stream
 from worker.state import StepState
 from worker.transfer.base import TRANSPORTS, KVTransport
 
@@ -114,7 +115,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
-    with memory.turn(device):
+    with memory.turn(device), _on_step_stream(device):
         config, parts, graph = _on_device(config, spec, layout, asked_len)
     pool, num_pages = parts.pool, parts.pool.num_pages
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
@@ -130,6 +131,17 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     _watch(metrics, book)
     runner = ModelRunner(parts, graph)
     return Engine(config, spec, layout, pool, book, runner, transport, metrics, StepMeter(metrics))
+
+
+@contextmanager
+def _on_step_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA, what is made within lies in the memory of the stream of steps, ready afterwards."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(step_stream(device)):
+        yield
+    torch.cuda.synchronize(device)
 
 
 def _on_device(

@@ -29,7 +29,7 @@ from worker.transfer.base import Peer, Pull, PullState
 from worker.transfer.layout import plan_runs
 
 log = logging.getLogger("kvlane.fetch")
-RATE_WEIGHT = 0.1  # that what was measured loses with each new pull
+RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
 
 
 @dataclass(slots=True)
@@ -42,14 +42,7 @@ class PullParts:
     lease: LeaseConfig
     transport: TransportConfig
     metrics: WorkerMetrics
-    bytes_per_s: float = 0.0  # moving average over the bytes of pulls; 0 = none yet
-    _recent: tuple[float, float] = (0.0, 0.0)  # bytes and seconds of pulls, fading
-
-    def measured(self, num_bytes: int, took_s: float) -> None:
-        """A pull has ended; the longer, the more it says."""
-        kept_bytes, kept_s = ((1 - RATE_WEIGHT) * each for each in self._recent)
-        self._recent = kept_bytes + num_bytes, kept_s + max(took_s, 1e-6)
-        self.bytes_per_s = self._recent[0] / self._recent[1]
+    bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
 
     @property
     def label(self) -> str:
@@ -125,8 +118,13 @@ class Fetch:
         """Whether a pull over `link` runs."""
         return any(each.link is link for each in self._ranges)
 
-    def begin(self, peer: PeerId, incarnation: str, now: float) -> None:
-        """Ask `peer`, with no pull of an earlier attempt running."""
+    def begin(
+        self, peer: PeerId, incarnation: str, now: float, link_bytes_per_s: float = 0.0
+    ) -> None:
+        """Ask `peer`, with no pull of an earlier attempt running.
+
+        `link_bytes_per_s`: what its link was measured at; 0 = not known.
+        """
         assert not self._ranges
         self.attempt += 1
         prefill = peer.rpartition("/")[2]
@@ -137,8 +135,8 @@ class Fetch:
         self._seen_groups.clear()
         self._landed_groups.clear()
         num_matched = self.num_landed * self._parts.book.page_size
-        rate = self._parts.bytes_per_s
-        self._parts.send(peer, Prefill(self.xfer, tuple(self.req.tokens), num_matched, rate))
+        tokens = tuple(self.req.tokens)
+        self._parts.send(peer, Prefill(self.xfer, tokens, num_matched, link_bytes_per_s))
 
     def announced(self, message: KVReady) -> None:
         """Pages may be pulled; also the acknowledgement of our Prefill.
@@ -245,7 +243,9 @@ class Fetch:
         parts = self._parts
         parts.metrics.pulled_bytes(parts.label).inc(each.pull.num_bytes)
         parts.metrics.pull_seconds(parts.label).observe(took_s)
-        parts.measured(each.pull.num_bytes, took_s)
+        rate = each.pull.num_bytes / max(took_s, 1e-6)
+        old = parts.bytes_per_s
+        parts.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
         landed = self._landed_groups
         for number in each.ready.numbers:
             landed[number] = landed.get(number, 0) | _bits(each.ready.groups)

@@ -135,7 +135,7 @@ class Inbound:
         while fetch.candidates and fetch.attempt < self._parts.transport.max_attempts:
             peer = fetch.candidates.popleft().peer
             if self._peers.link(peer) is not None:
-                fetch.begin(peer, self._incarnation, now)
+                fetch.begin(peer, self._incarnation, now, self._peers.link_bytes_per_s(peer))
                 return True
         return False
 

@@ -82,24 +82,33 @@ def free_bytes(device: torch.device) -> int:
 
 
 def await_share(config: WorkerConfig, device: torch.device) -> None:
-    """Give a predecessor's memory RETURN_S to come back; `num_pages` judges what there is then."""
+    """Give a predecessor's memory RETURN_S to come back; `num_pages` judges what there is then.
+
+    Not where engine.num_pages is named: nobody knows then what the worker will take.
+    """
     if device.type == "cpu" or config.engine.num_pages != "auto":
         return
     total = torch.cuda.get_device_properties(device).total_memory
     share = int(float(config.engine.memory_fraction) * total)
+    free_bytes(device)  # what this process's allocator keeps is no predecessor's
     is_there(share, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
 
 
 def is_there(share: int, free: Callable[[], int], patience_s: float) -> bool:
     """Whether `share` bytes are free, by `patience_s` seconds from now."""
-    began_at = time.monotonic()
-    while (now := free()) < share:
-        if time.monotonic() - began_at >= patience_s:
-            return False
-        if time.monotonic() - began_at < POLL_S:
-            log.info("waiting for device memory: %.2f of %.2f GiB are free", now / GIB, share / GIB)
+    if (now := free()) >= share:
+        return True
+    log.info(
+        "%.2f GiB of device memory are free and %.2f are wanted: waiting up to %.0f s",
+        now / GIB, share / GIB, patience_s,
+    )  # fmt: skip
+    ends_at = time.monotonic() + patience_s
+    while time.monotonic() < ends_at:
         time.sleep(POLL_S)
-    return True
+        if free() >= share:
+            return True
+    log.warning("device memory did not come back: %.2f GiB are free", free() / GIB)
+    return False
 
 
 def cost_of(work: Callable[[], object], device: torch.device) -> int:

@@ -92,7 +92,7 @@ class Outbound:
             return
         req = None
         if not self.draining:
-            req = self._scheduler.admit(xfer.xfer_id, message.tokens, message.pull_bytes_per_s)
+            req = self._scheduler.admit(xfer.xfer_id, message.tokens, message.link_bytes_per_s)
         if req is None:
             reason = "draining" if self.draining else "no room"
             self._refuse(peer, xfer, Busy(reason, BUSY_RETRY_S))

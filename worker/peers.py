@@ -1,9 +1,9 @@
 """Prefill workers as a decode worker knows them: which are there, and from which it can pull.
 
-Connecting (probe and warm-up of the transport) runs in a thread of its own for each peer, long
-before a request needs the peer. A peer with another KV layout or transport is never eligible, which
-shows here and in the log, not as a failed request. A peer that was lost but is still a member is
-dialled again, and eligible as soon as it has answered a ping.
+Connecting (probe and warm-up of the transport, and a measurement of the link) runs in a thread of
+its own for each peer, long before a request needs the peer. A peer with another KV layout or
+transport is never eligible, which shows here and in the log, not as a failed request. A peer that
+was lost but is still a member is dialled again, and eligible as soon as it has answered a ping.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import msgspec
 
 from worker.api import Candidate, Member, PeerId
 from worker.errors import Incompatible, TransferError, Unreachable
-from worker.transfer.base import Endpoint, KVTransport, Peer
+from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
 
 log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
+NUM_READS = 3  # to measure a link; the fastest counts
+SPIN_S = 1e-3  # how long a read is watched without a pause
 _decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
 
 
@@ -32,6 +34,7 @@ class PeerConnected:
 
     peer: PeerId
     link: Peer
+    bytes_per_s: float  # of the link, when nothing else is pulled
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,6 +51,7 @@ class _Known:
 
     member: Member
     link: Peer | None = None  # what pulls go over, once it was dialled
+    bytes_per_s: float = 0.0  # of the link, as measured when it was dialled
     answers: bool = False  # it has sent something since our last connect
     connecting: bool = False
     retry_at: float | None = 0.0  # None: never again
@@ -60,6 +64,7 @@ class PrefillPeers:
         self,
         transport: KVTransport,
         layout_hash: str,
+        page_bytes: int,
         timeout_s: float,
         post: Callable[[object], None],
         connect: Callable[[PeerId, str], None],
@@ -67,6 +72,7 @@ class PrefillPeers:
     ) -> None:
         self._transport = transport
         self._layout_hash = layout_hash
+        self._page_bytes = page_bytes
         self._timeout_s = timeout_s
         self._post = post
         self._connect = connect
@@ -84,6 +90,11 @@ class PrefillPeers:
         """The transport's connection to `peer`, if it stands and the peer answers."""
         known = self._known.get(peer)
         return known.link if known is not None and known.answers else None
+
+    def link_bytes_per_s(self, peer: PeerId) -> float:
+        """What the link to `peer` was measured at; 0 = there is none."""
+        known = self._known.get(peer)
+        return known.bytes_per_s if known is not None else 0.0
 
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those of `candidates` that can be pulled from, order kept."""
@@ -138,7 +149,8 @@ class PrefillPeers:
             event.link.close()  # it died meanwhile, or was lost and dialled again
             return
         known.link, known.connecting = event.link, False
-        log.info("can pull from %s", event.peer)
+        known.bytes_per_s = event.bytes_per_s
+        log.info("can pull from %s, %.3g GB/s", event.peer, event.bytes_per_s / 1e9)
 
     def failed(self, event: PeerFailed) -> None:
         """A dialling thread failed; try again later unless it can never work."""
@@ -165,9 +177,32 @@ class PrefillPeers:
                     "model, dtype, page_size and num_groups must be the same"
                 )
             link = self._transport.connect(_decode_endpoint(member.endpoint), self._timeout_s)
+            rate = measured_rate(link, self._page_bytes)
         except TransferError as error:
             self._post(PeerFailed(peer, error))
         except OSError as error:  # no descriptors or memory left: may pass
             self._post(PeerFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
         else:
-            self._post(PeerConnected(peer, link))
+            self._post(PeerConnected(peer, link, rate))
+
+
+def measured_rate(link: Peer, page_bytes: int) -> float:
+    """Bytes per second at which the peer's page 0 is read into ours; nobody uses what is in either.
+
+    Closes the link if that fails.
+
+    Raises:
+        Unreachable: it failed.
+    """
+    best = 0.0
+    for _ in range(NUM_READS):
+        began_at = time.perf_counter()
+        pull = link.pull([Run(0, 0, 0, page_bytes)])
+        while (state := pull.poll()) is PullState.RUNNING:
+            if time.perf_counter() - began_at > SPIN_S:
+                time.sleep(SPIN_S)
+        if state is PullState.FAILED:
+            link.close()
+            raise Unreachable(f"a first read of a page failed: {pull.error}")
+        best = max(best, page_bytes / (time.perf_counter() - began_at))
+    return best

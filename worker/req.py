@@ -110,7 +110,7 @@ class PrefillReq:
     row: int = 0
     num_computed_tokens: int = 0  # settled
     num_planned_tokens: int = 0  # launched
-    pull_bytes_per_s: float = 0.0  # at which decode has pulled so far; 0 = not measured
+    link_bytes_per_s: float = 0.0  # to its decode worker, as measured there; 0 = not known
     num_table_pages: int = 0
     num_announced_pages: int = 0  # with all their layer groups
     num_announced_groups: int = 0  # of the pages of the chunk that is being computed

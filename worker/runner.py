@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ class HostEvent:
 
 
 GroupEvent = HostEvent | torch.cuda.Event
+
+
+@cache
+def step_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of this process for all steps on a CUDA device.
+
+    Engines are built on it, too: the allocator keeps free memory for the stream that it was for.
+    """
+    return torch.cuda.Stream(device)
 
 
 class Step:
@@ -78,10 +88,10 @@ class Step:
 class ModelRunner:
     """Applies plans to the step state, runs the body, draws tokens, all on one stream.
 
-    On CUDA it is a stream of the runner's own, which becomes the current one of the thread that
-    launches: pulls of KV are copies that wait for the device's default stream, and would wait for
-    the step in flight. On CPU it is a thread of its own that takes one step after the other, so
-    that launching, settling and pulling overlap with compute there as well.
+    On CUDA it is `step_stream`, which becomes the current one of the thread that launches: pulls of
+    KV are copies that wait for the device's default stream, and would wait for the step in flight.
+    On CPU it is a thread of its own that takes one step after the other, so that launching,
+    settling and pulling overlap with compute there as well.
     """
 
     def __init__(self, parts: Parts, graph: GraphRunner) -> None:
@@ -93,7 +103,7 @@ class ModelRunner:
         device = parts.state.device
         cpu = device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
-        self._stream = None if cpu else torch.cuda.Stream(device)
+        self._stream = None if cpu else step_stream(device)
         region = parts.pool.region()
         self._num_early_groups = region.num_groups - 1
         self._layers_per_group = region.layers_per_group
@@ -164,6 +174,8 @@ class ModelRunner:
         """Finish what was launched and free what the graph runner holds."""
         if self._thread is not None:
             self._thread.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
         self.graph.close()
 
     @torch.inference_mode()
@@ -188,7 +200,7 @@ class ModelRunner:
                 at_layer()
 
         try:
-            self._forward(step.plan, on_layer if events else None)
+            self._forward(step.plan, on_layer)
         except BaseException:
             step.failed = True
             for event in events:  # whoever waits for them goes on to `wait`, which raises this

@@ -98,6 +98,7 @@ class StepState:
             flat, last = host.numpy(), 0
             for each in plan.pages:
                 first, last = last, last + len(each.pages)
+                assert each.first + len(each.pages) <= width
                 begin = each.row * width + each.first
                 flat[first:last] = np.arange(begin, begin + len(each.pages))
                 flat[num + first : num + last] = each.pages

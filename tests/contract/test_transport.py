@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -98,7 +99,7 @@ class Source:
         self.signal(signal.SIGSTOP)
         tasks = Path(f"/proc/{self.process.pid}/task")
         deadline = time.monotonic() + HANG_S
-        while any(_state(task) != "T" for task in tasks.iterdir()):
+        while any(not _is_stopped(task) for task in tasks.iterdir()):
             assert time.monotonic() < deadline, "the source does not stop"
             time.sleep(0.001)
 
@@ -109,9 +110,12 @@ class Source:
         self.conn.close()
 
 
-def _state(task: Path) -> str:
-    """A thread's state, R, S, T and so on: proc(5), the field after the name in parentheses."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+def _is_stopped(task: Path) -> bool:
+    """Whether a thread is in state T: proc(5), the field after the name in parentheses."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it ended meanwhile; the others are looked at once more
+        return False
 
 
 Spawn = Callable[[int], Source]
@@ -492,7 +496,12 @@ def test_what_cannot_fit_is_incompatible_and_says_why(
 
 
 def counts() -> tuple[int, int]:
-    """What this process has open: descriptors and threads."""
+    """What this process has open, descriptors and threads, when no engine is about to go."""
+    resource_tracker.ensure_running()  # keeps a descriptor from the first spawn on
+    deadline = time.monotonic() + HANG_S
+    while any(each.name == "mooncake-destroy" for each in threading.enumerate()):
+        assert time.monotonic() < deadline, "an engine stays"
+        time.sleep(0.02)
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 

@@ -154,6 +154,10 @@ def test_figures_are_of_each_class_alone(tmp_path: Path) -> None:
 
 def test_another_load_than_was_sent_is_refused(tmp_path: Path) -> None:
     write_results(tmp_path)
+    write_loads(options(tmp_path))
+    with pytest.raises(ValueError, match=r"mixed\.jsonl is another load"):
+        write_loads(options(tmp_path, prompt="701,3"))
+    (tmp_path / "mixed.jsonl").unlink()
     write_loads(options(tmp_path, prompt="701,3"))
     with pytest.raises(ValueError, match=r"mixed\.jsonl is not what split was asked"):
         read_load(tmp_path, "split", "mixed")

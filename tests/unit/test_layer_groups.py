@@ -60,7 +60,7 @@ class PrefillAlone:
         self._num_asked = 0
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], pull_bytes_per_s: float = 0.0
+        self, prompts: Sequence[Sequence[int]], link_bytes_per_s: float = 0.0
     ) -> list[tuple[KVReady, list[torch.Tensor]]]:
         """All prompts, then released; what was announced."""
         self.sent = []
@@ -68,7 +68,7 @@ class PrefillAlone:
         xfers = [Xfer(f"{self._num_asked}.{i}", 1, "d", "p") for i in range(len(prompts))]
         asked = zip(xfers, prompts, strict=True)
         events: list[Any] = [
-            (PEER, Prefill(xfer, tuple(prompt), 0, pull_bytes_per_s)) for xfer, prompt in asked
+            (PEER, Prefill(xfer, tuple(prompt), 0, link_bytes_per_s)) for xfer, prompt in asked
         ]
         while sum(message.last for message, _ in self.sent) < len(prompts):
             self._loop.turn(events)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import random
 
-from worker.cache.book import PageBook
-from worker.cache.layout import KVLayout, KVRegion
-from worker.config import LeaseConfig, TransportConfig
-from worker.fetch import PullParts
 from worker.graph.base import BucketCheck
-from worker.metrics import WorkerMetrics
 from worker.prefill import step_times
 from worker.schedule.pace import ANNOUNCE_S, READ_S, Pace, StepTime
 
@@ -30,7 +25,9 @@ def pace(num_groups: int = 4, times: list[StepTime] = TIMES, max_tokens: int = 2
 def total_s(known: Pace, step: StepTime, num_queued: int, rate: float) -> float:
     """The estimate, written out."""
     pull_s = step.num_tokens * KV_BYTES / rate if rate else 0.0
-    return max(1, num_queued / step.num_tokens) * step.whole_s + pull_s / known.num_groups
+    in_groups = known.groups_pay(step.num_tokens, rate)
+    last_s = pull_s / (known.num_groups if in_groups else 1)
+    return max(1, num_queued / step.num_tokens) * step.whole_s + last_s
 
 
 def test_the_step_is_the_one_after_which_decode_has_all_first() -> None:
@@ -64,7 +61,7 @@ def test_groups_are_announced_where_the_pull_takes_long() -> None:
     assert not pace(num_groups=1).groups_pay(2048, TCP)
 
 
-def test_groups_are_announced_until_a_pull_was_measured() -> None:
+def test_groups_are_announced_where_the_link_is_not_known() -> None:
     assert pace().groups_pay(16, 0.0)
     assert not pace(num_groups=1).groups_pay(16, 0.0)
 
@@ -95,20 +92,3 @@ def test_step_times_are_those_of_the_fastest_way() -> None:
         StepTime(64, 0.005, 0.006),
         StepTime(512, 0.0135, 0.0135),
     ]
-
-
-def test_the_pull_rate_is_that_of_the_bytes_not_of_the_pulls() -> None:
-    """A thousand small pulls, mostly waiting, say little of how fast a large one is."""
-    layout = KVLayout((KVRegion("target", 2, 2, 8, 1, 16, "float32"),), "m")
-    parts = PullParts(
-        PageBook(4, 16), layout, lambda *_: None, LeaseConfig(), TransportConfig(),
-        WorkerMetrics(model="m", role="decode", worker="w"),
-    )  # fmt: skip
-    assert parts.bytes_per_s == 0
-    for _ in range(5):
-        parts.measured(1_000, 1e-3)
-        parts.measured(100_000_000, 0.1)
-    assert 0.9e9 < parts.bytes_per_s < 1.0e9
-    for _ in range(100):
-        parts.measured(1_000_000, 0.1)
-    assert parts.bytes_per_s < 1.1e7  # what was long ago counts no more

@@ -14,6 +14,7 @@ from tests.support.products import computed, error, noise
 from worker.kernels import product as product_module
 from worker.kernels import skinny_gemm
 from worker.kernels.jit import HAS_TRITON
+from worker.kernels.product import MAX_PARTIALS, MAX_TILES, MEASURED, OWN_ROWS
 from worker.kernels.skinny_gemm import SkinnyWorkspace
 from worker.kernels.stream_k_gemm import (
     MAX_PARTS,
@@ -77,6 +78,12 @@ def test_the_workspace_of_linear_layers_holds_every_product_of_ours():
             tile = product_module.tile_for(m, n, k, 132)
             assert tile.num_partials(n) <= product_module.MAX_PARTIALS
             assert tile.num_tiles(n) <= product_module.MAX_TILES
+
+
+def test_what_was_measured_fits_the_workspace_and_is_not_passed_over():
+    for (rows, n, _), tile in MEASURED.items():
+        assert tile.num_partials(n) <= MAX_PARTIALS or rows > OWN_ROWS
+        assert tile.num_tiles(n) <= MAX_TILES
 
 
 def test_what_the_copy_engine_cannot_read_does_not_fit():

@@ -44,7 +44,7 @@ def plain(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
-    """Inductor's code for it: norms and activations fused from their twins, products our own."""
+    """Inductor's code for it: norms fused from their twins, products our own."""
     from torch._inductor.compile_fx import compile_fx  # both take seconds to import
     from torch._inductor.decomposition import select_decomp_table
 

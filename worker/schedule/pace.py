@@ -1,4 +1,4 @@
-"""How a prefill worker paces itself: from what its steps and the pulls of its KV were measured at.
+"""How a prefill worker paces itself: from what its steps and the links to it were measured at.
 
 Two choices, both by estimates of the time until decode has everything (ADR 0016):
 how many tokens a step takes, and whether its layer groups are announced one by one.
@@ -36,40 +36,42 @@ class Pace:
     page_size: int
     max_tokens: int  # of one step
 
-    def step_tokens(self, num_queued: int, pull_bytes_per_s: float) -> int:
+    def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
         """Tokens of the next step at most, for `num_queued` that wait.
 
         All that waits is computed at the rate of such steps; what is pulled after the last one adds
         to it: a small step is announced early, a large one multiplies faster.
-        `pull_bytes_per_s` is 0 where no pull was measured.
+        `link_bytes_per_s` is 0 where it is not known.
         """
         best, best_s = self.max_tokens, float("inf")
         for each in self.times:
             if not MIN_STEP_TOKENS <= each.num_tokens <= self.max_tokens:
                 continue
-            last_s = self._pull_s(each.num_tokens, pull_bytes_per_s) / self.num_groups
+            last_s = self._pull_s(each.num_tokens, link_bytes_per_s)
+            if self.groups_pay(each.num_tokens, link_bytes_per_s):
+                last_s /= self.num_groups
             all_s = max(1.0, num_queued / each.num_tokens) * each.whole_s + last_s
             if all_s < best_s:
                 best, best_s = each.num_tokens, all_s
         return best
 
-    def groups_pay(self, num_tokens: int, pull_bytes_per_s: float) -> bool:
+    def groups_pay(self, num_tokens: int, link_bytes_per_s: float) -> bool:
         """Whether to announce the layer groups of a step one by one.
 
         All but the last group are pulled while the step computes, and no longer than it computes.
-        Until a pull was measured they are.
+        Where the link is not known they are.
         """
-        if self.num_groups == 1 or not pull_bytes_per_s:
+        if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1
         at = bisect.bisect_left([each.num_tokens for each in self.times], num_tokens)
         step = self.times[at] if at < len(self.times) else None
-        hidden_s = self._pull_s(num_tokens, pull_bytes_per_s)
+        hidden_s = self._pull_s(num_tokens, link_bytes_per_s)
         costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
             costs_s += step.grouped_s - step.whole_s
         return (1 - 1 / self.num_groups) * hidden_s > costs_s
 
-    def _pull_s(self, num_tokens: int, pull_bytes_per_s: float) -> float:
+    def _pull_s(self, num_tokens: int, link_bytes_per_s: float) -> float:
         num_bytes = num_tokens * self.kv_bytes_per_token
-        return num_bytes / pull_bytes_per_s if pull_bytes_per_s else 0.0
+        return num_bytes / link_bytes_per_s if link_bytes_per_s else 0.0

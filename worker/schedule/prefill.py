@@ -45,11 +45,11 @@ class PrefillScheduler:
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
     def admit(
-        self, key: str, tokens: Sequence[int], pull_bytes_per_s: float = 0.0
+        self, key: str, tokens: Sequence[int], link_bytes_per_s: float = 0.0
     ) -> PrefillReq | None:
         """Take a prompt of at least two tokens, or None when there is no room for it.
 
-        `pull_bytes_per_s`: of its decode worker; 0 where it has measured none.
+        `link_bytes_per_s`: to its decode worker; 0 = not known.
         """
         if len(tokens) > self._max_len:
             return None
@@ -66,7 +66,7 @@ class PrefillScheduler:
             hold,
             num_computed_tokens=matched,
             num_planned_tokens=matched,
-            pull_bytes_per_s=pull_bytes_per_s,
+            link_bytes_per_s=link_bytes_per_s,
         )
         if matched < target:
             self.waiting.append(req)
@@ -112,7 +112,7 @@ class PrefillScheduler:
     def _max_step_tokens(self) -> int:
         if self._pace is None or not self.waiting:
             return int(self._engine.max_prefill_tokens)
-        return self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].pull_bytes_per_s)
+        return self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].link_bytes_per_s)
 
     def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
         """What step `step`, which has not settled, computes."""

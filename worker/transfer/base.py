@@ -66,11 +66,6 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: int  # process_start_ticks() of the owner
     regions: tuple[RemoteRegion, ...]
 
-    @property
-    def process(self) -> tuple[str, int, int]:
-        """The identity of the owning process; two endpoints of one process share it."""
-        return self.host_key, self.pid, self.start_ticks
-
 
 class PullState(Enum):
     """RUNNING until the pull is quiescent; OK and FAILED are final."""

@@ -165,6 +165,7 @@ class MooncakePull:
             self._pieces.extendleft(self._failed)
             self._failed.clear()
         elif not self._pieces:
+            self._peer.finish()
             self._state = PullState.OK
 
     def _end(self, error: str) -> None:
@@ -205,6 +206,10 @@ class MooncakePeer:
         status = self._engine.raw.transfer_check_status(batch_id)
         self._num_reads -= status in (1, -1)
         return status
+
+    def finish(self) -> None:
+        """Return once the bytes of reads that have ended are where they belong."""
+        self._transport.engines.finish_copies()
 
     def pull(self, runs: Sequence[Run]) -> MooncakePull:
         """Begin a pull; see Peer.pull."""
