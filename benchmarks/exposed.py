@@ -117,9 +117,13 @@ def decode(config: dict[str, Any], conn: Connection, result: Connection, course:
         if time.monotonic() > limit:
             raise RuntimeError("the prefill worker cannot be pulled from")
         time.sleep(0.01)
+    loop: Any = worker._loop  # pyright: ignore
+    (known,) = loop._peers._known.values()
+    measured = known.bytes_per_s
     rows: list[dict[str, Any]] = []
     for rate in course.gb_per_s:
         throttle.bytes_per_s = rate * 1e9
+        known.bytes_per_s = min(throttle.bytes_per_s or measured, measured)  # the card's
         for num_tokens in course.tokens:
             found = []
             for number in range(NUM_WARM_UP + course.repeat):

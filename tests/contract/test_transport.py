@@ -28,6 +28,7 @@ import pytest
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
+from worker.peers import measured_rate
 from worker.registry import resolve
 from worker.transfer import mooncake_engine
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run
@@ -309,6 +310,29 @@ def test_pulls_of_one_peer_share_it(
 def test_a_run_outside_a_region_is_refused(shared_peer: Peer, run: Run) -> None:
     with pytest.raises(ValueError, match="region"):
         shared_peer.pull([Run(0, 0, 0, 1), run])
+
+
+def test_a_link_is_measured_by_reads_of_the_first_page(
+    shared_peer: Peer, shared_source: Source, memory: Memory
+) -> None:
+    assert 0 < measured_rate(shared_peer, 3 << 20) < 1e12
+    assert memory.same(expected([Run(0, 0, 0, 3 << 20)], shared_source.data))
+
+
+def test_a_link_that_breaks_while_it_is_measured_is_closed(
+    transport: KVTransport, row: tuple[str, str], sources: Spawn
+) -> None:
+    source = sources(31)
+    peer = transport.connect(source.endpoint, CONNECT_S)
+    source.kill()
+    if row[0] == "shm":  # keeps the memory of a source that is gone
+        assert measured_rate(peer, 4096) > 0
+        peer.close()
+        return
+    with pytest.raises(Unreachable, match="a first read of a page failed"):
+        measured_rate(peer, 4096)
+    with pytest.raises(AssertionError, match="closed peer"):
+        peer.pull([Run(0, 0, 0, 1)])
 
 
 def test_two_peers_at_once(
