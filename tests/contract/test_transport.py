@@ -666,7 +666,7 @@ class TestMooncake:
     def test_closing_waits_for_no_engine_and_an_engine_that_serves_somebody_is_left_alone(
         self, transport: KVTransport, shared_peer: Peer, sources: Spawn
     ) -> None:
-        """Its destruction would hold the GIL until the connection ends, for 60 s."""
+        """Its destruction would hold the GIL until the connection ends or times out."""
         before = listening()
         peer = transport.connect(sources(21).endpoint, CONNECT_S)
         (port,) = listening() - before

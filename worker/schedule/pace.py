@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
@@ -63,7 +64,7 @@ class Pace:
         """
         if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1
-        at = bisect.bisect_left([each.num_tokens for each in self.times], num_tokens)
+        at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
         step = self.times[at] if at < len(self.times) else None
         hidden_s = self._pull_s(num_tokens, link_bytes_per_s)
         costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
