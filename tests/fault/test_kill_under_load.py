@@ -21,8 +21,8 @@ MAX_TOKENS = 200
 HANG_S = 60.0
 FIRST_TOKENS = "kvlane_time_to_first_token_seconds_count{"
 DRAWN = "kvlane_generation_tokens_total{"
-# Tokens that the victim has drawn: enough for some to have reached clients, those drawn a moment ago
-# have not left it; few enough for most of its streams to go on.
+# Tokens that the victim has drawn: enough for some to have reached clients (those drawn a moment
+# ago have not left it), few enough for most of its streams to go on.
 SOME = 250
 ARGUMENTS = (
     "--prefill", "2", "--decode", "2",
