@@ -1,13 +1,13 @@
-"""All products of one decode step, cuBLAS against this project's kernels, in one CUDA graph.
+"""All products of one decode step, cuBLAS against this project's kernel, in one CUDA graph.
 
     python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64 --json out.json
     python -m benchmarks.gemm --m 512,1024,2048,8192 --libraries cublas,cublaslt --names
-    python -m benchmarks.gemm --sweep --m 128,64,256,96,48,192 --json out.json
+    python -m benchmarks.gemm --sweep --m 64,96,128 --json out.json
 
 Every layer has weights of its own, so nothing but activations is ever found in the L2. The products
 are chained: each reads the output of the one before, so overlapping launches would show as wrong
 numbers, and they are checked. The floor is the weights' bytes over the read bandwidth of this run.
-More rows than this project's kernels compute are the libraries' alone; "layers" is the step without
+More rows than this project's kernel computes are the libraries' alone; "layers" is the step without
 the head, of which a prompt needs one row. `--sweep` times many tiles: `benchmarks.gemm_sweep`.
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing there.
 """
@@ -34,22 +34,19 @@ from benchmarks.gemm_step import (
     kernel_names,
     library,
     ours,
+    own_tiles,
     spread,
     times_ms,
 )
-from benchmarks.gemm_sweep import sweep
-from worker.kernels.product import OWN_ROWS, tile_for
-from worker.kernels.skinny_gemm import MAX_ROWS, choose
+from benchmarks.gemm_sweep import MAX_SWEPT_ROWS, sweep
+from worker.kernels.product import OWN_ROWS
 
 LARGE = 512  # rows from which on fewer replays do
 
 
 def own_multiplies(step: Step, m: int) -> tuple[dict[str, Multiply], dict[str, Any]]:
-    """This project's kernels with their own choice of tiles, with and without early launches."""
-    tiles = {each.name: tile_for(m, each.n, each.k, step.num_sms) for each in step.products}
-    for each in step.products:
-        if m <= MAX_ROWS and tiles[each.name] == choose(m, each.n, each.k):
-            tiles[each.name] = choose(m, each.n, each.k, product_follows=True)
+    """This project's kernel with its own choice of tiles, with and without early launches."""
+    tiles = own_tiles(step, m)
     found = {"skinny": ours(step, tiles, step.device != "cpu")}
     if step.device != "cpu":
         found["skinny_no_pdl"] = ours(step, tiles, False)
@@ -124,21 +121,27 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"     errors {row['errors']} {row.get('pdl_changes_nothing', '')}", flush=True)
 
 
+def numbers(text: str) -> list[int]:
+    """Those between the commas."""
+    return [int(each) for each in text.split(",")]
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
-    parser.add_argument("--m", default="1,8,16,32,64", help="rows, by commas")
+    parser.add_argument("--m", type=numbers, default="1,8,16,32,64", help="rows, by commas")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
     parser.add_argument("--names", action="store_true", help="of the kernels, by the profiler")
-    parser.add_argument("--sweep", action="store_true", help="times tiles; the first rows first")
-    parser.add_argument("--seconds", type=float, default=220.0, help="when a sweep ends")
-    parser.add_argument("--specialize", action="store_true", help="sweep warp-specialized tiles")
+    parser.add_argument("--sweep", action="store_true", help="of tiles, up to 128 rows")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.sweep and max(args.m) > MAX_SWEPT_ROWS:
+        parser.error(f"--sweep takes up to {MAX_SWEPT_ROWS} rows")
+    return args
 
 
 def main() -> None:
@@ -155,16 +158,15 @@ def main() -> None:
         "rows": [],
     }
     print(json.dumps({key: value for key, value in report.items() if key != "rows"}), flush=True)
-    ms = [int(m) for m in args.m.split(",")]
 
     def write() -> None:
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
 
     if args.sweep:
-        sweep(step, ms, args.replays, args.seconds, args.specialize, report, write)
+        sweep(step, args.m, args.replays, report, write)
         return
-    for m in ms:
+    for m in args.m:
         row = measure(step, m, args.replays, args.libraries.split(","), args.names)
         report["rows"].append(row)
         print_row(row)

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.kernels import product
 from worker.kernels.jit import HAS_TRITON, tl, triton
-from worker.kernels.skinny_gemm import SkinnyTile, SkinnyWorkspace
-from worker.kernels.stream_k_gemm import StreamTile
+from worker.kernels.skinny_gemm import SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 
-Tile = SkinnyTile | StreamTile
 Multiply = Callable[[Tensor, Tensor, Tensor], object]  # (x, w, out)
 BLOCK = 4096
 
@@ -76,13 +73,6 @@ class Step:
         self.order = [
             (each, layer) for layer in range(products[0].count) for each in products[:-1]
         ] + [(products[-1], 0)]
-
-    @property
-    def num_sms(self) -> int:
-        """Multiprocessors; those of an H200 where there is no GPU."""
-        if self.device == "cpu":
-            return 132
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def num_bytes(self, name: str | None = None) -> int:
         """Bytes of all weights, or of one product's."""
@@ -188,15 +178,20 @@ def library(name: str) -> Multiply:
     return multiply
 
 
-def ours(step: Step, tiles: dict[str, Tile], pdl: bool) -> Multiply:
-    """This project's kernels with a tile for each product, by name."""
+def own_tiles(step: Step, m: int) -> dict[str, SkinnyTile]:
+    """What this project's kernel chooses in a chain of products, by name; m <= 64."""
+    return {each.name: choose(m, each.n, each.k, product_follows=True) for each in step.products}
+
+
+def ours(step: Step, tiles: dict[str, SkinnyTile], pdl: bool) -> Multiply:
+    """This project's kernel with a tile for each product, by name."""
     chosen = {(each.n, each.k): tiles[each.name] for each in step.products if each.name in tiles}
     workspace = SkinnyWorkspace.allocate(
         [(tile, n) for (n, _), tile in chosen.items()], step.device
     )
 
     def multiply(x: Tensor, w: Tensor, out: Tensor) -> object:
-        return product.multiply(x, w, out, workspace, chosen[w.shape[0], w.shape[1]], pdl=pdl)
+        return skinny_gemm(x, w, out, workspace, chosen[w.shape[0], w.shape[1]], pdl=pdl)
 
     return multiply
 

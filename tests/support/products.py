@@ -1,4 +1,4 @@
-"""Products by the project's own kernels, and laws that hold for each of them."""
+"""Products by the project's own kernel, and laws that hold for them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.kernels.product import multiply
-from worker.kernels.skinny_gemm import SkinnyTile, SkinnyWorkspace
-from worker.kernels.stream_k_gemm import StreamTile
-
-Tile = SkinnyTile | StreamTile
+from worker.kernels.skinny_gemm import SkinnyTile, SkinnyWorkspace, skinny_gemm
 
 
 def noise(
@@ -26,14 +22,14 @@ def weights(n: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) 
 
 
 def computed(
-    x: torch.Tensor, w: torch.Tensor, tile: Tile, *, poison: float = 7e7, pdl: bool = False
+    x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, *, poison: float = 7e7, pdl: bool = False
 ) -> torch.Tensor:
     """One product into poisoned memory; nothing beside [m, n] may be written."""
     m, n = len(x), len(w)
     workspace = SkinnyWorkspace.allocate([(tile, n)], x.device)
     workspace.partial.fill_(poison)
     around = torch.full((m + 2, n + 8 - n % 8), 77.0, dtype=x.dtype, device=x.device)
-    multiply(x, w, around[1 : m + 1, :n], workspace, tile, pdl=pdl)
+    skinny_gemm(x, w, around[1 : m + 1, :n], workspace, tile, pdl=pdl)
     assert not workspace.arrivals.any()
     out = around[1 : m + 1, :n].clone()
     around[1 : m + 1, :n] = 77.0
@@ -56,7 +52,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Tile]) -> None:
+def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[SkinnyTile]) -> None:
     """Products that share a workspace and two buffers, with torch's kernels between: each reads
     what the kernel before wrote, though it starts before that one ends."""
     ws = [weights(n, k, seed=i) for i, (n, k) in enumerate(shapes)]
@@ -69,7 +65,7 @@ def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Tile]
         hidden = x
         for i, (w, tile) in enumerate(zip(ws, tiles, strict=True)):
             out = buffers[i % 2][:, : len(w)]
-            multiply(hidden[:, : w.shape[1]], w, out, workspace, tile, pdl=pdl)
+            skinny_gemm(hidden[:, : w.shape[1]], w, out, workspace, tile, pdl=pdl)
             if i % 3 == 2:
                 out.mul_(1.25)
             hidden = out
@@ -86,27 +82,27 @@ def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Tile]
     assert not workspace.arrivals.any()
 
 
-def check_hot_call(m: int, tile: Tile) -> None:
+def check_hot_call(m: int, tile: SkinnyTile) -> None:
     """It allocates nothing and waits for nothing."""
     x, w = noise(m, 4096, device="cuda"), weights(4096, 4096)
     workspace = SkinnyWorkspace.allocate([(tile, 4096)], "cuda")
     out = torch.empty(m, 4096, device="cuda").bfloat16()
-    multiply(x, w, out, workspace, tile, pdl=False)
+    skinny_gemm(x, w, out, workspace, tile, pdl=False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        multiply(x, w, out, workspace, tile, pdl=False)
+        skinny_gemm(x, w, out, workspace, tile, pdl=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def check_replays(x: torch.Tensor, w: torch.Tensor, tile: Tile, times: int) -> None:
+def check_replays(x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, times: int) -> None:
     """They are equal whatever else the GPU does."""
     first = computed(x, w, tile)
     workspace, out = SkinnyWorkspace.allocate([(tile, len(w))], "cuda"), torch.empty_like(first)
-    graph = captured(lambda: multiply(x, w, out, workspace, tile, pdl=True))
+    graph = captured(lambda: skinny_gemm(x, w, out, workspace, tile, pdl=True))
     other, noisy = torch.cuda.Stream(), torch.empty(1 << 26, device="cuda")
     for i in range(times):
         with torch.cuda.stream(other):

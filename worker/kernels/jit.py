@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-    TensorDescriptor: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
 elif HAS_TRITON:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     # Programmatic dependent launch, compute capability 9.0: let the next kernel start; wait for the
     # kernel before.
@@ -38,4 +36,4 @@ else:
             return function if function is not None else lambda each: each
 
     triton = tl = _Absent()
-    TensorDescriptor = gdc_launch_dependents = gdc_wait = None
+    gdc_launch_dependents = gdc_wait = None

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -190,23 +190,6 @@ def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTi
     return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
 
 
-class Tile(Protocol):
-    """What a product's scratch depends on."""
-
-    @property
-    def block_m(self) -> int:
-        """Rows of x at most."""
-        ...
-
-    def num_tiles(self, n: int) -> int:
-        """Counters."""
-        ...
-
-    def num_partials(self, n: int) -> int:
-        """Floats."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SkinnyWorkspace:
     """Scratch of one stream: its products run one after the other, so all of them share it."""
@@ -216,7 +199,7 @@ class SkinnyWorkspace:
 
     @staticmethod
     def allocate(
-        products: Sequence[tuple[Tile, int]], device: torch.device | str
+        products: Sequence[tuple[SkinnyTile, int]], device: torch.device | str
     ) -> SkinnyWorkspace:
         """Enough for each (tile, n) of `products`."""
         floats = max((tile.num_partials(n) for tile, n in products), default=0)
@@ -264,21 +247,6 @@ def compile_for(
     _skinny_gemm_kernel.warmup(*arguments, grid=grid, **constants)
 
 
-def check_operands(
-    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: Tile
-) -> None:
-    """Assert what `skinny_gemm` says of them."""
-    n = w.shape[0]
-    assert HAS_TRITON
-    assert x.dtype in DTYPES
-    assert x.dtype == w.dtype == out.dtype
-    assert 0 < x.shape[0] <= tile.block_m
-    assert w.is_contiguous()
-    assert x.stride(1) == out.stride(1) == 1
-    assert tile.num_partials(n) <= workspace.partial.numel()
-    assert tile.num_tiles(n) <= workspace.arrivals.numel()
-
-
 def _launch(
     x: Tensor,
     w: Tensor,
@@ -290,7 +258,14 @@ def _launch(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
-    check_operands(x, w, out, workspace, tile)
+    assert HAS_TRITON
+    assert x.dtype in DTYPES
+    assert x.dtype == w.dtype == out.dtype
+    assert 0 < m <= tile.block_m
+    assert w.is_contiguous()
+    assert x.stride(1) == out.stride(1) == 1
+    assert tile.num_partials(n) <= workspace.partial.numel()
+    assert tile.num_tiles(n) <= workspace.arrivals.numel()
     assert not gated or (tile.gates(n) and out.shape[1] == n // 2)
     steps = -(-k // (tile.block_k * tile.split))
     constants: dict[str, Any] = {
