@@ -41,7 +41,6 @@ from worker.req import Phase, Req
 from worker.runner import Step
 from worker.schedule.decode import DecodeScheduler
 
-PULL_POLL_S = 0.0005
 SWEEP_S = 0.25
 
 
@@ -121,7 +120,7 @@ class DecodeLoop:
         self._publish()
         if step is not None or settled is not None or self._scheduler.local:
             return 0.0  # a step that has settled may have made room for whoever waits
-        return PULL_POLL_S if self._inbound.num_pulls else SWEEP_S
+        return min(self._inbound.poll_after_s(now), SWEEP_S)
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:

@@ -106,6 +106,11 @@ class Fetch:
         return len(self._ranges)
 
     @property
+    def last_began_at(self) -> float:
+        """When the youngest pull that runs began; 0 = none runs."""
+        return max((each.began_at for each in self._ranges), default=0.0)
+
+    @property
     def landed(self) -> bool:
         """All that is wanted is here, read under the lease."""
         return self.num_landed == self._num_wanted

@@ -22,6 +22,12 @@ from worker.req import Req
 from worker.transfer.base import Peer
 
 
+# A pull that runs is looked at again after an eighth of the time that it has run, within these: what
+# 20 MB take over NVLink is not doubled by waiting, and a pull of seconds costs no core.
+SHORTEST_POLL_S = 50e-6
+LONGEST_POLL_S = 500e-6
+
+
 @dataclass(slots=True, frozen=True)
 class Arrived:
     """A fetch that is over, with no pull running: all landed, or nobody left to ask, or aborted."""
@@ -54,6 +60,13 @@ class Inbound:
     def num_pulls(self) -> int:
         """Pulls that run; read by other threads too."""
         return sum(fetch.num_pulls for fetch in list(self._fetches.values()))
+
+    def poll_after_s(self, now: float) -> float:
+        """How soon `poll` is worth another call for the sake of a pull; inf: none runs."""
+        began_at = max((fetch.last_began_at for fetch in self._fetches.values()), default=0.0)
+        if not began_at:
+            return float("inf")
+        return min(max((now - began_at) / 8, SHORTEST_POLL_S), LONGEST_POLL_S)
 
     @property
     def bytes_per_s(self) -> float:

@@ -90,6 +90,7 @@ class PrefillLoop:
         self._engine.settle(step)
         grown = self._scheduler.settle(step.plan.step)
         self._outbound.grown(grown, time.monotonic())
+        self._scheduler.commit(grown)
 
     def _announce_groups(self) -> None:
         """Tell decode of the layer groups of the step before that have become final."""

@@ -152,6 +152,7 @@ class Prompts:
         self.execute(0)
         plan, owners, _ = self.in_flight.pop(0)
         grown = self.scheduler.settle(plan.step)
+        self.scheduler.commit(grown)
         assert grown == [req for req in owners if not req.dropped]
         for req, chunk in zip(owners, plan.chunks, strict=True):
             if not req.dropped:
@@ -200,7 +201,7 @@ def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
     assert first is not None
     plan = scheduler.plan()
     assert plan is not None
-    scheduler.settle(plan.step)
+    scheduler.commit(scheduler.settle(plan.step))
     again = scheduler.admit("b", [1, 2, 3, 4, 9])
     assert again is not None
     assert again.num_computed_tokens == 4 == again.num_target_tokens

@@ -119,16 +119,23 @@ class PrefillScheduler:
         return self._launched[step]
 
     def settle(self, step: int) -> list[PrefillReq]:
-        """Step `step` has finished on the device; the requests whose KV has grown."""
+        """Step `step` has finished on the device; the requests whose KV has grown.
+
+        They are to be announced, then entered into the prefix tree by `commit`: decode pulls
+        meanwhile.
+        """
         self.book.settled(step)
         grown: list[PrefillReq] = []
         for req, chunk in self._launched.pop(step):
-            if req.dropped:
-                continue
-            req.num_computed_tokens = chunk.start + len(chunk.tokens)
-            self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
-            grown.append(req)
+            if not req.dropped:
+                req.num_computed_tokens = chunk.start + len(chunk.tokens)
+                grown.append(req)
         return grown
+
+    def commit(self, grown: Sequence[PrefillReq]) -> None:
+        """Let other prompts begin with what has been computed of these."""
+        for req in grown:
+            self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
 
     def drop(self, req: PrefillReq) -> None:
         """Forget a request at any stage and give its pages back; a second call does nothing.
