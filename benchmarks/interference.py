@@ -9,7 +9,8 @@ chunks of CHUNK tokens. Each gets the same recorded loads: `alone.jsonl` has the
 `mixed.jsonl` the same chats and the prompts between them. Both are in DIR, and by layout the
 results of the load (`LAYOUT-LOAD.json.gz`) and the machine, versions and configuration
 (`LAYOUT.json`). The figures by class of request are in `interference.json`; `show` draws
-`interference.html` and, where there is a Chromium, `interference.png`. Runs in a network namespace
+`interference.html` and, where there is a Chromium, `interference.png`, of that alone where results
+are not in DIR any more. Runs in a network namespace
 of its own (root), unless KVLANE_JUDGES_NAMESPACE is set.
 
 The same without a GPU:
@@ -40,7 +41,7 @@ from benchmarks.gpu_cluster import (
     serve_config,
     started,
 )
-from benchmarks.interference_figures import LOADS, SPLIT, figures, table
+from benchmarks.interference_figures import LOADS, SPLIT, figures, table, told_of
 from benchmarks.judges.served import enter_namespace
 from benchmarks.load import arrivals, result
 from benchmarks.load.lengths import pair
@@ -169,8 +170,9 @@ def show(out: Path) -> None:
     """Figures and plot of the layouts in `out`."""
     from benchmarks.interference_plot import draw
 
-    print(table(figures(out)), end="")
-    print(draw(out))
+    told = told_of(out)
+    print(table(told), end="")
+    print(draw(out, told))
 
 
 def main() -> int:

@@ -101,6 +101,13 @@ def figures(out: Path) -> dict[str, Any]:
     return told
 
 
+def told_of(out: Path) -> dict[str, Any]:
+    """`figures` of `out`, or what it wrote there before, where results have been left out since."""
+    path = out / "interference.json"
+    told = json.loads(path.read_text()) if path.exists() else {"layouts": {}}
+    return told if set(told["layouts"]) - set(layouts_in(out)) else figures(out)
+
+
 COLUMNS = (
     "layout", "load", "chats: gap p50", "p99", "of runs", "p99.9", "max", "ttft p50", "p99",
     "prompts: ttft p50", "p99", "requests/s", "tokens/s",

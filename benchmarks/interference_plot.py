@@ -5,40 +5,41 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from benchmarks.interference_figures import LOADS, gaps_over_time, layouts_in, parts
-from benchmarks.load.measure import samples
+from benchmarks.interference_figures import gaps_over_time, layouts_in, parts
+from benchmarks.load.measure import median
 from benchmarks.load.plots import (
     RESULT_COLOURS,
     WIDTH,
     log_axis,
-    outcomes_of,
-    percentile_line,
     styled,
 )
-from benchmarks.load.records import Result, Run
+from benchmarks.load.records import Run
 
 COLOURS: tuple[str, ...] = (*RESULT_COLOURS, "#3a9a75", "#7b5ea7")  # one a layout
 SHADE = "rgba(217, 130, 43, 0.15)"
 BIN_S = 0.05
-TICKS = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
+QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
+TICKS = (0.5, 0.9, 0.99, 0.999)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TOP_PIXELS, ROW_PIXELS, SPACE_PIXELS = 380, 200, 75
-LEAST = -np.log10(1 - 0.1)  # the percentile from which on the axis holds all
-
-Parts = dict[str, dict[str, dict[str, Result]]]  # layout -> load -> class -> result
+Mixed = dict[str, tuple[Run, Run]]  # layout -> the chats and the prompts of a run of that load
 
 
-def draw(out: Path) -> Path:
-    """Write the plot of `out`, as HTML and, if there is a browser, as PNG; the newest file."""
-    found: Parts = {
-        layout: {load: parts(out, layout, load) for load in LOADS} for layout in layouts_in(out)
-    }
-    drawn = figure(found)
+def draw(out: Path, told: dict[str, Any]) -> Path:
+    """Write the plot of `told`, see `figures`, into `out`, as HTML and, if there is a browser, as
+    PNG; the newest file. What a layout did over time is drawn where all results are in `out`."""
+    found: Mixed = {}
+    if set(layouts_in(out)) >= set(told["layouts"]):
+        for layout in told["layouts"]:
+            classes = parts(out, layout, "mixed")
+            found[layout] = classes["chat"].runs[0], classes["prompt"].runs[0]
+    drawn = figure(told, found)
     page = out / "interference.html"
     drawn.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -48,20 +49,20 @@ def draw(out: Path) -> Path:
     subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          "--virtual-time-budget=10000", f"--window-size={WIDTH + 20},{height}",
-         f"--screenshot={page.with_suffix('.png')}", page.as_uri()],
+         f"--screenshot={page.resolve().with_suffix('.png')}", page.resolve().as_uri()],
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     return page.with_suffix(".png")
 
 
-def height_of(found: Parts) -> int:
+def height_of(found: Mixed) -> int:
     """Of the figure, in pixels."""
     return TOP_PIXELS + ROW_PIXELS * len(found)
 
 
-def figure(found: Parts) -> go.Figure:
-    """Above, every percentile of the chats' gaps and of both classes' first tokens; below, a run of
-    each layout over time, shaded where a prompt waits for its first token."""
+def figure(told: dict[str, Any], found: Mixed) -> go.Figure:
+    """Above, percentiles of the chats' gaps and of both classes' first tokens, medians over the
+    runs; below, a run of each layout over time, shaded where a prompt waits for its first token."""
     names = list(found)
     titles = [f"{name}: longest gap of any chat in each {BIN_S * 1e3:g} ms" for name in names]
     height = height_of(found)
@@ -77,34 +78,34 @@ def figure(found: Parts) -> go.Figure:
         vertical_spacing=SPACE_PIXELS / height,
         row_heights=[1.6, *[1.0] * len(names)],
     )
-    colours = dict(zip(names, COLOURS, strict=False))
-    percentiles(drawn, found, colours)
+    colours = dict(zip(told["layouts"], COLOURS, strict=False))
+    percentiles(drawn, told, colours)
     longest = []
     for row, name in enumerate(names, 2):
-        chats, prompts = (found[name]["mixed"][kind].runs[0] for kind in ("chat", "prompt"))
-        longest += over_time(drawn, chats, prompts, row, colours[name])
+        longest += over_time(drawn, *found[name], row, colours[name])
     for row in range(2, 2 + len(names)):
         drawn.update_yaxes(title="ms", row=row, col=1, **log_axis(longest))
-    drawn.update_xaxes(title="time on the run, s", row=1 + len(names), col=1)
+    if names:
+        drawn.update_xaxes(title="time on the run, s", row=1 + len(names), col=1)
     for column in (1, 2):
         lines = list(drawn.select_traces(row=1, col=column))
         drawn.update_xaxes(
             title="percentile",
             row=1,
             col=column,
-            range=[0, max(line.x[-1] for line in lines)],
             tickvals=[-np.log10(1 - tick) for tick in TICKS],
             ticktext=[f"{tick * 100:g}" for tick in TICKS],
         )
-        values = np.concatenate([line.y[line.x >= LEAST] for line in lines])
+        values = np.concatenate([line.y for line in lines])
         drawn.update_yaxes(title="ms", row=1, col=column, **log_axis(values))
     styled(drawn, height)
     return drawn.update_layout(width=WIDTH, legend_y=1.04, margin_t=90)
 
 
-def percentiles(drawn: go.Figure, found: Parts, colours: dict[str, str]) -> None:
+def percentiles(drawn: go.Figure, told: dict[str, Any], colours: dict[str, str]) -> None:
     """The first row, against -log10(1 - quantile)."""
-    for name, loads in found.items():
+    x = -np.log10(1 - np.array(list(QUANTILES.values())))
+    for name, loads in told["layouts"].items():
         lines = (
             ("alone", "chat", "gaps_s", 1, "dot", f"{name}, chats alone"),
             ("mixed", "chat", "gaps_s", 1, "solid", f"{name}, with prompts"),
@@ -112,13 +113,18 @@ def percentiles(drawn: go.Figure, found: Parts, colours: dict[str, str]) -> None
             ("mixed", "prompt", "ttft_s", 2, "dash", f"{name}, the prompts"),
         )
         for load, kind, latency, column, dash, label in lines:
-            values = samples(outcomes_of(loads[load][kind].runs))[latency]
-            depth = min(4.0, float(np.log10(max(values.size, 2))))
-            style = {"color": colours[name], "width": 2, "dash": dash}
-            trace = percentile_line(values, depth, label, style)
-            shown = column == 1 or kind == "prompt"
-            trace.update(legendgroup=label, showlegend=shown)
-            drawn.add_trace(trace, 1, column)
+            values = [median(loads[load][kind], "latency", latency, each) for each in QUANTILES]
+            drawn.add_scatter(
+                x=x,
+                y=np.array([np.nan if each is None else 1e3 * each for each in values]),
+                mode="lines+markers",
+                line={"color": colours[name], "width": 2, "dash": dash},
+                name=label,
+                legendgroup=label,
+                showlegend=column == 1 or kind == "prompt",
+                row=1,
+                col=column,
+            )
 
 
 def over_time(drawn: go.Figure, run: Run, prompts: Run, row: int, colour: str) -> list[float]:

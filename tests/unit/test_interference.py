@@ -13,7 +13,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.gpu_cluster import TINY, make_model
 from benchmarks.interference import Row, layout_config, recorded, write_loads
-from benchmarks.interference_figures import figures, gaps_over_time, parts, read_load, table
+from benchmarks.interference_figures import (
+    figures,
+    gaps_over_time,
+    parts,
+    read_load,
+    table,
+    told_of,
+)
 from benchmarks.interference_plot import figure
 from benchmarks.load import compare, result
 from benchmarks.load.records import Outcome, Run
@@ -178,11 +185,10 @@ def test_a_bin_has_the_longest_gap_that_ended_in_it() -> None:
 
 def test_the_plot_shows_each_layout_and_its_prompts(tmp_path: Path) -> None:
     rows = write_results(tmp_path)
-    found = {
-        layout: {load: parts(tmp_path, layout, load) for load in ("alone", "mixed")}
-        for layout in CHAT_GAP_S
-    }
-    drawn = figure(found)
+    told = told_of(tmp_path)
+    found = {layout: parts(tmp_path, layout, "mixed") for layout in CHAT_GAP_S}
+    runs = {name: (each["chat"].runs[0], each["prompt"].runs[0]) for name, each in found.items()}
+    drawn = figure(told, runs)
     gaps = [line for line in drawn.select_traces(row=1, col=1) if line.name.endswith("prompts")]
     medians = [float(line.y[(abs(line.x - 0.301)).argmin()]) for line in gaps]
     assert medians == pytest.approx([1e3 * gap_s for gap_s in CHAT_GAP_S.values()])
@@ -191,3 +197,10 @@ def test_the_plot_shows_each_layout_and_its_prompts(tmp_path: Path) -> None:
         assert max(y for y in line.y if y is not None) == pytest.approx(1e3 * STALL_S)
     num_prompts = sum(row.type == "prompt" for row in rows)
     assert len(drawn.layout.shapes) == 2 * num_prompts
+    for path in tmp_path.glob("*-mixed.json.gz"):
+        path.unlink()
+    assert told_of(tmp_path) == told
+    again = figure(told_of(tmp_path), {})
+    assert [line.y.tolist() for line in again.select_traces(row=1, col=1)] == [
+        line.y.tolist() for line in drawn.select_traces(row=1, col=1)
+    ]
