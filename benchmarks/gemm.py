@@ -3,12 +3,15 @@
     python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64 --json out.json
     python -m benchmarks.gemm --m 512,1024,2048,8192 --libraries cublas,cublaslt --names
     python -m benchmarks.gemm --sweep --m 64,96,128 --json out.json
+    python -m benchmarks.gemm --tune --m 96,128 --json worker/kernels/tuned/NVIDIA_H200.json
 
 Every layer has weights of its own, so nothing but activations is ever found in the L2. The products
 are chained: each reads the output of the one before, so overlapping launches would show as wrong
 numbers, and they are checked. The floor is the weights' bytes over the read bandwidth of this run.
 More rows than this project's kernel computes are the libraries' alone; "layers" is the step without
-the head, of which a prompt needs one row. `--sweep` times many tiles: `benchmarks.gemm_sweep`.
+the head, of which a prompt needs one row. `--sweep` times many tiles: `benchmarks.gemm_sweep`;
+`--tune` searches cuBLASLt's algorithms for the table of `worker.kernels.lt_gemm`:
+`benchmarks.gemm_tune`.
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing there.
 """
 
@@ -39,6 +42,7 @@ from benchmarks.gemm_step import (
     times_ms,
 )
 from benchmarks.gemm_sweep import MAX_SWEPT_ROWS, sweep
+from benchmarks.gemm_tune import tune
 from worker.kernels.product import OWN_ROWS
 
 LARGE = 512  # rows from which on fewer replays do
@@ -137,10 +141,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
     parser.add_argument("--names", action="store_true", help="of the kernels, by the profiler")
     parser.add_argument("--sweep", action="store_true", help="of tiles, up to 128 rows")
+    parser.add_argument("--tune", action="store_true", help="write a table of algorithms to --json")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of --tune, a product and m")
+    parser.add_argument("--products", default="qkv,o,gate_up,down", help="of --tune, by commas")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.sweep and max(args.m) > MAX_SWEPT_ROWS:
         parser.error(f"--sweep takes up to {MAX_SWEPT_ROWS} rows")
+    if args.tune and (args.device == "cpu" or args.dtype != "bfloat16" or args.json is None):
+        parser.error("--tune takes a GPU, bfloat16 and --json")
+    if args.tune and min(args.m) <= OWN_ROWS:
+        parser.error(f"--tune is for more than {OWN_ROWS} rows")
     return args
 
 
@@ -148,6 +159,10 @@ def main() -> None:
     """Measure, print a table, write the figures."""
     args = parsed()
     step = Step(MODELS[args.model], args.device, getattr(torch, args.dtype))
+    if args.tune:
+        names = args.products.split(",")
+        tune(step, args.m, names, args.seconds, args.replays, args.json)
+        return
     read_gb_s = bandwidth(step, args.replays)
     floor_ms = step.num_bytes() / read_gb_s / 1e6 if read_gb_s else 0.0
     report = about(step) | {

@@ -6,21 +6,23 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from worker.batch import Batch, HostLengths
-from worker.kernels.chunk_rows import chunk_rows
+from worker.kernels.chunk_rows import NUM_LINES, SentChunks, chunk_rows
 from worker.kernels.launch import power_of_two
 from worker.kernels.paged_attention import SHORT_KEYS
 from worker.kernels.step_rows import read_rows
 from worker.plan import Plan
+from worker.staging import Staging
 from worker.state import StepState
 from worker.tail import Sampled
 
 NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
 MAX_STEADY_LEN = SHORT_KEYS  # tokens of each; attention to more is better cut for what there is
+New = tuple[int, int, int]  # of a request's pages: first, last and word of `SentChunks`
+NOTHING_NEW: New = (0, 0, 0)
 
 
 class BatchBuffers:
@@ -32,50 +34,47 @@ class BatchBuffers:
         capacity = max_chunk_tokens + max_chunk_tokens % 2  # lines begin at multiples of 16 bytes
         # Token ids, positions and slots of the batch of chunks under way: graphs read them here.
         self._chunk = torch.zeros(3, capacity, dtype=torch.int64, device=state.device)
-        num_rows = len(state.active) - 1
-        # The same for its requests, when they are few: lines of (row, query_start, seq_len).
+        num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
+        # What the host says of it: graphs read the lines about its requests there, if they are few.
+        self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
+        words = NUM_LINES * _width(num_rows) + max_chunk_tokens + self._page_words
+        self._staging = Staging(words, state.device)
         self.num_slots = min(NUM_SLOTS, num_rows)
-        width = _width(self.num_slots)
-        self._requests = torch.zeros(3, width, dtype=torch.int32, device=state.device)
-        num_pages = min(-(-MAX_STEADY_LEN // page_size), state.page_table.shape[1])
+        num_pages = min(-(-MAX_STEADY_LEN // page_size), max_pages)
         self.max_steady_len = min(MAX_STEADY_LEN, num_pages * page_size)
         self._tables = torch.zeros_like(state.page_table[: self.num_slots, :num_pages])
         self._steady_batches: dict[int, Batch] = {}  # by rows; all over the same buffers
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan, num_rows: int = 0, *, steady: bool = False) -> Batch:
-        """The batch of a plan of chunks whose pages have been applied to the state.
+        """The batch of a plan of chunks, whose pages go into the state's page table on the way.
 
-        Its rows lie in buffers that stay: the batch built last is the only one that holds.
+        It lies in buffers that stay: the batch built last is the only one that holds.
 
         Args:
-            plan: has chunks.
+            plan: has chunks, no more than the state has rows.
             num_rows: pad it to so many rows, and let host bounds be coarse; 0: neither.
-            steady: pad the requests too, to `num_slots` of up to `max_steady_len` tokens, in
-                buffers that stay; the host bounds are then the highest that there are, and `host`
-                is None. With `num_rows` only.
+            steady: pad the requests too, to `num_slots` of up to `max_steady_len` tokens; the host
+                bounds are then the highest that there are, and `host` is None. With `num_rows`
+                only.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
-        num_tokens, longest = sum(counts), max(counts)
-        tokens, requests = self._upload(plan, counts, ends, self.num_slots if steady else 0)
-        table = self._state.page_table
+        num_reqs, longest, table = len(counts), max(counts), self._state.page_table
+        sent = self._upload(plan, counts, ends, self.num_slots if steady else num_reqs)
         if num_rows:  # so that few kernels serve all lengths: they are compiled for a tile's rows
             longest = min(num_rows, power_of_two(longest))
-        num_rows = max(num_rows, num_tokens)
-        chunk_rows(tokens, table, self._page_size, self._chunk, num_rows)
+        num_rows = max(num_rows, sent.num_tokens)
         if steady:
-            self._requests.copy_(requests)
-            table = table[:, : self._tables.shape[1]]
-            torch.index_select(table, 0, self._requests[0, : self.num_slots], out=self._tables)
+            chunk_rows(sent, table, self._page_size, self._chunk, num_rows, self._tables)
             return self._steady(num_rows)
-        num_pages = -(-plan.max_seq_len_ub // self._page_size)
-        num_reqs = len(counts)
+        num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
+        tables = table.new_empty(num_reqs, num_pages)
+        chunk_rows(sent, table, self._page_size, self._chunk, num_rows, tables)
         return self._of_chunk(
             num_rows,
-            query_start=requests[1, : num_reqs + 1],
-            seq_lens=requests[2, :num_reqs],
-            page_table=table[:, :num_pages].index_select(0, requests[0, :num_reqs]),
+            **self._lengths(num_reqs, sent.width),
+            page_table=tables,
             num_reqs=num_reqs,
             max_query_len=longest,
             max_seq_len_ub=plan.max_seq_len_ub,
@@ -86,8 +85,7 @@ class BatchBuffers:
         if num_rows not in self._steady_batches:
             self._steady_batches[num_rows] = self._of_chunk(
                 num_rows,
-                query_start=self._requests[1, : self.num_slots + 1],
-                seq_lens=self._requests[2, : self.num_slots],
+                **self._lengths(self.num_slots, _width(self.num_slots)),
                 page_table=self._tables,
                 num_reqs=self.num_slots,
                 max_query_len=num_rows,
@@ -116,35 +114,57 @@ class BatchBuffers:
             input_ids=ids, positions=positions, slot_mapping=slots, num_tokens=num_tokens, **rest
         )
 
-    def _upload(
-        self, plan: Plan, counts: list[int], ends: list[int], num_slots: int
-    ) -> tuple[Tensor, Tensor]:
-        """All that a plan's chunks bring, in one copy; with `num_slots` for so many requests.
+    def _lengths(self, num_reqs: int, width: int) -> dict[str, Tensor]:
+        """Where the device finds them after an upload of lines of that width."""
+        words = self._staging.words
+        return {
+            "query_start": words[width : width + num_reqs + 1],
+            "seq_lens": words[2 * width : 2 * width + num_reqs],
+        }
 
-        The device waits for it, and numpy takes Python's numbers faster than torch does.
+    def _upload(self, plan: Plan, counts: list[int], ends: list[int], num_lines: int) -> SentChunks:
+        """All that a plan of chunks brings, in one copy: the device waits for it.
 
-        Returns tokens [3, num_tokens] i64 of (id, position, row of the state), and
-        [3, num_reqs + 1 or more] i32 of (row, query_start, seq_len). Every line begins at a
-        multiple of 16 bytes: kernels are compiled anew for a pointer that does not.
+        `num_lines` is the number of requests, or more. Every line begins at a multiple of 16
+        bytes: kernels are compiled anew for a pointer that does not.
         """
-        num_tokens, num_reqs = sum(counts), len(counts)
-        stride, width = -(-num_tokens // 2) * 2, _width(max(num_reqs, num_slots))
-        host = self._state.staged(3 * stride + 3 * width // 2)
-        flat = host.numpy()
-        tokens, requests = flat[: 3 * stride].reshape(3, stride), flat[3 * stride :].view(np.int32)
-        requests = requests.reshape(3, width)
+        num_reqs, width = len(counts), _width(num_lines)
+        assert num_reqs <= num_lines
         starts = [0, *itertools.accumulate(counts)]
-        for chunk, first, last in zip(plan.chunks, starts, starts[1:], strict=False):
-            tokens[0, first:last] = chunk.tokens
-            tokens[1, first:last] = np.arange(chunk.start, chunk.start + last - first)
-            tokens[2, first:last] = chunk.row
-        requests[0, :num_reqs] = [chunk.row for chunk in plan.chunks]
-        requests[1, : num_reqs + 1] = starts
-        requests[1, num_reqs + 1 :] = num_tokens
-        requests[2, :num_reqs] = ends
-        sent = self._state.send(host)
-        lines = sent[3 * stride :].view(torch.int32).view(3, width)
-        return sent[: 3 * stride].view(3, stride)[:, :num_tokens], lines
+        num_tokens, padding = starts[-1], [0] * (width - num_reqs)
+        new, pages = self._new_pages(plan, NUM_LINES * width + num_tokens)
+        values = [chunk.row for chunk in plan.chunks] + padding
+        values += starts + [num_tokens] * (width - len(starts))
+        values += ends + padding
+        for line in zip(*new, strict=True):
+            values += line
+            values += padding
+        for chunk in plan.chunks:
+            values += chunk.tokens
+        self._staging.upload(values + pages)
+        last_page = max(last for _, last, _ in new)
+        return SentChunks(self._staging.words, width, num_reqs, num_tokens, last_page)
+
+    def _new_pages(self, plan: Plan, begin: int) -> tuple[list[New], list[int]]:
+        """What is new for each chunk's row, and the pages themselves, whose first word is `begin`.
+
+        Those of rows without a chunk are applied by themselves (a decode worker starts streams
+        with the plan that computes a prompt), and so are those for which there is no room.
+        """
+        if not plan.pages:
+            return [NOTHING_NEW] * len(plan.chunks), []
+        new = {chunk.row: NOTHING_NEW for chunk in plan.chunks}
+        others, pages, width = [], list[int](), self._state.page_table.shape[1]
+        for each in plan.pages:
+            num, last = len(pages) + len(each.pages), each.first + len(each.pages)
+            if new.get(each.row) is NOTHING_NEW and num <= self._page_words:
+                assert last <= width
+                new[each.row] = each.first, last, begin + len(pages)
+                pages += each.pages
+            else:
+                others.append(each)
+        self._state.apply_pages(others)
+        return [new[chunk.row] for chunk in plan.chunks], pages
 
     def decode(
         self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None

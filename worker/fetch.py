@@ -101,14 +101,9 @@ class Fetch:
         self._landed_groups: dict[int, int] = {}
 
     @property
-    def num_pulls(self) -> int:
-        """Pulls that run."""
-        return len(self._ranges)
-
-    @property
-    def last_began_at(self) -> float:
-        """When the youngest pull that runs began; 0 = none runs."""
-        return max((each.began_at for each in self._ranges), default=0.0)
+    def pulls_began_at(self) -> list[float]:
+        """When each pull that runs began."""
+        return [each.began_at for each in self._ranges]
 
     @property
     def landed(self) -> bool:

@@ -22,12 +22,6 @@ from worker.req import Req
 from worker.transfer.base import Peer
 
 
-# A pull that runs is looked at again after an eighth of the time that it has run, within these: what
-# 20 MB take over NVLink is not doubled by waiting, and a pull of seconds costs no core.
-SHORTEST_POLL_S = 50e-6
-LONGEST_POLL_S = 500e-6
-
-
 @dataclass(slots=True, frozen=True)
 class Arrived:
     """A fetch that is over, with no pull running: all landed, or nobody left to ask, or aborted."""
@@ -57,16 +51,10 @@ class Inbound:
         return len(self._fetches)
 
     @property
-    def num_pulls(self) -> int:
-        """Pulls that run; read by other threads too."""
-        return sum(fetch.num_pulls for fetch in list(self._fetches.values()))
-
-    def poll_after_s(self, now: float) -> float:
-        """How soon `poll` is worth another call for the sake of a pull; inf: none runs."""
-        began_at = max((fetch.last_began_at for fetch in self._fetches.values()), default=0.0)
-        if not began_at:
-            return float("inf")
-        return min(max((now - began_at) / 8, SHORTEST_POLL_S), LONGEST_POLL_S)
+    def pulls_began_at(self) -> list[float]:
+        """When each pull that runs began; read by other threads too."""
+        fetches = list(self._fetches.values())
+        return [began_at for fetch in fetches for began_at in fetch.pulls_began_at]
 
     @property
     def bytes_per_s(self) -> float:
@@ -133,7 +121,7 @@ class Inbound:
         arrived: list[Arrived] = []
         for xfer_id, fetch in list(self._fetches.items()):
             fetch.advance(self._peers.link(fetch.peer), now)
-            if fetch.num_pulls:
+            if fetch.pulls_began_at:
                 continue
             landed = fetch.xfer is not None and fetch.landed
             draining = fetch.xfer is None

@@ -232,7 +232,6 @@ class ModelRunner:
         shape = self.graph.padded(
             num_tokens, len(plan.chunks), plan.max_seq_len_ub, hooked=on_layer is not None
         )
-        self._state.apply_pages(plan)
         batch = self._buffers.chunks(plan, shape.num_rows, steady=shape.steady)
         hidden = self.graph.launch(batch, on_layer)
         self._state.apply_rows(plan)

@@ -1,8 +1,8 @@
 """Device-resident step state: what the device knows of each row without asking the host.
 
-Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages, and by the
-sampling tail of each step. Row 0 is the sink: inactive and padded rows alias it, so whatever they
-write is harmless.
+Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages (those of chunks
+come with their batch, see `BatchBuffers.chunks`), and by the sampling tail of each step. Row 0 is
+the sink: inactive and padded rows alias it, so whatever they write is harmless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.kernels.step_rows import RowColumns
-from worker.plan import Plan, RowStart
+from worker.plan import Plan, RowPages, RowStart
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
@@ -37,6 +37,7 @@ class StepState:
     ) -> None:
         n = num_rows + 1
         self.device = device
+        self._pin = device.type == "cuda"  # memory of the host that copies are made from
         self._eos_ids = tuple(eos_ids)
 
         def columns(num: int, dtype: torch.dtype) -> Tensor:
@@ -47,6 +48,7 @@ class StepState:
         self._ints, self._floats = columns(7, torch.int64), columns(6, torch.float32)
         ints, floats = self._ints[:, :n], self._floats[:, :n]
         self.page_table = torch.zeros(n, max_pages, dtype=torch.int32, device=device)
+        self._flat_table = self.page_table.view(-1)
         self.active = torch.zeros(n, dtype=torch.bool, device=device)
         self.seq_len = ints[0]  # tokens whose KV is in the pages
         self.last_token = ints[1]  # token at position seq_len, the next decode input
@@ -73,37 +75,43 @@ class StepState:
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without a host sync."""
-        return self.send(torch.tensor(values, dtype=dtype))
-
-    def staged(self, num: int) -> Tensor:
-        """Zeros [num] i64 of the host, from which `send` copies without a detour."""
-        return torch.zeros(num, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
+        return host.to(self.device, non_blocking=True)
 
     def send(self, host: Tensor) -> Tensor:
         """A host tensor on the device, without a host sync."""
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        if self._pin:
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def apply(self, plan: Plan) -> None:
         """All changes of `plan`, ordered on the current stream."""
         self.apply_rows(plan)
-        self.apply_pages(plan)
+        self.apply_pages(plan.pages)
 
-    def apply_pages(self, plan: Plan) -> None:
-        """New entries of the page tables: all that a forward over chunks reads."""
-        if plan.pages:
-            num = sum(len(each.pages) for each in plan.pages)
-            host, width = self.staged(2 * num), self.page_table.shape[1]
-            flat, last = host.numpy(), 0
-            for each in plan.pages:
-                first, last = last, last + len(each.pages)
-                assert each.first + len(each.pages) <= width
-                begin = each.row * width + each.first
-                flat[first:last] = np.arange(begin, begin + len(each.pages))
-                flat[num + first : num + last] = each.pages
-            at, pages = self.send(host).view(2, num)
-            self.page_table.view(-1).index_copy_(0, at, pages.int())
+    def apply_pages(self, brought: Sequence[RowPages]) -> None:
+        """New entries of the page tables; `BatchBuffers.chunks` does it for rows with chunks."""
+        if not brought:
+            return
+        num, width = sum(len(each.pages) for each in brought), self.page_table.shape[1]
+        host = self._staged(num + -(-num // 2))  # where they go in i64, then what they are in i32
+        flat, last = host.numpy(), 0
+        pages = flat[num:].view(np.int32)
+        for each in brought:
+            first, last = last, last + len(each.pages)
+            assert each.first + len(each.pages) <= width
+            begin = each.row * width + each.first
+            flat[first:last] = np.arange(begin, begin + len(each.pages))
+            pages[first:last] = each.pages
+        at, sent = host.to(self.device, non_blocking=True).split_with_sizes([num, len(host) - num])
+        self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
+
+    def _staged(self, num: int) -> Tensor:
+        """[num] i64 of the host, of any value, from which copies go without a detour.
+
+        Freed while a copy is under way, it is not given to anybody else before that has ended.
+        """
+        return torch.empty(num, dtype=torch.int64, pin_memory=self._pin)
 
     def apply_rows(self, plan: Plan) -> None:
         """Releases, then starts: what a decode step and every tail reads."""
@@ -139,7 +147,9 @@ class StepState:
             torch.tensor([self._stop_ids(each) for each in sampling]).view(-1),
             torch.tensor(floats, dtype=torch.float32).T.reshape(-1).view(torch.int64),
         )
-        sent = self.send(torch.cat(parts)).split([len(part) for part in parts])
+        sizes = [len(part) for part in parts]
+        host = torch.cat(parts, out=self._staged(sum(sizes)))
+        sent = host.to(self.device, non_blocking=True).split(sizes)
         rows, active, *_ = lines = sent[0].view(-1, len(starts))
         self.active.index_copy_(0, rows, active.bool())
         self._ints.index_copy_(1, rows, lines[2:])

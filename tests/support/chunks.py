@@ -56,7 +56,7 @@ def poison(bench: Bench) -> None:
     """Fill every buffer that padding reads or writes with what must never be read."""
     buffers, runner = bench.engine.runner.parts.buffers, bench.runner
     buffers._chunk.fill_(1 << 40)
-    buffers._requests.fill_(1 << 20)
+    buffers._staging.words.fill_(1 << 20)
     buffers._tables.fill_(1 << 20)
     runner._embedded.fill_(float("nan"))
     for captured in (*runner._captured.values(), *runner._whole.values()):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.api import Sampling
@@ -19,13 +21,35 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 
 
-def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of rows 1 to 4 of a page table that has pages everywhere."""
+def inputs(
+    counts: Sequence[int], num_lines: int, *, new: bool
+) -> tuple[chunk_rows.SentChunks, torch.Tensor]:
+    """Chunks of rows 3, 4, ..., each at another position, and a table that has pages everywhere.
+
+    With `new`, every second one brings two pages at the end of what its chunk needs, and the table
+    has no page there that anybody may use.
+    """
+    num_tokens, num_pages, width = sum(counts), 40, num_lines // 4 * 4 + 4
     generator = torch.Generator().manual_seed(num_tokens)
-    table = torch.randperm(5 * 8, generator=generator).view(5, 8).int()
-    at = torch.arange(num_tokens)
-    tokens = torch.stack([at * 2**33 + 5, at * 7 % (8 * PAGE_SIZE), 1 + at % 4])
-    return tokens, table
+    num_rows = 3 + len(counts)
+    table = torch.randperm(num_rows * num_pages, generator=generator).view(num_rows, -1).int()
+    table[0] = 0
+    lines = torch.zeros(chunk_rows.NUM_LINES, width, dtype=torch.int32)
+    lines[1] = num_tokens
+    pages, begin = [], lines.numel() + num_tokens
+    for i, count in enumerate(counts):
+        end = 7 * i % 50 + count
+        used = -(-end // PAGE_SIZE)
+        first = max(0, used - 2) if new and i % 2 == 0 else used
+        lines[:3, i] = torch.tensor([3 + i, sum(counts[:i]), end])
+        if first < used:
+            lines[3:, i] = torch.tensor([first, used, begin + len(pages)])
+            pages += [10000 + 100 * i + j for j in range(first, used)]
+            table[3 + i, first:used] = 1 << 30
+    tokens = torch.arange(num_tokens, dtype=torch.int32) * 7 + 5
+    words = torch.cat([lines.view(-1), tokens, torch.tensor(pages, dtype=torch.int32)])
+    last = int(lines[4].max())
+    return chunk_rows.SentChunks(words, width, len(counts), num_tokens, last), table
 
 
 if not INTERPRETED:
@@ -36,11 +60,13 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_compiles_for_hopper_without_one() -> None:
-        types = dict.fromkeys(("tokens", "out"), "*i64") | {"page_table": "*i32"}
-        types |= dict.fromkeys(
-            ("num_tokens", "num_rows", "stride_tokens", "stride_table", "stride_out"), "i32"
-        )
-        constants = {"PAGE_SIZE": 64, "BLOCK": chunk_rows.BLOCK, "PDL": True}
+        types = {"words": "*i32", "page_table": "*i32", "out": "*i64", "tables": "*i32"}
+        constants = {
+            "NUM_LINES": chunk_rows.NUM_LINES, "PAGE_SIZE": 64, "BLOCK": chunk_rows.BLOCK,
+            "PDL": True,
+        }  # fmt: skip
+        names = chunk_rows._chunk_rows_kernel.arg_names
+        types |= {name: "i32" for name in names if name not in types and name not in constants}
         ptx = ptx_of(chunk_rows._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True)
         assert "griddepcontrol.wait" in ptx
 
@@ -68,6 +94,45 @@ if not INTERPRETED:
             assert padded[name] == exact[name]
         assert (padded["num_tokens"], padded["max_query_len"]) == (9, 4)
 
+    def test_a_plan_s_pages_come_with_its_chunks() -> None:
+        """They count for the batch itself, and the table has them as if they had come before."""
+        chunks = Chunk(2, 30, (11, 12, 13)), Chunk(5, 0, (21, 22)), Chunk(4, 16, (31,))
+        pages = (
+            RowPages(2, 2, (9, 6)), RowPages(3, 1, (15, 16)), RowPages(5, 0, (3,)),
+            RowPages(2, 4, (17,)),
+        )  # fmt: skip
+        before = RowPages(2, 0, (7, 4)), RowPages(4, 0, (18, 19))
+        plan = Plan(2, pages=pages, chunks=chunks, max_seq_len_ub=33)
+        for num_rows, steady in ((0, False), (9, False), (9, True)):
+            (mine, _), (wanted, _) = both = [
+                (state, BatchBuffers(state, PAGE_SIZE, 9)) for state in (state_of(5), state_of(5))
+            ]
+            for state, _ in both:
+                state.apply(Plan(1, pages=before))
+            wanted.apply(plan)
+            found, expected = [
+                _copied(buffers.chunks(each, num_rows, steady=steady))
+                for (_, buffers), each in zip(both, (plan, replace(plan, pages=())), strict=True)
+            ]
+            assert found == expected
+            slots = [4 * 16 + 14, 4 * 16 + 15, 9 * 16, 3 * 16, 3 * 16 + 1, 19 * 16]
+            assert found["slot_mapping"][:6] == slots
+            assert found["page_table"][0][:4] == [7, 4, 9] + [6] * steady
+            assert torch.equal(mine.page_table, wanted.page_table)
+            assert mine.page_table[2].tolist() == [7, 4, 9, 6, 17, 0, 0, 0]
+            assert mine.page_table[3].tolist() == [0, 15, 16, 0, 0, 0, 0, 0]
+
+    def test_pages_for_which_an_upload_has_no_room_are_applied_all_the_same() -> None:
+        state = state_of(5)
+        buffers = BatchBuffers(state, PAGE_SIZE, 5)
+        pages = tuple(RowPages(row, 0, tuple(range(8 * row, 8 * row + 8))) for row in range(1, 6))
+        chunks = tuple(Chunk(row, 127, (row,)) for row in range(1, 6))
+        batch = buffers.chunks(Plan(1, pages=pages, chunks=chunks, max_seq_len_ub=128))
+        wanted = torch.arange(8, 48, dtype=torch.int32).view(5, 8)
+        assert torch.equal(state.page_table[1:], wanted)
+        assert torch.equal(batch.page_table, wanted)
+        assert batch.slot_mapping.tolist() == [16 * (8 * row + 7) + 15 for row in range(1, 6)]
+
     def _copied(batch: Any) -> dict[str, Any]:
         names = [name for name in batch.__slots__ if name != "host"]
         values = {name: getattr(batch, name) for name in names}
@@ -75,7 +140,7 @@ if not INTERPRETED:
 
     def test_a_batch_is_read_in_place_and_its_lines_are_aligned() -> None:
         """Graphs read fixed addresses; kernels are compiled anew for pointers off 16 bytes."""
-        state = state_of(5)
+        state = state_of(9)
         buffers = BatchBuffers(state, PAGE_SIZE, 9)
         at = buffers.blank_chunk(9).slot_mapping.data_ptr()
         for num_tokens in range(1, 9):
@@ -86,7 +151,8 @@ if not INTERPRETED:
                 assert batch.slot_mapping.data_ptr() == at
                 for each in (batch.input_ids, batch.positions, batch.slot_mapping):
                     assert each.data_ptr() % 16 == 0
-                assert batch.seq_lens.data_ptr() - batch.query_start.data_ptr() & 15 == 0
+                for each in (batch.query_start, batch.seq_lens, batch.page_table):
+                    assert each.data_ptr() % 16 == 0
 
     def test_rows_start_with_what_their_plan_says_and_others_keep_theirs() -> None:
         state = state_of(5)
@@ -118,12 +184,34 @@ if not INTERPRETED:
 
 else:
 
-    @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (5, 16), (130, 200), (128, 128)])
-    def test_the_kernel_matches_its_twin(num_tokens: int, num_rows: int) -> None:
-        tokens, table = inputs(num_tokens)
-        found, wanted = (torch.full((3, 256), -5) for _ in range(2))
-        chunk_rows.chunk_rows_triton(tokens, table, PAGE_SIZE, found, num_rows)
-        chunk_rows.chunk_rows_ref(tokens, table, PAGE_SIZE, wanted, num_rows)
-        assert torch.equal(found, wanted)
-        assert not found[:, num_tokens:num_rows].any()
-        assert (found[:, num_rows:] == -5).all()
+    @pytest.mark.parametrize("new", [False, True])
+    @pytest.mark.parametrize(
+        ("counts", "num_rows", "num_tables", "num_pages"),
+        [
+            ([1], 1, 1, 1), ([5], 16, 4, 8), ([130], 200, 4, 20), ([128], 128, 1, 40),
+            ([1, 3, 125, 9, 40], 190, 5, 13), ([2] * 9, 18, 9, 4),
+        ],
+    )  # fmt: skip
+    def test_the_kernel_matches_its_twin(
+        counts: list[int], num_rows: int, num_tables: int, num_pages: int, new: bool
+    ) -> None:
+        sent, table = inputs(counts, num_tables, new=new)
+        found, wanted = [
+            (torch.full((3, 256), -5), table.clone(), torch.full((num_tables, num_pages), -5).int())
+            for _ in range(2)
+        ]
+        for op, (out, pages, tables) in (
+            (chunk_rows.chunk_rows_triton, found),
+            (chunk_rows.chunk_rows_ref, wanted),
+        ):
+            op(sent, pages, PAGE_SIZE, out, num_rows, tables)
+        for mine, other in zip(found, wanted, strict=True):
+            assert torch.equal(mine, other)
+        num_tokens = sum(counts)
+        assert found[0][0, :num_tokens].tolist() == [5 + 7 * i for i in range(num_tokens)]
+        assert not found[0][:, num_tokens:num_rows].any()
+        assert (found[0][:, num_rows:] == -5).all()
+        assert (found[0][2, :num_rows] < (1 << 30)).all(), "a page that was new by then"
+        assert torch.equal(found[1], table) != new
+        assert torch.equal(found[2][: len(counts)], found[1][3:, :num_pages])
+        assert not found[2][len(counts) :].any()

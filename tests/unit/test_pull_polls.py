@@ -12,8 +12,9 @@ from worker.api import Candidate, KVReady, Sampling
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
+from worker.decode import LONGEST_POLL_S, SHORTEST_POLL_S, SWEEP_S, poll_after_s
 from worker.fetch import PullParts
-from worker.inbound import LONGEST_POLL_S, SHORTEST_POLL_S, Inbound
+from worker.inbound import Inbound
 from worker.metrics import WorkerMetrics
 from worker.req import Req
 from worker.transfer.base import PullState
@@ -50,16 +51,19 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
         inbound.on_ready(KVReady(sent[-1].xfer, 0, (1 + number,), 0, 1, True))
         assert not inbound.poll(at)
 
-    assert inbound.poll_after_s(began_at) == float("inf")
+    def after_s(seconds: float) -> float:
+        return poll_after_s(inbound.pulls_began_at, began_at + seconds)
+
+    assert after_s(0) == SWEEP_S
     ready(0, began_at)
-    assert inbound.poll_after_s(began_at) == SHORTEST_POLL_S
-    assert inbound.poll_after_s(began_at + 0.002) == pytest.approx(0.00025)
-    assert inbound.poll_after_s(began_at + 1) == LONGEST_POLL_S
+    assert after_s(0) == SHORTEST_POLL_S
+    assert after_s(0.002) == pytest.approx(0.00025)
+    assert after_s(1) == LONGEST_POLL_S
     ready(1, began_at + 1)
-    assert inbound.poll_after_s(began_at + 1) == SHORTEST_POLL_S
+    assert after_s(1) == SHORTEST_POLL_S
     states[1] = PullState.OK
     assert [each.landed for each in inbound.poll(began_at + 1)] == [True]
-    assert inbound.poll_after_s(began_at + 1) == LONGEST_POLL_S  # the first one still runs
+    assert after_s(1) == LONGEST_POLL_S  # the first one still runs
     states[0] = PullState.OK
     assert [each.landed for each in inbound.poll(began_at + 1)] == [True]
-    assert inbound.poll_after_s(began_at + 1) == float("inf")
+    assert after_s(1) == SWEEP_S

@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "L3": ("layers.", "models."),
     "L4": (
         "graph.", "spec.", "transfer.",
-        "state", "buffers", "sampler", "grammar", "tail", "runner",
+        "staging", "state", "buffers", "sampler", "grammar", "tail", "runner",
     ),
     "L5": ("req", "schedule.", "ranks"),
     "L6": (

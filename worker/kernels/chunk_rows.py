@@ -1,6 +1,8 @@
-"""The rows of prompt chunks, padded: what a forward over them reads, into buffers that stay."""
+"""What prompt chunks bring, spread out: their rows, padded, and their pages, where kernels read."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,66 +11,141 @@ from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap
 
 BLOCK = 128
+NUM_LINES = 6
+
+
+@dataclass(slots=True)
+class SentChunks:
+    """What the host says of `num_reqs` chunks, one upload.
+
+    `words` begins with NUM_LINES lines of `width` words, one word a request (query_start has one
+    more): row of the page table, query_start, seq_len, first page that is new, page after the last
+    new one, word at which the new ones are. All token ids follow, and the new pages lie behind.
+    Requests beyond the last are padding: row 0, no tokens, nothing new, seq_len 0.
+    """
+
+    words: Tensor  # i32, contiguous
+    width: int
+    num_reqs: int
+    num_tokens: int
+    last_page: int  # page after the last that is new in any table; 0 = nothing is
 
 
 def chunk_rows_ref(
-    tokens: Tensor, page_table: Tensor, page_size: int, out: Tensor, num_rows: int
+    sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
-    """Fill the first `num_rows` columns of `out`; those beyond `tokens` are padding, all zero.
+    """Write new pages to `page_table`, rows to `out`, and what tables are by then to `tables`.
+
+    A row that stands for more than one request brings the same pages for all of them.
 
     Args:
-        tokens: [3, num_tokens] i64, rows contiguous: token ids, positions, row of the page table.
-        page_table: [rows, max_pages] i32, rows contiguous.
+        sent: of the chunks.
+        page_table: [rows, max_pages] i32, rows contiguous; row 0 gets no pages.
         page_size: tokens a page.
-        out: [3, capacity] i64, contiguous: token ids, positions, slots (page * page_size + offset).
+        out: [3, capacity] i64, contiguous: token ids, positions, slots (page * page_size + offset)
+            fill the first `num_rows` columns; those beyond the tokens are padding, all zero.
         num_rows: at least num_tokens; slot 0 is the sink's.
+        tables: [num_reqs or more, num_pages] i32, contiguous; padding is as row 0.
     """
-    n = tokens.shape[1]
-    ids, positions, rows = tokens
-    page = page_table[rows, positions // page_size].to(torch.int64)
-    out[0, :n] = ids
+    n, words = sent.num_tokens, sent.words
+    lines = words[: NUM_LINES * sent.width].view(NUM_LINES, sent.width)
+    if sent.last_page:
+        for row, _, _, first, last, begin in lines[:, : sent.num_reqs].T.tolist():
+            page_table[row, first:last] = words[begin : begin + last - first]
+    rows, query_start, seq_lens = lines[:3].to(torch.int64)
+    at = torch.arange(n, device=words.device)
+    owner = torch.searchsorted(query_start[1 : sent.num_reqs + 1], at, right=True)
+    positions = seq_lens[owner] - query_start[owner + 1] + at
+    page = page_table[rows[owner], positions // page_size].to(torch.int64)
+    out[0, :n] = words[NUM_LINES * sent.width :][:n]
     out[1, :n] = positions
     out[2, :n] = page * page_size + positions % page_size
     out[:, n:num_rows] = 0
+    tables.copy_(page_table[rows[: len(tables)], : tables.shape[1]])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "stride_tokens"])
+@triton.jit
+def _pages_of(words, page_table, line, at, width, stride_table, mask):
+    """Pages `at` of request `line`'s table, new ones included; and which of them are new."""
+    row = tl.load(words + line).to(tl.int64)
+    first = tl.load(words + 3 * width + line)
+    last = tl.load(words + 4 * width + line)
+    begin = tl.load(words + 5 * width + line)
+    new = (at >= first) & (at < last)
+    there = page_table + row * stride_table + at
+    # Another program writes new ones to the table at this moment, perhaps.
+    kept = tl.load(there, mask=mask & (at < first) | mask & (at >= last), other=0)
+    brought = tl.load(words + begin + at - first, mask=new, other=0)
+    return tl.where(new, brought, kept), new, there
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_rows", "num_reqs", "width", "page_blocks", "num_pages",
+    ]
+)  # fmt: skip
 def _chunk_rows_kernel(
-    tokens, page_table, out, num_tokens, num_rows, stride_tokens, stride_table, stride_out,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    words, page_table, out, tables,
+    num_tokens, num_rows, num_reqs, width, page_blocks, num_pages,
+    stride_table, stride_out,
+    NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows)."""
+    """Grid (blocks of rows, then for each request blocks of pages)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real, inside = at < num_tokens, at < num_rows
-    token = tl.load(tokens + at, mask=real, other=0)
-    position = tl.load(tokens + stride_tokens + at, mask=real, other=0)
-    row = tl.load(tokens + 2 * stride_tokens + at, mask=real, other=0)
-    page_at = page_table + row * stride_table + position // PAGE_SIZE
-    page = tl.load(page_at, mask=real, other=0).to(tl.int64)
-    tl.store(out + at, token, mask=inside)
-    tl.store(out + stride_out + at, position, mask=inside)
-    tl.store(out + 2 * stride_out + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+    program, row_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK)
+    within = tl.arange(0, BLOCK)
+    if program < row_blocks:
+        at = program * BLOCK + within
+        real, inside = at < num_tokens, at < num_rows
+        low = tl.zeros([BLOCK], dtype=tl.int32)  # the last request that begins at `at` or before
+        high, span = low + num_reqs, num_reqs
+        while span > 1:
+            span = (span + 1) // 2
+            middle = (low + high) // 2
+            later = tl.load(words + width + middle) > at
+            high = tl.where(later, middle, high)
+            low = tl.where(later, low, middle)
+        end, stop = tl.load(words + 2 * width + low), tl.load(words + width + low + 1)
+        position = tl.where(real, end - stop + at, 0)
+        token = tl.load(words + NUM_LINES * width + at, mask=real, other=0).to(tl.int64)
+        page, _, _ = _pages_of(
+            words, page_table, low, position // PAGE_SIZE, width, stride_table, real
+        )
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        tl.store(out + at, token, mask=inside)
+        tl.store(out + stride_out + at, position.to(tl.int64), mask=inside)
+        tl.store(out + 2 * stride_out + at, tl.where(real, slot, 0), mask=inside)
+    else:
+        line = (program - row_blocks) // page_blocks
+        at = (program - row_blocks) % page_blocks * BLOCK + within
+        listed = at < num_pages
+        page, new, there = _pages_of(words, page_table, line, at, width, stride_table, listed)
+        tl.store(there, page, mask=new)
+        tl.store(tables + line.to(tl.int64) * num_pages + at, page, mask=listed)
 
 
 def chunk_rows_triton(
-    tokens: Tensor, page_table: Tensor, page_size: int, out: Tensor, num_rows: int
+    sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
     """See chunk_rows_ref; one launch."""
-    assert tokens.stride(1) == page_table.stride(1) == out.stride(1) == 1
-    assert tokens.shape[1] <= num_rows <= out.shape[1]
-    _chunk_rows_kernel[(-(-num_rows // BLOCK),)](
-        tokens, page_table, out, tokens.shape[1], num_rows,
-        tokens.stride(0), page_table.stride(0), out.stride(0),
-        **overlap(tokens, PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4),
+    num_reqs, num_pages = tables.shape
+    assert page_table.stride(1) == out.stride(1) == 1
+    assert tables.is_contiguous()
+    assert sent.num_tokens <= num_rows <= out.shape[1]
+    page_blocks = -(-max(num_pages, sent.last_page) // BLOCK)
+    _chunk_rows_kernel[(-(-num_rows // BLOCK) + num_reqs * page_blocks,)](
+        sent.words, page_table, out, tables,
+        sent.num_tokens, num_rows, sent.num_reqs, sent.width,
+        page_blocks, num_pages, page_table.stride(0), out.stride(0),
+        **overlap(out, NUM_LINES=NUM_LINES, PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4),
     )  # fmt: skip
 
 
 def chunk_rows(
-    tokens: Tensor, page_table: Tensor, page_size: int, out: Tensor, num_rows: int
+    sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
     """chunk_rows_ref, on CUDA by one kernel."""
-    op = chunk_rows_triton if tokens.is_cuda else chunk_rows_ref
-    op(tokens, page_table, page_size, out, num_rows)
+    op = chunk_rows_triton if out.is_cuda else chunk_rows_ref
+    op(sent, page_table, page_size, out, num_rows, tables)

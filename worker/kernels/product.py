@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.kernels.jit import HAS_TRITON
+from worker.kernels.lt_gemm import tuned_gemm
 from worker.kernels.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.swiglu import swiglu
 
@@ -27,17 +28,19 @@ MAX_TILES = 1 << 13
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ w.T + bias: few rows stream the weights through our own kernel, the rest is torch's.
+    """x @ w.T + bias: few rows stream the weights through our own kernel, others are a library's.
 
-    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; returns [m, n]. A row's result depends on
-    the row and on which side of `OWN_ROWS` the number of rows is. Not for two streams at a time:
-    the kernel's scratch is one a device.
+    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; returns [m, n]. Up to `OWN_ROWS` a row's
+    result depends on the row alone, beyond also on the number of rows. Not for two streams at a
+    time: the scratch is one a device.
     """
-    tile = None if bias is not None else _tile(x, w)
-    if tile is None:
+    if bias is not None:
         return F.linear(x, w, bias)
-    out = x.new_empty(x.shape[0], w.shape[0])
-    return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
+    if (tile := _tile(x, w)) is not None:
+        out = x.new_empty(x.shape[0], w.shape[0])
+        return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
+    out = _tuned(x, w)
+    return F.linear(x, w) if out is None else out
 
 
 def gated_product(x: Tensor, w: Tensor) -> Tensor:
@@ -60,6 +63,14 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
         return None
     tile = choose(m, n, k, product_follows=product_follows)
     return tile if tile.num_tiles(n) <= MAX_TILES and _has_dependent_launch(x.device) else None
+
+
+def _tuned(x: Tensor, w: Tensor) -> Tensor | None:
+    """By the algorithm that was found best for just this shape; None: by the library's choice."""
+    if not (x.is_cuda and x.shape[0] > OWN_ROWS):
+        return None
+    gemm = tuned_gemm(x.device)
+    return None if gemm is None else gemm(x, w)
 
 
 @cache

@@ -1,0 +1,152 @@
+"""Products by algorithms of cuBLASLt that a table names, on one GPU."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gemm_tune import WORKSPACE, proposals
+from tests.support import products
+from tests.support.products import captured, error, weights
+from worker.kernels import product as module
+from worker.kernels.lt_gemm import Algorithm, CublasLt, LtGemm, LtMatmul, Table, tuned_gemm
+from worker.kernels.product import product
+
+pytestmark = pytest.mark.gpu(1)
+BOUND = 4e-3
+SHAPES = [(65, 384, 256), (96, 6144, 4096), (128, 4096, 12288), (200, 1032, 520)]
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return products.noise(*shape, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def lt() -> CublasLt:
+    torch.mm(noise(16, 16), noise(16, 16))
+    library = CublasLt.loaded()
+    assert library is not None
+    return CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
+
+
+def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:
+    """Each with another algorithm for this shape."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    matmul = LtMatmul(lt, shape, shape[2])
+    found = []
+    for words in islice(proposals(lt, matmul), num):
+        needed = matmul.workspace(words)
+        assert needed is not None
+        assert needed <= WORKSPACE
+        table = Table("this one", lt.version, {shape: Algorithm(words, needed)})
+        found.append(LtGemm(lt, table, device))
+    assert found
+    return found
+
+
+def computed(gemm: LtGemm, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = gemm(x, w)
+    assert out is not None
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_algorithm_is_close_and_repeats_itself(lt, shape):
+    m, n, k = shape
+    x, w = noise(m, k), weights(n, k)
+    wide = noise(m, k + 64)
+    wide[:, :k] = x
+    for gemm in gemms(lt, shape):
+        first = computed(gemm, x, w)
+        assert first.shape == (m, n)
+        assert error(first, x, w) < BOUND
+        for _ in range(10):
+            gemm.workspace.random_(0, 256)
+            assert torch.equal(computed(gemm, x, w), first)
+        assert error(computed(gemm, wide[:, :k], w), x, w) < BOUND
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_graph_replays_it(lt, shape):
+    m, n, k = shape
+    x, w = noise(m, k), weights(n, k)
+    for gemm in gemms(lt, shape):
+        expected = computed(gemm, x, w).clone()
+        out = torch.empty_like(expected)
+        graph = captured(lambda gemm=gemm, out=out: out.copy_(computed(gemm, x, w)))
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, expected)
+        other = products.noise(m, k, seed=5, device="cuda")
+        again = computed(gemm, other, w)
+        x_before = x.clone()
+        x.copy_(other)
+        graph.replay()
+        assert torch.equal(out, again)
+        x.copy_(x_before)
+
+
+def test_it_runs_on_the_current_stream(lt):
+    shape = (128, 4096, 4096)
+    x, w = noise(128, 4096), weights(4096, 4096)
+    gemm = gemms(lt, shape, 1)[0]
+    expected = computed(gemm, x, w)
+    later, side = torch.zeros_like(x), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        later.copy_(x)
+        found = computed(gemm, later, w)
+    side.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_other_products_are_not_taken(lt):
+    shape = (128, 4096, 512)
+    gemm = gemms(lt, shape, 1)[0]
+    x, w = noise(128, 512), weights(4096, 512)
+    assert gemm(x, w) is not None
+    assert gemm(noise(127, 512), w) is None
+    assert gemm(x, weights(4104, 512)) is None
+    assert gemm(x.half(), w.half()) is None
+    assert gemm(noise(512, 128).T, w) is None
+    assert gemm(x, noise(512, 4096).T) is None
+    assert gemm(noise(128, 513)[:, :512], w) is None
+    assert gemm(noise(128, 520)[:, 1:513], w) is None
+
+
+def test_an_algorithm_that_the_library_refuses_is_not_taken(lt):
+    table = Table("this one", lt.version, {(128, 384, 256): Algorithm((1 << 63,) * 8, 0)})
+    gemm = LtGemm(lt, table, torch.device("cuda", torch.cuda.current_device()))
+    assert gemm(noise(128, 256), weights(384, 256)) is None
+
+
+def test_product_takes_the_tuned_one_and_torchs_elsewhere(lt, monkeypatch):
+    shape = (128, 4096, 4096)
+    x, w = noise(128, 4096), weights(4096, 4096)
+    gemm = gemms(lt, shape, 1)[0]
+    calls = []
+    monkeypatch.setattr(module, "tuned_gemm", lambda device: calls.append(device) or gemm)
+    assert torch.equal(product(x, w), computed(gemm, x, w))
+    assert torch.equal(product(x[:100], w), F.linear(x[:100], w))
+    assert calls == [x.device, x.device]
+    assert torch.equal(product(x, w, w[:, 0]), F.linear(x, w, w[:, 0]))
+    assert len(calls) == 2
+
+
+def test_the_shipped_table_holds_on_this_card():
+    device = torch.device("cuda", torch.cuda.current_device())
+    gemm = tuned_gemm(device)
+    if gemm is None:
+        pytest.skip("no table for this card and this cuBLASLt")
+    for m, n, k in gemm.algorithms:
+        x, w = noise(m, k), weights(n, k)
+        first = computed(gemm, x, w)
+        assert float((first.float() - F.linear(x, w).float()).norm() / first.float().norm()) < 2e-3
+        for _ in range(20):
+            assert torch.equal(computed(gemm, x, w), first)
+        assert torch.equal(product(x, w), first)

@@ -1,0 +1,278 @@
+"""x @ w.T by the algorithm of cuBLASLt that a search found best for one shape on one kind of card.
+
+The library's own guess at the best algorithm misses some for products of a hundred or two hundred
+rows (worker/adr/0010). `tuned/<device>.json`, written by `python -m benchmarks.gemm --tune`, names
+a better one for each exact (m, n, k). An algorithm is eight opaque words that mean something to one
+version of the library alone: on other versions, devices or shapes there is no tuned product.
+
+The library is the one that torch has loaded. The numbers below are those of its C header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TUNED = Path(__file__).parent / "tuned"
+DTYPE = torch.bfloat16
+WORDS = 8  # of an algorithm
+ALIGNMENT = 16  # bytes, of rows and of the first element
+COMPUTE_F32, REAL_F32, REAL_BF16 = 68, 0, 14
+TRANSPOSE_A = 3  # attribute of an operation
+
+Shape = tuple[int, int, int]  # m, n, k
+AlgorithmWords = c_uint64 * WORDS
+
+
+class LtError(RuntimeError):
+    """A call of the library failed; CUDA itself may well be in order."""
+
+
+class HeuristicResult(ctypes.Structure):
+    """What the library says of an algorithm: cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("words", AlgorithmWords),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """cublasLtMatmulAlgo_t, and the bytes of scratch that it needs."""
+
+    words: tuple[int, ...]
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The best algorithms for products of bf16, by (m, n, k)."""
+
+    device: str
+    version: int  # of cuBLASLt
+    algorithms: dict[Shape, Algorithm]
+
+    @staticmethod
+    def parse(text: str) -> Table:
+        """Inverse of `dump`. ValueError: not a table."""
+        try:
+            raw = json.loads(text)
+            table = Table(raw["device"], raw["cublaslt"], _algorithms(raw["algorithms"]))
+            dtype = raw["dtype"]
+        except (KeyError, TypeError, AttributeError) as failure:
+            raise ValueError(f"not a table of algorithms: {failure!r}") from failure
+        if dtype != str(DTYPE).removeprefix("torch."):
+            raise ValueError(f"a table for {dtype}")
+        return table
+
+    def dump(self) -> str:
+        """As JSON, with one line for each algorithm."""
+        rows = [
+            f'  "{m},{n},{k}": ' + json.dumps({"words": each.words, "workspace": each.workspace})
+            for (m, n, k), each in sorted(self.algorithms.items())
+        ]
+        head = {
+            "device": self.device,
+            "cublaslt": self.version,
+            "dtype": str(DTYPE).removeprefix("torch."),
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        body = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
+        return "\n".join(["{", *lines, f' "algorithms": {body}', "}"]) + "\n"
+
+
+def _algorithms(raw: dict[str, dict[str, object]]) -> dict[Shape, Algorithm]:
+    found = {}
+    for key, row in raw.items():
+        m, n, k = (int(each) for each in key.split(","))
+        words, workspace = row["words"], row["workspace"]
+        if not (isinstance(words, list) and len(words) == WORDS):
+            raise ValueError(f"{key}: an algorithm has {WORDS} words")
+        if not all(isinstance(each, int) and 0 <= each < 1 << 64 for each in words):
+            raise ValueError(f"{key}: words are unsigned and have 64 bits")
+        if not (isinstance(workspace, int) and workspace >= 0):
+            raise ValueError(f"{key}: workspace is a number of bytes")
+        found[m, n, k] = Algorithm(tuple(words), workspace)
+    return found
+
+
+def table_of(device: str, folder: Path = TUNED) -> Table | None:
+    """The one in `folder` for devices of this name, if there is one. ValueError: a broken one."""
+    path = folder / f"{device.replace(' ', '_').replace('/', '_')}.json"
+    if not path.exists():
+        return None
+    table = Table.parse(path.read_text())
+    return table if table.device == device else None
+
+
+class CublasLt:
+    """The library and one handle, for one device.
+
+    Args:
+        library: as `loaded` finds it.
+        device: a CUDA device.
+
+    Raises:
+        LtError: from any call of the library that fails.
+    """
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
+        self.library = library
+        library.cublasLtGetVersion.restype = c_size_t
+        pointers, size = [c_void_p] * 14, c_size_t
+        library.cublasLtMatmul.argtypes = [*pointers, size, c_void_p]
+        library.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
+        self.handle = c_void_p()
+        with torch.cuda.device(device):
+            self.call("cublasLtCreate", byref(self.handle))
+
+    @staticmethod
+    def loaded() -> ctypes.CDLL | None:
+        """The library in this process, which torch loads on machines with CUDA."""
+        major = (torch.version.cuda or "").partition(".")[0]
+        try:
+            return ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            return None
+
+    @property
+    def version(self) -> int:
+        """As in its header: 130100 is 13.1.0."""
+        return self.library.cublasLtGetVersion()
+
+    def call(self, name: str, *arguments: object) -> None:
+        """LtError unless the library's function returns success."""
+        if status := getattr(self.library, name)(*arguments):
+            raise LtError(f"{name}: cuBLAS status {status}")
+
+
+class LtMatmul:
+    """One shape of product, described for the library, which sees columns where torch sees rows.
+
+    Args:
+        lt: the library.
+        shape: (m, n, k): x is [m, k], w [n, k] and contiguous, out [m, n] and contiguous.
+        stride: elements between rows of x.
+    """
+
+    def __init__(self, lt: CublasLt, shape: Shape, stride: int) -> None:
+        m, n, k = shape
+        self.lt = lt
+        self.operation = c_void_p()
+        lt.call("cublasLtMatmulDescCreate", byref(self.operation), COMPUTE_F32, REAL_F32)
+        set_attribute(lt, "cublasLtMatmulDesc", self.operation, TRANSPOSE_A, c_int(1))
+        self.w, self.x, self.out = (
+            self._layout(k, n, k),
+            self._layout(k, m, stride),
+            self._layout(n, m, n),
+        )
+        self._one, self._zero = c_float(1), c_float(0)
+
+    def _layout(self, rows: int, columns: int, stride: int) -> c_void_p:
+        layout = c_void_p()
+        name = "cublasLtMatrixLayoutCreate"
+        self.lt.call(name, byref(layout), REAL_BF16, rows, columns, stride)
+        return layout
+
+    def workspace(self, words: tuple[int, ...]) -> int | None:
+        """Bytes that the algorithm needs; None: it does not compute this product on this device."""
+        result = HeuristicResult()
+        status = self.lt.library.cublasLtMatmulAlgoCheck(
+            self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
+            byref(AlgorithmWords(*words)), byref(result),
+        )  # fmt: skip
+        return result.workspace if status == result.state == 0 else None
+
+    def run(
+        self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64], workspace: Tensor
+    ) -> None:
+        """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""
+        self.lt.call(
+            "cublasLtMatmul", self.lt.handle, self.operation,
+            addressof(self._one), w.data_ptr(), self.w, x.data_ptr(), self.x,
+            addressof(self._zero), out.data_ptr(), self.out, out.data_ptr(), self.out,
+            addressof(words), workspace.data_ptr(), workspace.nbytes,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+
+
+def set_attribute(
+    lt: CublasLt, kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64
+) -> None:
+    """<kind>SetAttribute of the library."""
+    size = c_size_t(ctypes.sizeof(value))
+    lt.call(f"{kind}SetAttribute", of, c_int(attribute), byref(value), size)
+
+
+class LtGemm:
+    """The tuned products of one device. Not for two streams at a time: they share the scratch.
+
+    Args:
+        lt: the library, of the version that the table is for.
+        table: what was found best.
+        device: a CUDA device of the table's name.
+    """
+
+    def __init__(self, lt: CublasLt, table: Table, device: torch.device) -> None:
+        self.lt, self.algorithms = lt, table.algorithms
+        most = max((each.workspace for each in table.algorithms.values()), default=0)
+        self.workspace = torch.empty(max(most, 1), dtype=torch.uint8, device=device)
+        self.plans: dict[tuple[Shape, int], tuple[LtMatmul, ctypes.Array[c_uint64]] | None] = {}
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor | None:
+        """x @ w.T, or None: not a product of the table.
+
+        x: [m, k] bf16, rows contiguous; w: [n, k] bf16, contiguous; returns [m, n].
+        """
+        shape = x.shape[0], w.shape[0], w.shape[1]
+        if shape not in self.algorithms or not _takes(x, w):
+            return None
+        key = shape, x.stride(0)
+        if key not in self.plans:
+            self.plans[key] = self._plan(*key)
+        if (plan := self.plans[key]) is None:
+            return None
+        matmul, words = plan
+        out = x.new_empty(shape[0], shape[1])
+        matmul.run(x, w, out, words, self.workspace)
+        return out
+
+    def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
+        matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape].words
+        needed = matmul.workspace(words)
+        if needed is None or needed > self.workspace.nbytes:
+            return None
+        return matmul, AlgorithmWords(*words)
+
+
+def _takes(x: Tensor, w: Tensor) -> bool:
+    """Whether the library may read them as the table's algorithms do."""
+    return (
+        x.dtype == w.dtype == DTYPE
+        and x.stride(1) == 1
+        and w.is_contiguous()
+        and (x.stride(0) * x.itemsize) % ALIGNMENT == 0
+        and x.data_ptr() % ALIGNMENT == w.data_ptr() % ALIGNMENT == 0
+    )
+
+
+@cache
+def tuned_gemm(device: torch.device) -> LtGemm | None:
+    """None: there is no table for this CUDA device and this version of the library."""
+    table, library = table_of(torch.cuda.get_device_name(device)), CublasLt.loaded()
+    if table is None or library is None or not table.algorithms:
+        return None
+    lt = CublasLt(library, device)
+    return LtGemm(lt, table, device) if lt.version == table.version else None
