@@ -43,9 +43,9 @@ from worker.runner import Step
 from worker.schedule.decode import DecodeScheduler
 
 SWEEP_S = 0.25
-# A pull that runs is looked at again after an eighth of the time that it has run, within these: the
-# time of 20 MB over NVLink is not doubled by waiting, and a pull of seconds costs no core.
-SHORTEST_POLL_S = 50e-6
+# A pull is looked at again after an eighth of the time that it has run, at once while it is young:
+# 20 MB over NVLink take less than the shortest sleep, and a pull of seconds is to cost no core.
+YOUNG_S = 300e-6
 LONGEST_POLL_S = 500e-6
 
 
@@ -268,7 +268,8 @@ def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
     """How long an idle loop may sleep, for the sake of the youngest pull that runs."""
     if not pulls_began_at:
         return SWEEP_S
-    return min(max((now - max(pulls_began_at)) / 8, SHORTEST_POLL_S), LONGEST_POLL_S)
+    age_s = now - max(pulls_began_at)
+    return min(age_s / 8, LONGEST_POLL_S) if age_s > YOUNG_S else 0.0
 
 
 def _chunk(

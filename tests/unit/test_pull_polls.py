@@ -12,7 +12,7 @@ from worker.api import Candidate, KVReady, Sampling
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.decode import LONGEST_POLL_S, SHORTEST_POLL_S, SWEEP_S, poll_after_s
+from worker.decode import LONGEST_POLL_S, SWEEP_S, YOUNG_S, poll_after_s
 from worker.fetch import PullParts
 from worker.inbound import Inbound
 from worker.metrics import WorkerMetrics
@@ -56,11 +56,11 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
 
     assert after_s(0) == SWEEP_S
     ready(0, began_at)
-    assert after_s(0) == SHORTEST_POLL_S
+    assert after_s(0) == after_s(0.9 * YOUNG_S) == 0
     assert after_s(0.002) == pytest.approx(0.00025)
     assert after_s(1) == LONGEST_POLL_S
     ready(1, began_at + 1)
-    assert after_s(1) == SHORTEST_POLL_S
+    assert after_s(1) == 0
     states[1] = PullState.OK
     assert [each.landed for each in inbound.poll(began_at + 1)] == [True]
     assert after_s(1) == LONGEST_POLL_S  # the first one still runs
