@@ -1,6 +1,6 @@
 """The products of one decode step of a model: weights, chains of them, how to time them.
 
-For `benchmarks.gemm` and `benchmarks.gemm_sweep`.
+For `benchmarks.gemm`, `benchmarks.gemm_sweep` and `benchmarks.gemm_tune`.
 """
 
 from __future__ import annotations

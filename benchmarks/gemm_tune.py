@@ -36,17 +36,16 @@ from worker.kernels.lt_gemm import (
     COMPUTE_F32,
     REAL_BF16,
     REAL_F32,
-    Algorithm,
     AlgorithmWords,
     CublasLt,
     HeuristicResult,
     LtError,
     LtMatmul,
     Table,
+    Words,
     set_attribute,
 )
 
-WORKSPACE = 32 << 20
 BOUND = 2e-3  # relative difference to torch's result
 GAIN = 0.99  # of torch's time: more is not worth a row of the table
 PARENTS, FINALISTS, COARSE = 6, 8, 12
@@ -57,18 +56,16 @@ CAN_SPLIT, REDUCTIONS, CAN_SWIZZLE, TILES, MAX_CUSTOM, ALL_STAGES = 0, 1, 2, 6, 
 CLUSTERS = (0, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
 SPLITS = (2, 3, 4, 5, 6, 8)
 
-Words = tuple[int, ...]
-
 
 def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
-    """The library's guesses, the best first, then those with less scratch or no reduction."""
+    """The library's guesses, the best first, then those without a reduction; none needs scratch."""
     found: dict[Words, None] = {}
-    for workspace, reductions in ((WORKSPACE, 7), (0, 7), (WORKSPACE, 0), (WORKSPACE, 2)):
+    for reductions in (7, 0):
         preference, count = c_void_p(), c_int()
         results = (HeuristicResult * 64)()
         lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
         kind = "cublasLtMatmulPreference"
-        set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(workspace))
+        set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(0))
         set_attribute(lt, kind, preference, REDUCTION_MASK, c_uint32(reductions))
         status = lt.library.cublasLtMatmulAlgoGetHeuristic(
             lt.handle, matmul.operation, matmul.w, matmul.x, matmul.out, matmul.out,
@@ -120,7 +117,6 @@ class Candidate:
     """An algorithm that gave the right result, and us of a launch."""
 
     words: Words
-    workspace: int
     us: float
 
 
@@ -132,11 +128,10 @@ class Tuner:
         step: the weights.
         each: the product.
         m: rows.
-        workspace: u8, WORKSPACE of them.
     """
 
-    def __init__(self, lt: CublasLt, step: Step, each: Product, m: int, workspace: Tensor) -> None:
-        self.lt, self.step, self.each, self.workspace = lt, step, each, workspace
+    def __init__(self, lt: CublasLt, step: Step, each: Product, m: int) -> None:
+        self.lt, self.step, self.each = lt, step, each
         self.matmul = LtMatmul(lt, (m, each.n, each.k), each.k)
         self.x = torch.randn(m, each.k, device=step.device).to(step.dtype)
         self.weights = step.weights[each.name]
@@ -156,6 +151,8 @@ class Tuner:
             parent = self.random.choice(self.good[:PARENTS]).words
             if parent not in self.abilities:
                 self.abilities[parent] = self._changes(parent)
+            if not self.abilities[parent]:
+                continue
             picked = self.random.choices(self.abilities[parent], k=self.random.randint(1, 2))
             words = changed(self.lt, parent, {k: v for each in picked for k, v in each.items()})
             if words is not None:
@@ -163,7 +160,10 @@ class Tuner:
 
     def _changes(self, words: Words) -> list[dict[int, int]]:
         """What may be altered. Each kind of change comes up about equally often."""
-        bare = initial(self.lt, words)
+        try:
+            bare = initial(self.lt, words)
+        except LtError:
+            return []
 
         def able(attribute: int) -> list[int]:
             return capability(self.lt, bare, attribute)
@@ -187,8 +187,7 @@ class Tuner:
         if words in self.seen:
             return
         self.seen.add(words)
-        needed = self.matmul.workspace(words)
-        if needed is None or needed > WORKSPACE:
+        if not self.matmul.takes(words):
             return
         try:
             if self._coarse_us(words, 2) > 2 * self.best_us:
@@ -197,7 +196,7 @@ class Tuner:
         except LtError:
             return
         if us < 1.2 * self.best_us and self._is_right(words):
-            self.good.append(Candidate(words, needed, us))
+            self.good.append(Candidate(words, us))
             self.good.sort(key=lambda one: one.us)
 
     @property
@@ -206,7 +205,7 @@ class Tuner:
         return self.good[0].us if self.good else math.inf
 
     def _run(self, words: Array[c_uint64], weight: Tensor) -> None:
-        self.matmul.run(self.x, weight, self.out, words, self.workspace)
+        self.matmul.run(self.x, weight, self.out, words)
 
     def _coarse_us(self, words: Words, launches: int) -> float:
         """Of one launch among these, one after the other."""
@@ -222,7 +221,7 @@ class Tuner:
         return began.elapsed_time(ended) / launches * 1e3
 
     def _is_right(self, words: Words, runs: int = 3) -> bool:
-        """Close to torch's, and the same bits in every run, whatever the scratch holds."""
+        """Close to torch's, and the same bits in every run."""
         algorithm, results = AlgorithmWords(*words), []
         for _ in range(runs):
             self._run(algorithm, self.weights[-1])
@@ -269,19 +268,18 @@ def tune(
         before = Table.parse(path.read_text())
         if (before.device, before.version) == (table.device, table.version):
             table.algorithms.update(before.algorithms)
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     for m in ms:
         for each in step.products:
             if each.name not in names:
                 continue
-            tuner = Tuner(lt, step, each, m, workspace)
+            tuner = Tuner(lt, step, each, m)
             others = [a for (_, n, k), a in table.algorithms.items() if (n, k) == (each.n, each.k)]
-            tuner.search(seconds, [one.words for one in others])
+            tuner.search(seconds, others)
             torch_us, best = tuner.decide(replays)
             shape = m, each.n, each.k
             table.algorithms.pop(shape, None)
             found = "nothing" if best is None else f"{best.us:.2f} us"
             print(f"m={m} {each.name}: torch {torch_us:.2f} us, of {len(tuner.seen)}: {found}")
             if best is not None and best.us < GAIN * torch_us:
-                table.algorithms[shape] = Algorithm(best.words, best.workspace)
+                table.algorithms[shape] = best.words
             path.write_text(table.dump())

@@ -8,10 +8,10 @@
 chunks of CHUNK tokens. Each gets the same recorded loads: `alone.jsonl` has the chats,
 `mixed.jsonl` the same chats and the prompts between them. Both are in DIR, and by layout the
 results of the load (`LAYOUT-LOAD.json.gz`) and the machine, versions and configuration
-(`LAYOUT.json`). The figures by class of request are in `interference.json`; `show` draws
-`interference.html` and, where there is a Chromium, `interference.png`, of that alone where results
-are not in DIR any more. Runs in a network namespace
-of its own (root), unless KVLANE_JUDGES_NAMESPACE is set.
+(`LAYOUT.json`). The figures by class of request are in `interference.json`, which keeps those of
+layouts whose results are not in DIR any more; `show` draws `interference.html` and, where there is
+a Chromium, `interference.png`, of these figures. Runs in a network namespace of its own (root),
+unless KVLANE_JUDGES_NAMESPACE is set.
 
 The same without a GPU:
 
@@ -41,7 +41,7 @@ from benchmarks.gpu_cluster import (
     serve_config,
     started,
 )
-from benchmarks.interference_figures import LOADS, SPLIT, figures, table, told_of
+from benchmarks.interference_figures import LOADS, SPLIT, figures, table
 from benchmarks.judges.served import enter_namespace
 from benchmarks.load import arrivals, result
 from benchmarks.load.lengths import pair
@@ -166,20 +166,23 @@ def measure(options: Namespace, tree: dict[str, Any], model: Path, layout: str) 
     return int(any(codes))
 
 
-def show(out: Path) -> None:
-    """Figures and plot of the layouts in `out`."""
+def show(out: Path) -> int:
+    """Figures and plot of the layouts in `out`; 2 if there are none."""
     from benchmarks.interference_plot import draw
 
-    told = told_of(out)
+    told = figures(out)
+    if not told["layouts"]:
+        print(f"error: {out} has neither whole results of a layout nor figures", file=sys.stderr)
+        return 2
     print(table(told), end="")
     print(draw(out, told))
+    return 0
 
 
 def main() -> int:
-    """0 if every request of every layout was served."""
+    """0 if every request of every layout was served, 2 if there is nothing to show."""
     if sys.argv[1:2] == ["show"]:
-        show(Path(sys.argv[2]))
-        return 0
+        return show(Path(sys.argv[2]))
     options = parse()
     enter_namespace("benchmarks.interference")
     options.out = options.out.resolve()

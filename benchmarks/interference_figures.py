@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,15 @@ COMPARED = ("gaps_p50", "gaps_p99", "tpot_p99", "ttft_p50", "ttft_p99", "output_
 GAPS = ("p50", "p99", "p99.9", "max")
 
 
+def in_order(layouts: Iterable[str]) -> list[str]:
+    """`split` first, then by chunk."""
+    return sorted(layouts, key=lambda name: (name != SPLIT, len(name), name))
+
+
 def layouts_in(out: Path) -> list[str]:
-    """Those that were measured to the end, `split` first."""
+    """Those that were measured to the end and whose results are in `out`, in order."""
     found = [path.name.removesuffix("-mixed.json.gz") for path in out.glob("*-mixed.json.gz")]
-    whole = [name for name in found if (out / f"{name}.json").exists()]
-    return sorted(whole, key=lambda name: (name != SPLIT, len(name), name))
+    return in_order(name for name in found if (out / f"{name}.json").exists())
 
 
 def read_load(out: Path, layout: str, load: str) -> tuple[Result, list[str]]:
@@ -74,15 +78,23 @@ def parts(out: Path, layout: str, load: str) -> dict[str, Result]:
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """All figures of `out`, also written to its `interference.json`.
+    """All figures of `out`: of the results there and, of layouts whose results have been left out
+    since, what its `interference.json` has. With any results, that file is written anew.
 
     "layouts": layout -> load -> class -> summaries of the runs (`benchmarks.load.measure`, s), with
     what ran where beside them. "compared": layout -> the chats of the mixed load against those of
-    `split`: the ratio of medians and its 95 % interval.
+    `split`: the ratio of medians and its 95 % interval. Where the results of one of the two are not
+    in `out`, it stays what it was.
     """
+    path = out / "interference.json"
     told: dict[str, Any] = {"layouts": {}, "compared": {}}
+    if path.exists():
+        told = json.loads(path.read_text())
+    measured = layouts_in(out)
+    if not measured:
+        return told
     chats: dict[str, Result] = {}
-    for layout in layouts_in(out):
+    for layout in measured:
         loads = {load: parts(out, layout, load) for load in LOADS}
         chats[layout] = loads["mixed"]["chat"]
         summaries = {
@@ -97,15 +109,9 @@ def figures(out: Path) -> dict[str, Any]:
             for row in rows
             if row.interval is not None
         }
-    (out / "interference.json").write_text(json.dumps(told, indent=1) + "\n")
+    told = {part: {name: rows[name] for name in in_order(rows)} for part, rows in told.items()}
+    path.write_text(json.dumps(told, indent=1) + "\n")
     return told
-
-
-def told_of(out: Path) -> dict[str, Any]:
-    """`figures` of `out`, or what it wrote there before, where results have been left out since."""
-    path = out / "interference.json"
-    told = json.loads(path.read_text()) if path.exists() else {"layouts": {}}
-    return told if set(told["layouts"]) - set(layouts_in(out)) else figures(out)
 
 
 COLUMNS = (
@@ -123,8 +129,8 @@ def table(told: dict[str, Any]) -> str:
     for layout, rows in told["compared"].items():
         if row := rows.get("gaps_p99"):
             between = "{:.2f} to {:.2f}".format(*row["interval"])
-            told_of = f"inter-token p99 of the chats, {layout} / {SPLIT}"
-            lines.append(f"{told_of}: {row['ratio']:.2f} ({between})")
+            ratio = f"{row['ratio']:.2f} ({between})"
+            lines.append(f"inter-token p99 of the chats, {layout} / {SPLIT}: {ratio}")
     for layout, loads in told["layouts"].items():
         for load in LOADS:
             shown.add_row(layout, load, *cells(loads[load]))

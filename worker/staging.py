@@ -32,7 +32,8 @@ class Staging:
         self._next = 0
 
     def upload(self, values: Sequence[int]) -> None:
-        """words[: len(values)] = values; some that follow change, too."""
+        """words[: len(values)] = values, no more than there are; some that follow change, too."""
+        assert len(values) <= len(self.words)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.upload(values)

@@ -30,9 +30,13 @@ from worker.registry import resolve
 NUM_LAYERS = 4
 BOUNDS = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.004}
 CPU = torch.device("cpu")
-TABLE = {**ATTENTION, "flashinfer": "tests.support.flashinfer_double:FlashInferDouble"}
+TABLE = {
+    **ATTENTION,
+    "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
+    "by_length": "tests.support.by_length_double:ByLengthDouble",
+}
 STATIC = ["triton"] if INTERPRETED else ["reference"]
-BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference"]
+BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference", "by_length"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -328,7 +332,7 @@ def test_equal_names_are_one_backend_and_all_are_over_one_pool():
     [
         ("prefill", "flashinfer", "device cpu is not one of: cuda"),
         ("decode", "flashinfer_fa2", "device cpu is not one of: cuda"),
-        ("spec", "magic", "unknown attention backend 'magic'; choose one of: flashinfer, "),
+        ("spec", "magic", "unknown attention backend 'magic'; choose one of: by_length, "),
     ],
 )
 def test_a_refusal_names_the_field(kind, name, expected):

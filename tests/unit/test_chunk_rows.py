@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -52,6 +55,16 @@ def inputs(
     return chunk_rows.SentChunks(words, width, len(counts), num_tokens, last), table
 
 
+def state_of(num_rows: int, max_pages: int = 8) -> StepState:
+    return StepState(num_rows, max_pages, (2,), CPU, num_extras=0, vocab_size=97)
+
+
+def _copied(batch: Any) -> dict[str, Any]:
+    names = [name for name in batch.__slots__ if name != "host"]
+    values = {name: getattr(batch, name) for name in names}
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
@@ -69,9 +82,6 @@ if not INTERPRETED:
         types |= {name: "i32" for name in names if name not in types and name not in constants}
         ptx = ptx_of(chunk_rows._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True)
         assert "griddepcontrol.wait" in ptx
-
-    def state_of(num_rows: int) -> StepState:
-        return StepState(num_rows, 8, (2,), CPU, num_extras=0, vocab_size=97)
 
     def test_a_batch_of_chunks_lies_where_its_plan_says() -> None:
         state = state_of(5)
@@ -133,11 +143,6 @@ if not INTERPRETED:
         assert torch.equal(batch.page_table, wanted)
         assert batch.slot_mapping.tolist() == [16 * (8 * row + 7) + 15 for row in range(1, 6)]
 
-    def _copied(batch: Any) -> dict[str, Any]:
-        names = [name for name in batch.__slots__ if name != "host"]
-        values = {name: getattr(batch, name) for name in names}
-        return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-
     def test_a_batch_is_read_in_place_and_its_lines_are_aligned() -> None:
         """Graphs read fixed addresses; kernels are compiled anew for pointers off 16 bytes."""
         state = state_of(9)
@@ -183,6 +188,7 @@ if not INTERPRETED:
             assert column.data_ptr() % 16 == 0
 
 else:
+    from triton.runtime.interpreter import InterpreterBuilder
 
     @pytest.mark.parametrize("new", [False, True])
     @pytest.mark.parametrize(
@@ -215,3 +221,98 @@ else:
         assert torch.equal(found[1], table) != new
         assert torch.equal(found[2][: len(counts)], found[1][3:, :num_pages])
         assert not found[2][len(counts) :].any()
+
+    def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: int) -> Plan:
+        """Chunks of rows, some of which have several, and pages of rows with and without any."""
+        rows = rng.choices(range(1, num_rows + 1), k=rng.randint(1, min(num_rows, max_tokens)))
+        chunks, left = [], max_tokens - len(rows)  # tokens, beyond one for each
+        for row in rows:
+            more = rng.randint(0, min(left, max_pages * PAGE_SIZE - 1))
+            left -= more
+            start = rng.randint(0, max_pages * PAGE_SIZE - 1 - more)
+            chunks.append(Chunk(row, start, tuple(rng.choices(range(1, 97), k=1 + more))))
+        pages = []
+        for row in range(1, num_rows + 1):
+            cuts = sorted(rng.sample(range(max_pages + 1), rng.choice((0, 2, 2, 3))))
+            pages += [
+                RowPages(row, first, tuple(rng.choices(range(1000, 9999), k=last - first)))
+                for first, last in pairwise(cuts)
+            ]
+        rng.shuffle(pages)
+        longest = max(chunk.start + len(chunk.tokens) for chunk in chunks)
+        return Plan(1, pages=tuple(pages), chunks=tuple(chunks), max_seq_len_ub=longest)
+
+    def expected(plan: Plan, table: torch.Tensor, num_rows: int, num_reqs: int) -> dict[str, Any]:
+        """The batch of a plan whose pages are in `table`, padded with zeros, token by token."""
+        tokens = [
+            (token, at, int(table[chunk.row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE)
+            for chunk in plan.chunks
+            for at, token in enumerate(chunk.tokens, chunk.start)
+        ]
+        tokens += [(0, 0, 0)] * (num_rows - len(tokens))
+        ids, positions, slots = (list(each) for each in zip(*tokens, strict=True))
+        counts = [len(chunk.tokens) for chunk in plan.chunks]
+        padding = [0] * (num_reqs - len(counts))
+        return {
+            "input_ids": ids,
+            "positions": positions,
+            "slot_mapping": slots,
+            "query_start": [0, *accumulate(counts + padding)],
+            "seq_lens": [chunk.start + len(chunk.tokens) for chunk in plan.chunks] + padding,
+            "page_table": table[[chunk.row for chunk in plan.chunks] + padding].tolist(),
+        }
+
+    @pytest.mark.parametrize("order", ["twin", "forwards", "backwards"])
+    def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
+        order: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whichever of the kernel's programs is first, and whatever was uploaded before."""
+        on_twin, seen = order == "twin", Counter[str]()
+        op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows.chunk_rows_triton
+        monkeypatch.setattr("worker.buffers.chunk_rows", op)
+        if order == "backwards":
+            _run_programs_backwards(monkeypatch, seen)
+        for seed in range(60):
+            rng = random.Random(seed)
+            max_pages, max_tokens = rng.choice((2, 5, 8, 140, 300)), rng.choice((5, 9, 33, 300))
+            state = state_of(rng.randint(1, 9), max_pages)
+            table, num_rows = state.page_table, len(state.active) - 1
+            table[1:] = torch.arange(1, 1 + num_rows * max_pages).view(num_rows, -1)
+            buffers = BatchBuffers(state, PAGE_SIZE, max_tokens)
+            for _ in range(3):
+                plan = random_plan(rng, num_rows, max_pages, max_tokens)
+                wanted = table.clone()
+                for each in plan.pages:
+                    new = slice(each.first, each.first + len(each.pages))
+                    wanted[each.row, new] = torch.tensor(each.pages, dtype=torch.int32)
+                    table[each.row, new] = 1 << 30  # no page that anybody may use
+                buffers._staging.words.fill_(1)  # of uploads before: what follows this one's
+                num_reqs, num_tokens = len(plan.chunks), sum(len(c.tokens) for c in plan.chunks)
+                fits = plan.max_seq_len_ub <= buffers.max_steady_len
+                steady = num_reqs <= buffers.num_slots and fits
+                padded = rng.randint(num_tokens, max_tokens) if steady or seed % 2 else 0
+                found = _copied(buffers.chunks(plan, padded, steady=steady))
+                lines = expected(
+                    plan, wanted, padded or num_tokens, buffers.num_slots if steady else num_reqs
+                )
+                width = len(found["page_table"][0])
+                lines["page_table"] = [line[:width] for line in lines["page_table"]]
+                assert width * PAGE_SIZE >= plan.max_seq_len_ub
+                assert {name: found[name] for name in lines} == lines
+                assert torch.equal(table, wanted)
+                per_row = Counter(chunk.row for chunk in plan.chunks)
+                seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
+                seen["steady"] += steady
+        assert seen["shared"] > 50
+        assert seen["steady"] > 5
+        assert (seen["backwards"] > 0) is (order == "backwards")
+
+    def _run_programs_backwards(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
+        """Those of the page table before those of rows: the device runs them in any order."""
+        set_grid_idx = InterpreterBuilder.set_grid_idx
+
+        def backwards(self: Any, x: int, y: int, z: int) -> None:
+            set_grid_idx(self, self.grid_dim[0] - 1 - x, y, z)
+            seen["backwards"] += self.grid_idx[0] > x
+
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)

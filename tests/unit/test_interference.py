@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,13 @@ import yaml
 from tokenizers import Tokenizer
 
 from benchmarks.gpu_cluster import TINY, make_model
-from benchmarks.interference import Row, layout_config, recorded, write_loads
+from benchmarks.interference import Row, layout_config, main, recorded, write_loads
 from benchmarks.interference_figures import (
     figures,
     gaps_over_time,
     parts,
     read_load,
     table,
-    told_of,
 )
 from benchmarks.interference_plot import figure
 from benchmarks.load import compare, result
@@ -159,6 +159,57 @@ def test_figures_are_of_each_class_alone(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("measured", ["split", "both-256"])
+def test_figures_stay_of_a_layout_whose_results_were_left_out(
+    measured: str, tmp_path: Path
+) -> None:
+    write_results(tmp_path)
+    before = figures(tmp_path)
+    (kept,) = set(CHAT_GAP_S) - {measured}
+    for path in tmp_path.glob(f"{kept}*"):
+        path.unlink()
+    # As if it had been measured again.
+    (tmp_path / f"{measured}.json").write_text(json.dumps({"start_s": 60.0, "machine": {}}))
+    told = figures(tmp_path)
+    assert list(told["layouts"]) == ["split", "both-256"]
+    assert told["layouts"][kept] == before["layouts"][kept]
+    assert told["layouts"][measured] == before["layouts"][measured] | {"start_s": 60.0}
+    assert told["compared"] == before["compared"]
+    assert json.loads((tmp_path / "interference.json").read_text()) == told
+
+
+@pytest.mark.usefixtures("few_draws")
+def test_results_win_over_figures_of_before(tmp_path: Path) -> None:
+    write_results(tmp_path)
+    measured = figures(tmp_path)
+    of_split = measured["layouts"]["split"]
+    row = {"gaps_p99": {"ratio": 9.0, "interval": [8.0, 10.0]}}
+    before = {
+        "layouts": {"both-512": of_split, "both-256": of_split},
+        "compared": {"both-512": row, "both-256": row},
+    }
+    (tmp_path / "interference.json").write_text(json.dumps(before))
+    told = figures(tmp_path)
+    assert list(told["layouts"]) == ["split", "both-256", "both-512"]
+    assert told["layouts"] == measured["layouts"] | {"both-512": of_split}
+    assert list(told["compared"]) == ["both-256", "both-512"]
+    assert told["compared"] == measured["compared"] | {"both-512": row}
+
+
+def test_show_says_that_there_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_loads(options(tmp_path))  # of a run that did not get further
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(sys, "argv", ["interference", "show", str(tmp_path)])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"error: {tmp_path} has neither whole results of a layout nor figures\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_another_load_than_was_sent_is_refused(tmp_path: Path) -> None:
     write_results(tmp_path)
     write_loads(options(tmp_path))
@@ -185,7 +236,7 @@ def test_a_bin_has_the_longest_gap_that_ended_in_it() -> None:
 
 def test_the_plot_shows_each_layout_and_its_prompts(tmp_path: Path) -> None:
     rows = write_results(tmp_path)
-    told = told_of(tmp_path)
+    told = figures(tmp_path)
     found = {layout: parts(tmp_path, layout, "mixed") for layout in CHAT_GAP_S}
     runs = {name: (each["chat"].runs[0], each["prompt"].runs[0]) for name, each in found.items()}
     drawn = figure(told, runs)
@@ -199,8 +250,8 @@ def test_the_plot_shows_each_layout_and_its_prompts(tmp_path: Path) -> None:
     assert len(drawn.layout.shapes) == 2 * num_prompts
     for path in tmp_path.glob("*-mixed.json.gz"):
         path.unlink()
-    assert told_of(tmp_path) == told
-    again = figure(told_of(tmp_path), {})
+    assert figures(tmp_path) == told
+    again = figure(figures(tmp_path), {})
     assert [line.y.tolist() for line in again.select_traces(row=1, col=1)] == [
         line.y.tolist() for line in drawn.select_traces(row=1, col=1)
     ]

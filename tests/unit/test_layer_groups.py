@@ -16,7 +16,7 @@ import torch
 from tests.support.engines import worker_config
 from tests.support.prompts import problem_ids
 from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
-from worker.cache.book import PageBook
+from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
 from worker.engine import build_engine
@@ -127,6 +127,29 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
     first, _ = worker.serve([prompt])[0]
     assert groups_of(first) == range(NUM_GROUPS)
     assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
+
+
+def test_pages_are_announced_before_they_enter_the_prefix_tree(
+    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode waits for the announcement, and nobody for the tree: that comes after."""
+    book, num_pages, too_early = worker.engine.book, 0, list[tuple[int, int]]()
+    commit = book.commit
+
+    def watched(hold: Hold, tokens: Sequence[int]) -> None:
+        nonlocal num_pages
+        pages = hold.pages[: len(tokens) // PAGE_SIZE]
+        told = {
+            (p, g) for message, _ in worker.sent for p in message.pages for g in groups_of(message)
+        }
+        too_early.extend((p, g) for p in pages for g in range(NUM_GROUPS) if (p, g) not in told)
+        num_pages += len(pages)
+        commit(hold, tokens)
+
+    monkeypatch.setattr(book, "commit", watched)
+    worker.serve([prompt * 3 for prompt in problem_ids(18)[15:]])
+    assert num_pages
+    assert not too_early
 
 
 def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> None:

@@ -17,6 +17,7 @@ ATTENTION: Mapping[str, str] = {
     "triton": "worker.attention.triton:TritonAttention",
     "flashinfer": "worker.attention.flashinfer:FlashInferAttention",
     "flashinfer_fa2": "worker.attention.flashinfer:FlashInferFA2Attention",
+    "by_length": "worker.attention.by_length:ByLengthAttention",
 }
 
 

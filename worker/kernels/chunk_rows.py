@@ -14,7 +14,7 @@ BLOCK = 128
 NUM_LINES = 6
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SentChunks:
     """What the host says of `num_reqs` chunks, one upload.
 

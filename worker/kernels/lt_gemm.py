@@ -3,7 +3,8 @@
 The library's own guess at the best algorithm misses some for products of a hundred or two hundred
 rows (worker/adr/0010). `tuned/<device>.json`, written by `python -m benchmarks.gemm --tune`, names
 a better one for each exact (m, n, k). An algorithm is eight opaque words that mean something to one
-version of the library alone: on other versions, devices or shapes there is no tuned product.
+version of the library alone: on other versions, devices or shapes there is no tuned product, nor
+where the library refuses one. None needs scratch, so nothing is shared between streams.
 
 The library is the one that torch has loaded. The numbers below are those of its C header.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+log = logging.getLogger("kvlane.kernels")
+
 TUNED = Path(__file__).parent / "tuned"
 DTYPE = torch.bfloat16
 WORDS = 8  # of an algorithm
@@ -29,6 +33,7 @@ COMPUTE_F32, REAL_F32, REAL_BF16 = 68, 0, 14
 TRANSPOSE_A = 3  # attribute of an operation
 
 Shape = tuple[int, int, int]  # m, n, k
+Words = tuple[int, ...]  # an algorithm: cublasLtMatmulAlgo_t
 AlgorithmWords = c_uint64 * WORDS
 
 
@@ -49,20 +54,12 @@ class HeuristicResult(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Algorithm:
-    """cublasLtMatmulAlgo_t, and the bytes of scratch that it needs."""
-
-    words: tuple[int, ...]
-    workspace: int
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """The best algorithms for products of bf16, by (m, n, k)."""
 
     device: str
     version: int  # of cuBLASLt
-    algorithms: dict[Shape, Algorithm]
+    algorithms: dict[Shape, Words]
 
     @staticmethod
     def parse(text: str) -> Table:
@@ -80,8 +77,8 @@ class Table:
     def dump(self) -> str:
         """As JSON, with one line for each algorithm."""
         rows = [
-            f'  "{m},{n},{k}": ' + json.dumps({"words": each.words, "workspace": each.workspace})
-            for (m, n, k), each in sorted(self.algorithms.items())
+            f'  "{m},{n},{k}": {json.dumps(words)}'
+            for (m, n, k), words in sorted(self.algorithms.items())
         ]
         head = {
             "device": self.device,
@@ -93,18 +90,15 @@ class Table:
         return "\n".join(["{", *lines, f' "algorithms": {body}', "}"]) + "\n"
 
 
-def _algorithms(raw: dict[str, dict[str, object]]) -> dict[Shape, Algorithm]:
+def _algorithms(raw: dict[str, object]) -> dict[Shape, Words]:
     found = {}
-    for key, row in raw.items():
+    for key, words in raw.items():
         m, n, k = (int(each) for each in key.split(","))
-        words, workspace = row["words"], row["workspace"]
         if not (isinstance(words, list) and len(words) == WORDS):
             raise ValueError(f"{key}: an algorithm has {WORDS} words")
         if not all(isinstance(each, int) and 0 <= each < 1 << 64 for each in words):
             raise ValueError(f"{key}: words are unsigned and have 64 bits")
-        if not (isinstance(workspace, int) and workspace >= 0):
-            raise ValueError(f"{key}: workspace is a number of bytes")
-        found[m, n, k] = Algorithm(tuple(words), workspace)
+        found[m, n, k] = tuple(words)
     return found
 
 
@@ -186,24 +180,22 @@ class LtMatmul:
         self.lt.call(name, byref(layout), REAL_BF16, rows, columns, stride)
         return layout
 
-    def workspace(self, words: tuple[int, ...]) -> int | None:
-        """Bytes that the algorithm needs; None: it does not compute this product on this device."""
+    def takes(self, words: Words) -> bool:
+        """Whether the algorithm computes this product on this device, without scratch."""
         result = HeuristicResult()
         status = self.lt.library.cublasLtMatmulAlgoCheck(
             self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
             byref(AlgorithmWords(*words)), byref(result),
         )  # fmt: skip
-        return result.workspace if status == result.state == 0 else None
+        return status == result.state == result.workspace == 0
 
-    def run(
-        self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64], workspace: Tensor
-    ) -> None:
+    def run(self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64]) -> None:
         """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""
         self.lt.call(
             "cublasLtMatmul", self.lt.handle, self.operation,
             addressof(self._one), w.data_ptr(), self.w, x.data_ptr(), self.x,
             addressof(self._zero), out.data_ptr(), self.out, out.data_ptr(), self.out,
-            addressof(words), workspace.data_ptr(), workspace.nbytes,
+            addressof(words), None, 0,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
 
@@ -217,18 +209,15 @@ def set_attribute(
 
 
 class LtGemm:
-    """The tuned products of one device. Not for two streams at a time: they share the scratch.
+    """The tuned products of one device, which has to be the current one.
 
     Args:
         lt: the library, of the version that the table is for.
         table: what was found best.
-        device: a CUDA device of the table's name.
     """
 
-    def __init__(self, lt: CublasLt, table: Table, device: torch.device) -> None:
+    def __init__(self, lt: CublasLt, table: Table) -> None:
         self.lt, self.algorithms = lt, table.algorithms
-        most = max((each.workspace for each in table.algorithms.values()), default=0)
-        self.workspace = torch.empty(max(most, 1), dtype=torch.uint8, device=device)
         self.plans: dict[tuple[Shape, int], tuple[LtMatmul, ctypes.Array[c_uint64]] | None] = {}
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor | None:
@@ -240,21 +229,23 @@ class LtGemm:
         if shape not in self.algorithms or not _takes(x, w):
             return None
         key = shape, x.stride(0)
-        if key not in self.plans:
-            self.plans[key] = self._plan(*key)
-        if (plan := self.plans[key]) is None:
+        try:
+            if key not in self.plans:
+                self.plans[key] = self._plan(*key)
+            if (plan := self.plans[key]) is None:
+                return None
+            matmul, words = plan
+            out = x.new_empty(shape[0], shape[1])
+            matmul.run(x, w, out, words)
+        except LtError as refusal:
+            log.warning("product of %s is torch's from now on: %s", shape, refusal)
+            self.plans[key] = None
             return None
-        matmul, words = plan
-        out = x.new_empty(shape[0], shape[1])
-        matmul.run(x, w, out, words, self.workspace)
         return out
 
     def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
-        matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape].words
-        needed = matmul.workspace(words)
-        if needed is None or needed > self.workspace.nbytes:
-            return None
-        return matmul, AlgorithmWords(*words)
+        matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape]
+        return (matmul, AlgorithmWords(*words)) if matmul.takes(words) else None
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
@@ -274,5 +265,9 @@ def tuned_gemm(device: torch.device) -> LtGemm | None:
     table, library = table_of(torch.cuda.get_device_name(device)), CublasLt.loaded()
     if table is None or library is None or not table.algorithms:
         return None
-    lt = CublasLt(library, device)
-    return LtGemm(lt, table, device) if lt.version == table.version else None
+    try:
+        lt = CublasLt(library, device)
+    except LtError as refusal:
+        log.warning("no tuned products: %s", refusal)
+        return None
+    return LtGemm(lt, table) if lt.version == table.version else None

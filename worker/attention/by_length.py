@@ -1,0 +1,84 @@
+"""Prompts by two backends: our own kernels for what graphs hold, FlashInfer's for long steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from worker.attention.base import ATTENTION, AttentionBackend, AttentionCaps
+from worker.batch import Batch
+from worker.cache.pool import KVPool
+from worker.context import current, forward_context
+from worker.registry import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class ByLengthPlan:
+    """A plan, and whose it is."""
+
+    backend: AttentionBackend
+    plan: object
+
+
+class ByLengthAttention:
+    """`SHORT` for batches of up to `SHORT_ROWS` rows and for decode steps, `LONG` beyond.
+
+    Which one depends on the batch's padded shape alone, so a graph's break takes the same one as
+    eager does. FA3 computes a layer's attention to 2048 keys in 90 us, our kernel in 122; to plan
+    it on the host is not worth it for less, and cannot stand in a graph.
+    """
+
+    SHORT: ClassVar[str] = "triton"
+    LONG: ClassVar[str] = "flashinfer"
+    SHORT_ROWS: ClassVar[int] = 1024  # as many as are captured without a break
+    TABLE: ClassVar[Mapping[str, str]] = ATTENTION
+    caps: ClassVar[AttentionCaps] = AttentionCaps()  # those of both, which refuse for themselves
+    static_plan: ClassVar[bool] = True  # of what is captured: `SHORT`'s batches
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
+        self._short, self._long = (
+            resolve("attention backend", name, self.TABLE)(
+                pool, num_heads, num_kv_heads, head_dim, scale
+            )
+            for name in (self.SHORT, self.LONG)
+        )
+
+    def plan(self, batch: Batch) -> ByLengthPlan:
+        """See AttentionBackend.plan."""
+        backend = self._backend(batch.num_tokens, batch.max_query_len)
+        return ByLengthPlan(backend, backend.plan(batch))
+
+    def variant(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
+    ) -> Hashable:
+        """See AttentionBackend.variant."""
+        backend = self._backend(num_tokens, max_query_len)
+        return backend.variant(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """See LayerAttention.kv."""
+        return self._short.kv(layer_id)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer_id: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See LayerAttention.forward."""
+        context = current()
+        plan = context.attn_plan
+        assert isinstance(plan, ByLengthPlan), "the plan must be this backend's own"
+        with forward_context(context.batch, plan.backend, plan.plan):
+            return plan.backend.forward(q, k, v, layer_id, out)
+
+    def _backend(self, num_tokens: int, max_query_len: int) -> AttentionBackend:
+        is_long = num_tokens > self.SHORT_ROWS and max_query_len > 1
+        return self._long if is_long else self._short
