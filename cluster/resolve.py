@@ -66,7 +66,7 @@ def _share(config: Config, local_gpus: float) -> float:
 
 
 def with_transport(config: Config, nodes: Collection[str]) -> Config:
-    """`transport.name` without `auto`: shm only where it can reach everybody.
+    """`transport` without `auto`: shm and nvlink only where they can reach everybody.
 
     Args:
         config: with devices decided.
@@ -75,15 +75,15 @@ def with_transport(config: Config, nodes: Collection[str]) -> Config:
     devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
     one_node = len(set(nodes)) <= 1
     where = "one node" if one_node else f"{len(set(nodes))} nodes"
-    name = config.transport.name
+    why = f"KV of {' and '.join(sorted(devices))}, on {where}"
+    name, kind = config.transport.name, config.transport.kind
     if name == "auto":
         name = "shm" if devices == {"cpu"} and one_node else "mooncake"
-        log.info(
-            "transport.name = %s (KV of %s, on %s)", name, " and ".join(sorted(devices)), where
-        )
-    if name == "mooncake" and config.transport.kind == "auto" and "cpu" not in devices and one_node:
-        log.warning("transport.kind is tcp: within one node nvlink moves KV of GPUs far faster")
-    return _changed(config, {"transport": {"name": name}})
+        log.info("transport.name = %s (%s)", name, why)
+    if name == "mooncake" and kind == "auto":
+        kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
+        log.info("transport.kind = %s (%s)", kind, why)
+    return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 
 def bundle_of(config: Config, seat: Seat) -> dict[str, float]:

@@ -130,7 +130,8 @@ class TransportConfig(Section):
     """How KV pages move."""
 
     name: Auto | str = "auto"  # auto: shm on CPU while all workers share a host, else mooncake
-    kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"  # auto: shm for shm, else tcp
+    # auto: shm for shm; nvlink between GPUs of one node; else tcp.
+    kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
     connect_timeout_s: float = Field(default=2.0, gt=0)  # probe and warm-up of a new peer
     pull_timeout_s: float = Field(default=8.0, gt=0)  # a pull older than this is given up
     max_attempts: int = Field(default=3, ge=1)  # prefill workers tried for one prompt

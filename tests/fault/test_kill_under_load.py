@@ -21,9 +21,9 @@ MAX_TOKENS = 200
 HANG_S = 60.0
 FIRST_TOKENS = "kvlane_time_to_first_token_seconds_count{"
 DRAWN = "kvlane_generation_tokens_total{"
-# Tokens that the victim has drawn: enough for some to have reached clients (those drawn a moment
-# ago have not left it), few enough for most of its streams to go on.
-SOME = 250
+SOME = 250  # tokens that the victim has drawn: most of its streams are to go on from there
+NUM_FROZEN = 3  # streams that are to stand still when it does
+FROZEN_S = 0.5  # for so long; the others move in that time
 ARGUMENTS = (
     "--prefill", "2", "--decode", "2",
     "--set", "transport.name=mooncake",
@@ -50,22 +50,43 @@ async def load_and_kill(
 ) -> list[Outcome]:
     """Start the load, kill -9 when `progress` has grown by `num`, wait for every request.
 
-    Looks from a thread of its own: this one is busy with the streams, and too late on a busy
-    machine.
+    A decode worker is stopped first, and killed once some of the streams that clients have begun to
+    read stand still, whichever of us is slow on a busy machine. Looks from a thread of its own:
+    this one is busy with the streams.
     """
     pid, before = serve.status()[victim]["pid"], progress()
     questions = [problem.question for problem in held_out_problems(NUM)]
-    load = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+    outcomes = [Outcome() for _ in questions]
+    load = asyncio.create_task(
+        ask_all(serve.url, questions, max_tokens=MAX_TOKENS, outcomes=outcomes)
+    )
 
     def kill() -> None:
         deadline = time.monotonic() + HANG_S
         while progress() < before + num:
             assert time.monotonic() < deadline
+        if victim.startswith("decode"):
+            os.kill(pid, signal.SIGSTOP)
+            while num_frozen(outcomes) < NUM_FROZEN:
+                os.kill(pid, signal.SIGCONT)
+                assert time.monotonic() < deadline, "its streams end before clients read them"
+                time.sleep(0.02)
+                os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
 
     await asyncio.to_thread(kill)
     assert not load.done()
     return await load
+
+
+def num_frozen(outcomes: list[Outcome]) -> int:
+    """Streams that have begun, have not ended, and bring nothing for a while."""
+    before = [each.num_chunks for each in outcomes]
+    time.sleep(FROZEN_S)
+    return sum(
+        0 < num == each.num_chunks and each.finish_reason is None and each.error is None
+        for num, each in zip(before, outcomes, strict=True)
+    )
 
 
 def check_outcomes(outcomes: list[Outcome]) -> int:

@@ -60,9 +60,13 @@ async def ask_all(
     max_tokens: int,
     timeout_s: float = 150.0,
     bodies: Sequence[dict] | None = None,
+    outcomes: Sequence[Outcome] | None = None,
 ) -> list[Outcome]:
-    """All at once, every third one not streamed; raises TimeoutError if any hangs."""
-    outcomes = [Outcome() for _ in questions]
+    """All at once, every third one not streamed; raises TimeoutError if any hangs.
+
+    `outcomes`, one a question, are filled as the answers come, for those who want to look on.
+    """
+    outcomes = [Outcome() for _ in questions] if outcomes is None else list(outcomes)
     async with openai.AsyncOpenAI(
         base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=timeout_s
     ) as client:

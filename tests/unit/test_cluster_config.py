@@ -156,13 +156,29 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
 
 def test_shm_is_chosen_only_where_it_reaches_everybody() -> None:
     cpu = with_devices(Config(), has_gpus=False)
-    gpu = with_devices(Config(), has_gpus=True)
     assert with_transport(cpu, ["n1", "n1"]).transport.name == "shm"
     assert with_transport(cpu, ["n1", "n2"]).transport.name == "mooncake"
-    found = with_transport(gpu, ["n1", "n1"]).transport
-    assert (found.name, found.kind) == ("mooncake", "auto"), "tcp until nvlink survives a kill"
     chosen = load(None, ["transport.name=mooncake"])
     assert with_transport(with_devices(chosen, has_gpus=False), ["n1"]).transport.name == "mooncake"
+
+
+@pytest.mark.parametrize(
+    ("sets", "has_gpus", "nodes", "kind"),
+    [
+        ([], True, ["n1", "n1"], "nvlink"),
+        ([], True, ["n1", "n2"], "tcp"),
+        (["transport.kind=tcp"], True, ["n1", "n1"], "tcp"),
+        (["prefill.engine.device=cpu"], True, ["n1", "n1"], "tcp"),
+        (["transport.name=mooncake"], False, ["n1", "n1"], "tcp"),
+        ([], False, ["n1", "n2"], "tcp"),
+        ([], False, ["n1", "n1"], "auto"),  # of shm, which has but one
+    ],
+)
+def test_nvlink_is_chosen_only_between_gpus_of_one_node(
+    sets: list[str], has_gpus: bool, nodes: list[str], kind: str
+) -> None:
+    config = with_devices(load(None, sets), has_gpus=has_gpus)
+    assert with_transport(config, nodes).transport.kind == kind
 
 
 def test_a_bundle_has_no_zeros() -> None:

@@ -58,6 +58,7 @@ STALLED_S = 2.0
 # Outstanding reads per peer. NVLink and RDMA have no lanes to queue behind: enough to be busy from
 # one engine step to the next.
 WINDOW = {"tcp": 4, "rdma": 64, "nvlink": 256}
+NO_PEER_ACCESS = "; without peer access (nvidia-smi topo -p2p r) set transport.kind=tcp"
 
 
 class _Piece(NamedTuple):
@@ -257,7 +258,10 @@ class _Contact:
             else:
                 engine = engines.make()
                 if not engine.warm(self._endpoint):
-                    error = Unreachable(f"{name} answers, but a first read of one byte failed")
+                    error = Unreachable(
+                        f"{name} answers, but a first read of one byte failed"
+                        + NO_PEER_ACCESS * (self._transport.kind == "nvlink")
+                    )
         except Unsupported as e:  # worked at start-up, so something of this machine went away
             error = Unreachable(f"no engine to reach {name} with: {e}")
         finally:
