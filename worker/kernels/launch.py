@@ -15,9 +15,14 @@ def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
     Programmatic dependent launch, compute capability 9.0 and later: each program calls gdc_wait
     before it touches anything but weights, so the kernel is right after whatever came before.
     """
-    if x.is_cuda and _capability(x.device)[0] >= 9:
+    if has_dependent_launch(x):
         return {"PDL": True, "launch_pdl": True, **options}
     return {"PDL": False, **options}
+
+
+def has_dependent_launch(x: Tensor) -> bool:
+    """Whether the device of `x` starts a kernel while the one before ends: Hopper and later."""
+    return x.is_cuda and _capability(x.device)[0] >= 9
 
 
 def power_of_two(n: int) -> int:

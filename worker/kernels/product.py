@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.kernels.jit import HAS_TRITON
+from worker.kernels.launch import has_dependent_launch
 from worker.kernels.lt_gemm import tuned_gemm
 from worker.kernels.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.swiglu import swiglu
@@ -62,7 +63,7 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
     if not (HAS_TRITON and x.is_cuda and x.dtype in DTYPES and 0 < m <= OWN_ROWS):
         return None
     tile = choose(m, n, k, product_follows=product_follows)
-    return tile if tile.num_tiles(n) <= MAX_TILES and _has_dependent_launch(x.device) else None
+    return tile if tile.num_tiles(n) <= MAX_TILES and has_dependent_launch(x) else None
 
 
 def _tuned(x: Tensor, w: Tensor) -> Tensor | None:
@@ -71,12 +72,6 @@ def _tuned(x: Tensor, w: Tensor) -> Tensor | None:
         return None
     gemm = tuned_gemm(x.device)
     return None if gemm is None else gemm(x, w)
-
-
-@cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    """Hopper and later start a kernel while the one before it ends."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
