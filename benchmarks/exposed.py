@@ -10,8 +10,11 @@ sockets and transport; prompts of random tokens, one at a time, prefix caches of
 transport and number of layer groups (`kv.num_groups`) a pair of workers is started.
 
 exposed: from the end of the prompt's last step, as the prefill worker's host saw it (right after
-its wait for the step, before it announces it), until decode has committed the whole prompt, by the
-monotonic clock that processes of one host share. The device was through a host's wake-up earlier.
+its wait for the step), until decode has committed the whole prompt, by the monotonic clock that
+processes of one host share; 0 if decode was earlier. The device was through a wake-up before that.
+With several groups the last one is announced before the step ends: once the last layer has stored
+its KV.
+lag: from the last announcement, as it was handed to the prefill worker's socket, until that commit.
 transfer: `Stages.transfer_s` of the answer: decode's own figure, from the last announcement on.
 prefill: `Stages.prefill_s`.
 
@@ -79,8 +82,9 @@ def built(config: dict[str, Any], role: str) -> Worker:
 def prefill(config: dict[str, Any], conn: Connection) -> None:
     """Main function of the prefill worker's process; ends with the other end of `conn`.
 
-    Sends its Member, then for each number of tokens that it receives the steps (`Settled`) that
-    ended since, and a digest of the KV of so many tokens of the last prompt; "" for 0.
+    Sends its Member, then for each (number of tokens, whether a digest is wanted) that it receives
+    the steps (`Settled`) that computed so many tokens, when the last announcement of the last
+    prompt went out, and a digest of its KV, or "".
     """
     worker = built(config, "prefill")
     worker.engine.meter = meter = StampingMeter(worker.engine.metrics)
@@ -88,8 +92,9 @@ def prefill(config: dict[str, Any], conn: Connection) -> None:
     conn.send(worker.start())
     with suppress(EOFError):
         while True:
-            num_tokens = conn.recv()
-            conn.send((meter.take(), announced.digest(num_tokens)))
+            num_tokens, wanted = conn.recv()
+            steps = meter.take(num_tokens)
+            conn.send((steps, announced.last_at, announced.digest(num_tokens * wanted)))
     os._exit(0)
 
 
@@ -132,12 +137,12 @@ def decode(config: dict[str, Any], conn: Connection, result: Connection, course:
                 throttle.num_bytes = 0
                 LandingLoop.digests = number == 0  # takes the loop's time: not while measuring
                 stages = router.ask(random_prompt(course, num_tokens, number))
-                conn.send((num_tokens - 1) * LandingLoop.digests)
-                steps, digest = conn.recv()
+                conn.send((num_tokens - 1, LandingLoop.digests))
+                steps, announced_at, digest = conn.recv()
                 landed = LandingLoop.landed.pop()
                 if digest != landed.digest:
                     raise RuntimeError(f"the KV of {num_tokens} tokens came over changed")
-                times = times_ms(stages, steps, landed.at, num_tokens)
+                times = times_ms(stages, steps, announced_at, landed.at, num_tokens)
                 found.append({**times, "num_bytes": throttle.num_bytes})
             figures = {name: [each[name] for each in found[NUM_WARM_UP:]] for name in found[0]}
             rows.append({"gb_per_s": rate, "tokens": num_tokens, **figures})
@@ -153,12 +158,17 @@ def random_prompt(course: Course, num_tokens: int, seed: int) -> list[int]:
 
 
 def times_ms(
-    stages: Stages, prefilled: list[Settled], landed_at: float, num_tokens: int
+    stages: Stages,
+    prefilled: list[Settled],
+    announced_at: float,
+    landed_at: float,
+    num_tokens: int,
 ) -> dict[str, float]:
     """Milliseconds of one prompt of `num_tokens`; `prefilled` are its steps."""
     assert sum(step.num_tokens for step in prefilled) == num_tokens - 1, "another prompt's steps"
     return {
-        "exposed_ms": 1e3 * (landed_at - prefilled[-1].at),
+        "exposed_ms": 1e3 * max(0.0, landed_at - prefilled[-1].at),
+        "lag_ms": 1e3 * (landed_at - announced_at),
         "transfer_ms": 1e3 * stages.transfer_s,
         "prefill_ms": 1e3 * stages.prefill_s,
         "num_steps": len(prefilled),
@@ -276,20 +286,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 HEAD = (
     "transport         GB/s  tokens  groups"
-    "   exposed ms      min      max  transfer   prefill  ratio"
+    "   exposed ms      min      max     lag  transfer   prefill  ratio"
 )
 
 
 def line(row: dict[str, Any], first: dict[str, Any]) -> str:
     """A row of the table; `first` is what its ratio is against."""
-    exposed, transfer, prefill_ms = (
-        statistics.median(row[name]) for name in ("exposed_ms", "transfer_ms", "prefill_ms")
-    )
-    ratio = exposed / statistics.median(first["exposed_ms"])
+    names = ("exposed_ms", "lag_ms", "transfer_ms", "prefill_ms")
+    exposed, lag, transfer, prefill_ms = (statistics.median(row[name]) for name in names)
+    ratio = exposed / (statistics.median(first["exposed_ms"]) or float("nan"))
     rate = f"{row['gb_per_s']:g}" if row["gb_per_s"] else "-"
     return (
         f"{row['transport']:16}{rate:>6}{row['tokens']:8}{row['groups']:>8}{exposed:13.3f}"
-        f"{min(row['exposed_ms']):9.3f}{max(row['exposed_ms']):9.3f}{transfer:10.3f}"
+        f"{min(row['exposed_ms']):9.3f}{max(row['exposed_ms']):9.3f}{lag:8.3f}{transfer:10.3f}"
         f"{prefill_ms:10.2f}{ratio:7.2f}"
     )
 

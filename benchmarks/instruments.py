@@ -50,17 +50,22 @@ def digest(pool: KVPool, pages: Sequence[int], num_tokens: int) -> str:
 
 
 class AnnouncedPages:
-    """Which pages of a prefill worker hold its last prompt: of what it announces, the newest."""
+    """Which pages of a prefill worker hold its last prompt: of what it announces, the newest.
+
+    `last_at` is when the last of a prompt was announced; monotonic seconds.
+    """
 
     def __init__(self, worker: Worker) -> None:
         outbound: Any = worker._loop._outbound  # pyright: ignore
         self._pool, self._page = worker.engine.pool, dict[int, int]()
         self._num = worker.engine.book.num_pages_for
+        self.last_at = 0.0
         send = outbound._send
 
         def heard(peer: PeerId, message: AnyMessage) -> None:
             if isinstance(message, KVReady):
                 self._page.update(enumerate(message.pages, message.first_page))
+                self.last_at = time.monotonic() if message.last else self.last_at
             send(peer, message)
 
         outbound._send = heard
@@ -99,8 +104,15 @@ class StampingMeter(StepMeter):
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         self._steps.append(Settled(at, num_tokens))
 
-    def take(self) -> list[Settled]:
-        """The steps since the last call."""
+    def take(self, num_tokens: int) -> list[Settled]:
+        """The steps since the last call, once they have computed so many tokens.
+
+        A prompt's last step may end after decode has answered.
+        """
+        limit = time.monotonic() + HANG_S
+        while sum(step.num_tokens for step in self._steps) < num_tokens:
+            assert time.monotonic() < limit, "a step does not end"
+            time.sleep(1e-3)
         steps, self._steps = self._steps, []
         return steps
 

@@ -118,25 +118,33 @@ class Outbound:
         if pinned is not None:
             self._drop(pinned)
 
-    def groups_final(self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_groups: int) -> None:
+    def groups_final(
+        self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_groups: int, now: float
+    ) -> None:
         """The first `num_groups` layer groups of these chunks are final; the rest is computed yet.
 
-        Only for the step that settles next: the KV of all steps before it is announced.
+        Only for the step that settles in this turn: the KV of all steps before it is announced, and
+        no Release of what is said here is handled before.
         """
         for req, chunk in chunks:
             first_group = req.num_announced_groups
             if req.dropped or num_groups <= first_group:
                 continue
             req.num_announced_groups = num_groups
-            pages = self._pages(req, req.num_announced_pages, chunk.start + len(chunk.tokens))
+            end = chunk.start + len(chunk.tokens)
+            last = end == req.num_target_tokens and self._all_told(req)
+            if last:
+                req.prefill_s = now - req.started_at
+            pages = self._pages(req, req.num_announced_pages, end)
             if pages:
                 groups = range(first_group, num_groups)
-                self._say(self._by_req[req], req.num_announced_pages, pages, groups, last=False)
+                self._say(self._by_req[req], req.num_announced_pages, pages, groups, last=last)
 
     def grown(self, reqs: Sequence[PrefillReq], now: float) -> None:
-        """A step has settled: announce the pages that have become final by it."""
+        """A step has settled: announce what has become final by it and was not announced yet."""
         for req in reqs:
-            req.prefill_s = now - req.started_at
+            if not self._all_told(req):
+                req.prefill_s = now - req.started_at
             self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
             req.num_announced_groups = 0
 
@@ -147,6 +155,10 @@ class Outbound:
             self._metrics.lease_expired.inc()
             self._drop(pinned)
 
+    def _all_told(self, req: PrefillReq) -> bool:
+        """Whether all layer groups of a chunk are announced that is still being computed."""
+        return req.num_announced_groups == self._num_groups
+
     def _announce(self, pinned: _Pinned, first: int, first_group: int = 0) -> None:
         """Pages from number `first` on, as far as all is computed, from `first_group` on.
 
@@ -156,7 +168,8 @@ class Outbound:
         pages = self._pages(req, first, req.num_computed_tokens)
         req.num_announced_pages = max(req.num_announced_pages, first + len(pages))
         last = req.num_computed_tokens == req.num_target_tokens
-        self._say(pinned, first, pages, range(first_group, self._num_groups), last=last)
+        if first_group < self._num_groups:
+            self._say(pinned, first, pages, range(first_group, self._num_groups), last=last)
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """Ids of the pages from number `first` on that are whole after `num_tokens` tokens.

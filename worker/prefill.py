@@ -100,7 +100,8 @@ class PrefillLoop:
         num_final = step.num_groups_final
         if num_final > self._num_groups_told:
             self._num_groups_told = num_final
-            self._outbound.groups_final(self._scheduler.chunks_of(step.plan.step), num_final)
+            chunks = self._scheduler.chunks_of(step.plan.step)
+            self._outbound.groups_final(chunks, num_final, time.monotonic())
 
     def _handle(self, peer: str, event: object, now: float) -> None:
         match event:
@@ -138,6 +139,7 @@ def _pace(engine: Engine) -> Pace:
         engine.layout.page_bytes // engine.book.page_size,
         engine.book.page_size,
         int(engine.config.engine.max_prefill_tokens),
+        engine.spec.num_layers,
     )
 
 

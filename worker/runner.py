@@ -50,8 +50,8 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
 class Step:
     """A launched step. `wait()` is the only host sync of the engine's loop.
 
-    `group_events` has one event for each layer group of the KV but the last: passed when that
-    group's KV of the step's chunks is final. Empty unless they were asked for.
+    `group_events` has one event for each layer group of the KV: passed when that group's KV of the
+    step's chunks is final, of the last one before the step is. Empty unless they were asked for.
     """
 
     def __init__(self, plan: Plan, runner: ModelRunner) -> None:
@@ -105,7 +105,7 @@ class ModelRunner:
         self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
         self._stream = None if cpu else step_stream(device)
         region = parts.pool.region()
-        self._num_early_groups = region.num_groups - 1
+        self._num_groups = region.num_groups
         self._layers_per_group = region.layers_per_group
         self._hidden: Tensor | None = None  # of a masked plan whose tail is still to come
 
@@ -138,11 +138,11 @@ class ModelRunner:
         step = Step(plan, self)
         events = step.group_events
         if self._thread is not None:
-            events += [HostEvent() for _ in range(self._num_early_groups)]
+            events += [HostEvent() for _ in range(self._num_groups)]
             step._running = self._thread.submit(self._run_in_groups, step, None)
         else:
             self._enter_stream()
-            events += [torch.cuda.Event() for _ in range(self._num_early_groups)]
+            events += [torch.cuda.Event() for _ in range(self._num_groups)]
             self._run_in_groups(step, at_layer)
             self._record(step, None)
         return step
@@ -194,7 +194,7 @@ class ModelRunner:
 
         def on_layer(layer_id: int) -> None:
             group, within = divmod(layer_id + 1, self._layers_per_group)
-            if not within and group <= len(events):
+            if not within:
                 events[group - 1].record()
             if at_layer is not None:
                 at_layer()

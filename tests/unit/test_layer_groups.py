@@ -23,6 +23,7 @@ from worker.engine import build_engine
 from worker.fetch import Fetch, PullParts, _ranges
 from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
+from worker.plan import Plan
 from worker.prefill import PrefillLoop
 from worker.req import Req
 from worker.transfer.base import PullState, Run
@@ -119,6 +120,23 @@ def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) ->
     num_pages = sum(-(-(len(prompt) - 1) // PAGE_SIZE) for prompt in prompts)
     assert len(seen) == num_pages * NUM_GROUPS
     assert num_early >= len(prompts)  # at least the last chunk of every prompt
+
+
+def test_the_last_group_is_announced_while_its_step_computes(
+    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last layer has stored its KV comes most of that layer, which nobody waits for."""
+    num_told = list[int]()
+
+    def settled(plan: Plan) -> None:
+        num_told.append(sum(message.last for message, _ in worker.sent))
+
+    monkeypatch.setattr(worker.engine.meter, "settled", settled)
+    prompt = problem_ids(10)[9] * 3
+    sent = worker.serve([prompt])
+    assert [message.last for message, _ in sent].count(True) == 1
+    assert num_told[-1] == 1
+    assert not any(num_told[:-1])
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:

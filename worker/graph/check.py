@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from worker.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 
-NUM_ROUNDS, NUM_TIMED = 2, 3
+NUM_ROUNDS, NUM_TIMED = 3, 2
 MAX_CHECK_LEN = 256  # tokens of KV that the rows of a check pretend to have
 
 TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
@@ -53,7 +54,7 @@ def check_bucket(parts: Parts, bucket: int, eager: Launch, graph: Launch) -> Buc
         if not all(same):
             equal = False
             log.error("%d rows, tail %s: equal hidden, tokens, KV: %s", bucket, tail, same)
-    graph_ms, eager_ms = (scene.time_ms(launch) for launch in (graph, eager))
+    graph_ms, eager_ms = scene.times_ms(graph, eager)
     scene.clear()
     return BucketCheck("decode", bucket, equal, graph_ms, eager_ms)
 
@@ -67,7 +68,7 @@ class Scene:
         longest = min(MAX_CHECK_LEN, parts.max_len - 1)
         self.num_pages = min(-(-longest // page_size), (pool.num_pages - 1) // bucket)  # of a row
         self.rows = torch.arange(1, bucket + 1, device=device)
-        self._longest = self.num_pages * page_size - NUM_ROUNDS * NUM_TIMED - 3
+        self._longest = self.num_pages * page_size - 2 * NUM_ROUNDS * NUM_TIMED - 3
         self._state, self._parts = parts.state, parts
         self._caches = [
             cache[: bucket * self.num_pages + 1]
@@ -97,10 +98,11 @@ class Scene:
         """A digest of all pages that a step may have changed."""
         return _digest(cache[1:] for cache in self._caches)
 
-    def time_ms(self, launch: Launch) -> float:
-        """Mean time of a greedy step."""
+    def times_ms(self, *launches: Launch) -> list[float]:
+        """Mean time of a greedy step by each."""
         self.set()
-        return _mean_ms(lambda: launch(self.rows, "greedy"), self._state.device)
+        calls = [partial(launch, self.rows, "greedy") for launch in launches]
+        return _mean_ms(calls, self._state.device)
 
     def clear(self) -> None:
         """State and pages as at the start."""
@@ -142,7 +144,7 @@ def check_chunk_bucket(
         same = [_is_near(found[1][0], found[0][0], rounding)]
     if not all(same):
         log.error("chunks of %d tokens: equal hidden, KV: %s", num_rows, same)
-    graph_ms, eager_ms = (scene.time_ms(launch) for launch in (graph, eager))
+    graph_ms, eager_ms = scene.times_ms(graph, eager)
     scene.clear()
     kind = "prefill_whole" if steady else "prefill"
     return BucketCheck(kind, num_rows, all(same), graph_ms, eager_ms)
@@ -191,10 +193,10 @@ class ChunkScene:
         """A digest of the pages."""
         return _digest(self._caches)
 
-    def time_ms(self, launch: LaunchChunks) -> float:
-        """Mean time of a forward."""
+    def times_ms(self, *launches: LaunchChunks) -> list[float]:
+        """Mean time of a forward by each."""
         batch = self.set()
-        return _mean_ms(lambda: launch(batch), self._parts.state.device)
+        return _mean_ms([partial(launch, batch) for launch in launches], self._parts.state.device)
 
     def clear(self) -> None:
         """State and pages as at the start."""
@@ -216,21 +218,24 @@ def _digest(caches: Iterable[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def _mean_ms(launch: Callable[[], object], device: torch.device) -> float:
-    """Of launches that the host waits for at the end, after one that warms up.
+def _mean_ms(launches: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Of runs of each that the host waits for at the end, after one that warms up.
 
-    The best of a few rounds: what else the machine does may disturb one.
+    The best of a few rounds: what else the machine does may disturb one. They take turns: a GPU at
+    the limit of its power slows down by 10 % and more within a second, whoever comes last.
     """
-    launch()
-    best = float("inf")
+    for launch in launches:
+        launch()
+    best = [float("inf")] * len(launches)
     for _ in range(NUM_ROUNDS):
-        _synchronize(device)
-        began = time.perf_counter()
-        for _ in range(NUM_TIMED):
-            launch()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 1e3 * best / NUM_TIMED
+        for i, launch in enumerate(launches):
+            _synchronize(device)
+            began = time.perf_counter()
+            for _ in range(NUM_TIMED):
+                launch()
+            _synchronize(device)
+            best[i] = min(best[i], time.perf_counter() - began)
+    return [1e3 * each / NUM_TIMED for each in best]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -75,6 +75,6 @@ def attend(
 def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
     """A break of captured passes: all that depends on the batch's requests is read from here."""
     context = current()
-    context.attention.forward(q, None, None, layer_id, out)
     if context.on_layer is not None:
         context.on_layer(layer_id)
+    context.attention.forward(q, None, None, layer_id, out)

@@ -16,6 +16,7 @@ ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
 # Beside its bytes. Pages that follow each other are one read together, and one each in groups.
 # (NVLink 12 us for 64 KiB, KV-TRANSFER; half as much again in our own loop.)
 READ_S = 2e-5
+AFTER_STORE = 0.8  # of a layer's time: attention, its output and the feed-forward block
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,6 +37,7 @@ class Pace:
     kv_bytes_per_token: int
     page_size: int
     max_tokens: int  # of one step
+    num_layers: int
 
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
         """Tokens of the next step at most, for `num_queued` that wait.
@@ -59,19 +61,21 @@ class Pace:
     def groups_pay(self, num_tokens: int, link_bytes_per_s: float) -> bool:
         """Whether to announce the layer groups of a step one by one.
 
-        All but the last group are pulled while the step computes, and no longer than it computes.
-        Where the link is not known they are.
+        All but the last group are pulled while the step computes, and no longer than it computes;
+        the last one is announced as soon as the last layer has stored its KV, before most of what
+        that layer computes. Where the link is not known they are.
         """
         if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1
         at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
         step = self.times[at] if at < len(self.times) else None
-        hidden_s = self._pull_s(num_tokens, link_bytes_per_s)
+        hidden_s, early_s = self._pull_s(num_tokens, link_bytes_per_s), 0.0
         costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
+            early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
-        return (1 - 1 / self.num_groups) * hidden_s > costs_s
+        return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s
 
     def _pull_s(self, num_tokens: int, link_bytes_per_s: float) -> float:
         num_bytes = num_tokens * self.kv_bytes_per_token
