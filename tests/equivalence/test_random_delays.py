@@ -160,19 +160,24 @@ def test_the_same_check_fails_when_layer_groups_are_told_early(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong", "slowest"),
+    ("owner", "name", "wrong", "slowest", "num_groups"),
     [
-        (PageAllocator, "free", free_at_once, DECODE),
-        (Step, "wait", wait_for_tokens_only, PREFILL),
+        (PageAllocator, "free", free_at_once, DECODE, 2),
+        (Step, "wait", wait_for_tokens_only, PREFILL, 1),  # groups have events of their own
     ],
 )
 def test_the_same_check_fails_without_the_fence(
-    owner: type, name: str, wrong: object, slowest: str, left: tuple[list[Ask], list[Answer]]
+    owner: type,
+    name: str,
+    wrong: object,
+    slowest: str,
+    num_groups: int,
+    left: tuple[list[Ask], list[Answer]],
 ) -> None:
     asked, wanted = left
     with mock.patch.object(owner, name, wrong):
         runs = (
-            served(asked, delays=seed, longest_s=LONG_S, num_groups=2, slowest=slowest)[0]
+            served(asked, delays=seed, longest_s=LONG_S, num_groups=num_groups, slowest=slowest)[0]
             for seed in range(6)
         )
         assert any(differing(asked, found, wanted, exact=False) for found in runs)

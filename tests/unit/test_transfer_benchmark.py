@@ -95,12 +95,14 @@ def test_exposed_times_of_two_workers(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["num_steps"] == [{17: 1, 64: 2}[row["tokens"]]] * 2
         assert all(
             wait > took > 0
-            for wait, took in zip(row["exposed_ms"], row["transfer_ms"], strict=True)
+            for wait, took in zip(row["lag_ms"], row["transfer_ms"], strict=True)
         )
+        # with groups decode may be done before the last layer is
+        assert all(wait > 0 or row["groups"] > 1 for wait in row["exposed_ms"])
         if row["gb_per_s"]:
-            # at least the last group of the last step's pages comes when all is computed
+            # at least the last group of the last step's pages comes when all is announced
             last = min(2, num_pages) * page_bytes / row["groups"]
-            assert min(row["exposed_ms"]) >= 1e3 * last / 1e7
+            assert min(row["lag_ms"]) >= 1e3 * last / 1e7
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
