@@ -94,8 +94,7 @@ def test_exposed_times_of_two_workers(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["num_bytes"] == [num_pages * page_bytes] * 2
         assert row["num_steps"] == [{17: 1, 64: 2}[row["tokens"]]] * 2
         assert all(
-            wait > took > 0
-            for wait, took in zip(row["lag_ms"], row["transfer_ms"], strict=True)
+            wait > took > 0 for wait, took in zip(row["lag_ms"], row["transfer_ms"], strict=True)
         )
         # with groups decode may be done before the last layer is
         assert all(wait > 0 or row["groups"] > 1 for wait in row["exposed_ms"])
