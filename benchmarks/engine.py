@@ -211,16 +211,28 @@ def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: f
 
 
 def first_token_ms(
-    bench: Bench, graph: GraphRunner, batch: int, num_tokens: int, options: argparse.Namespace
-) -> tuple[list[float], str]:
-    """Milliseconds until `batch` prompts have their first tokens, and how the last was launched."""
-    bench.engine.runner.graph = graph
-    found, path = [], ""
+    bench: Bench,
+    graphs: dict[str, GraphRunner],
+    batch: int,
+    num_tokens: int,
+    options: argparse.Namespace,
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds until `batch` prompts have their first tokens, and how the last was launched.
+
+    The graphs take turns: a GPU at the limit of its power is slower the longer it works.
+    """
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     for number in range(options.repeat + 2):
         sampling = Sampling(1, ignore_eos=True, seed=number, **SAMPLINGS[options.sampling])
-        found.append(1e3 * bench.generate(batch, num_tokens, 1, sampling, seed=number))
-        path = graph.path
-    return found[2:], path  # the first ones warm up
+        for name, graph in graphs.items():
+            bench.engine.runner.graph = graph
+            took_s = bench.generate(batch, num_tokens, 1, sampling, seed=number)
+            times[name].append(1e3 * took_s)
+    return {
+        # the first ones warm up
+        name: {"path": graph.path, "median_ms": statistics.median(of[2:]), "times_ms": of[2:]}
+        for (name, graph), of in zip(graphs.items(), times.values(), strict=True)
+    }
 
 
 def graphs_of(engine: Engine, options: argparse.Namespace) -> dict[str, GraphRunner]:
@@ -249,12 +261,10 @@ def measure_prefill(
     rows: list[dict[str, Any]] = []
     for batch in batches:
         for num_tokens in options.tokens:
-            found, figures = dict[str, Any](), ""
-            for name, graph in graphs.items():
-                times, path = first_token_ms(bench, graph, batch, num_tokens, options)
-                median = statistics.median(times)
-                found[name] = {"path": path, "median_ms": median, "times_ms": times}
-                figures += f"{median:14.3f}{min(times):9.3f}{max(times):9.3f}"
+            found, figures = first_token_ms(bench, graphs, batch, num_tokens, options), ""
+            for each in found.values():
+                times = each["times_ms"]
+                figures += f"{each['median_ms']:14.3f}{min(times):9.3f}{max(times):9.3f}"
             floor = prefill_floor_ms(engine, batch * num_tokens, bandwidth, speed)
             paths = ", ".join(each["path"] for each in found.values())
             print(f"{batch:5}{num_tokens:7}{figures}{floor:9.3f}  {paths}", flush=True)
