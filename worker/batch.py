@@ -42,3 +42,6 @@ class Batch:
     max_query_len: int  # host bound of the rows of one request
     max_seq_len_ub: int  # host bound of seq_lens: acceptance is not known here yet
     host: HostLengths | None = None  # None in a step that is captured: lengths differ by replay
+    # [n] i64: the last row of each request, then any rows; hidden states of others are not wanted.
+    # None: those of all rows are.
+    wanted: Tensor | None = None

@@ -13,14 +13,16 @@ from worker.batch import Batch, HostLengths
 from worker.kernels.chunk_rows import NUM_LINES, SentChunks, chunk_rows
 from worker.kernels.launch import power_of_two
 from worker.kernels.paged_attention import SHORT_KEYS
+from worker.kernels.product import MAX_STREAMED_ROWS
 from worker.kernels.step_rows import read_rows
-from worker.plan import Plan
+from worker.plan import LONG_ROWS, Plan
 from worker.staging import Staging
 from worker.state import StepState
 from worker.tail import Sampled
 
 NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
 MAX_STEADY_LEN = SHORT_KEYS  # tokens of each; attention to more is better cut for what there is
+MAX_WANTED = MAX_STREAMED_ROWS  # requests of a long step of whose last rows alone is all computed
 New = tuple[int, int, int]  # of a request's pages: first, last and word of `SentChunks`
 NOTHING_NEW: New = (0, 0, 0)
 
@@ -44,6 +46,7 @@ class BatchBuffers:
         self.max_steady_len = min(MAX_STEADY_LEN, num_pages * page_size)
         self._tables = torch.zeros_like(state.page_table[: self.num_slots, :num_pages])
         self._steady_batches: dict[int, Batch] = {}  # by rows; all over the same buffers
+        self._wanted = torch.zeros(MAX_WANTED, dtype=torch.int64, device=state.device)
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan, num_rows: int = 0, *, steady: bool = False) -> Batch:
@@ -67,13 +70,16 @@ class BatchBuffers:
         num_rows = max(num_rows, sent.num_tokens)
         if steady:
             chunk_rows(sent, table, self._page_size, self._chunk, num_rows, self._tables)
+            self._want(num_rows, self._lengths(self.num_slots, sent.width)["query_start"])
             return self._steady(num_rows)
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
         tables = table.new_empty(num_reqs, num_pages)
         chunk_rows(sent, table, self._page_size, self._chunk, num_rows, tables)
+        lengths = self._lengths(num_reqs, sent.width)
         return self._of_chunk(
             num_rows,
-            **self._lengths(num_reqs, sent.width),
+            **lengths,
+            wanted=self._want(num_rows, lengths["query_start"]),
             page_table=tables,
             num_reqs=num_reqs,
             max_query_len=longest,
@@ -81,11 +87,25 @@ class BatchBuffers:
             host=HostLengths(counts, ends),
         )
 
+    def max_reqs(self, num_rows: int) -> int:
+        """Requests of a batch of so many rows whose hidden states fit what graphs compute."""
+        return MAX_WANTED if num_rows >= LONG_ROWS else num_rows
+
+    def _want(self, num_rows: int, query_start: Tensor) -> Tensor | None:
+        """`Batch.wanted` of a batch of `num_rows`, of so many rows at any number of requests."""
+        num_reqs = len(query_start) - 1
+        if num_rows < LONG_ROWS or num_reqs > MAX_WANTED:
+            return None
+        self._wanted.zero_()
+        torch.sub(query_start[1:], 1, out=self._wanted[:num_reqs])
+        return self._wanted
+
     def _steady(self, num_rows: int) -> Batch:
         if num_rows not in self._steady_batches:
             self._steady_batches[num_rows] = self._of_chunk(
                 num_rows,
                 **self._lengths(self.num_slots, _width(self.num_slots)),
+                wanted=self._wanted if num_rows >= LONG_ROWS else None,
                 page_table=self._tables,
                 num_reqs=self.num_slots,
                 max_query_len=num_rows,
@@ -97,9 +117,11 @@ class BatchBuffers:
         """A prompt of `num_tokens` that writes to the sink alone, for trials and captures."""
         self._chunk[:, :num_tokens].zero_()
         num_pages = -(-num_tokens // self._page_size)
+        query_start = self._state.upload([0, num_tokens], torch.int32)
         return self._of_chunk(
             num_tokens,
-            query_start=self._state.upload([0, num_tokens], torch.int32),
+            query_start=query_start,
+            wanted=self._want(num_tokens, query_start),
             seq_lens=self._state.upload([num_tokens], torch.int32),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
             num_reqs=1,

@@ -17,6 +17,11 @@ from worker.api import Sampling, TokenLogprob
 Tail = Literal["none", "greedy", "random", "filtered"]
 TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serves those before it
 
+# A step of chunks with so many rows, padding included, is long: all that its last layer computes
+# beyond its KV is the hidden states of each request's last token, of which alone tokens are drawn.
+# That is a layer's time less. In shorter ones a layer takes the time of reading its weights.
+LONG_ROWS = 1024
+
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request takes a row in this step.

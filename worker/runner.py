@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,7 +221,9 @@ class ModelRunner:
         return self._draw(plan, hidden, self._state.send(masks))
 
     def _forward(self, plan: Plan, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """The plan's row changes; hidden states of the decode rows, or of all tokens of the chunks.
+        """The plan's row changes; hidden states of the decode rows, or of the chunks that sample.
+
+        If none does, they are whatever the launch left.
 
         A forward over chunks reads nothing of the rows but their pages, so the rest of the changes
         is enqueued while the device is at it.
@@ -235,6 +238,8 @@ class ModelRunner:
         batch = self._buffers.chunks(plan, shape.num_rows, steady=shape.steady)
         hidden = self.graph.launch(batch, on_layer)
         self._state.apply_rows(plan)
+        if sampled := _sampled(plan, one_each=batch.wanted is not None):
+            hidden = hidden[self._state.upload(sampled, torch.int64)]
         return hidden
 
     def _draw(self, plan: Plan, hidden: Tensor, mask: Tensor | None) -> Result:
@@ -242,7 +247,6 @@ class ModelRunner:
         if plan.decode:
             sampled = decoding(state, state.upload(plan.decode, torch.int64))
         else:
-            hidden = hidden[state.upload(_last_of_sampled(plan), torch.int64)]
             rows = state.upload(plan.sampled_rows, torch.int64)
             ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.sample]
             position = state.upload(ends, torch.int64)
@@ -259,11 +263,11 @@ class ModelRunner:
         )
 
 
-def _last_of_sampled(plan: Plan) -> list[int]:
-    """Index in the batch of the last token of each chunk that samples."""
-    last, indices = -1, []
-    for chunk in plan.chunks:
-        last += len(chunk.tokens)
-        if chunk.sample:
-            indices.append(last)
-    return indices
+def _sampled(plan: Plan, *, one_each: bool) -> list[int]:
+    """Which hidden state is that of the last token of each chunk that samples.
+
+    `one_each`: there is one for each chunk, else one for each token.
+    """
+    ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
+    last = range(len(plan.chunks)) if one_each else [end - 1 for end in ends]
+    return [row for row, chunk in zip(last, plan.chunks, strict=True) if chunk.sample]

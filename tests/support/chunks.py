@@ -58,6 +58,7 @@ def poison(bench: Bench) -> None:
     buffers._chunk.fill_(1 << 40)
     buffers._staging.words.fill_(1 << 20)
     buffers._tables.fill_(1 << 20)
+    buffers._wanted.fill_(1 << 40)
     runner._embedded.fill_(float("nan"))
     for captured in (*runner._captured.values(), *runner._whole.values()):
         captured.hidden.fill_(float("nan"))

@@ -58,7 +58,7 @@ def test_groups_are_announced_where_the_pull_takes_long() -> None:
     assert pace().groups_pay(2048, RDMA_200G)
     assert pace().groups_pay(512, RDMA_200G)
     assert not pace().groups_pay(16, NVLINK)
-    assert pace().groups_pay(2048, NVLINK)  # 0.8 ms of pulls and 1.1 ms of the last layer
+    assert pace().groups_pay(2048, NVLINK)  # three fourths of 0.8 ms
     assert not pace(num_groups=1).groups_pay(2048, TCP)
 
 

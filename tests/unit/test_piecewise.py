@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
+    Uncaptured,
     bench_of,
     bits,
     build,
@@ -219,6 +220,63 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
     with pytest.raises(AssertionError, match="16 tokens differ from eager"):
         runner._check(Bucket(16))
     assert not runner.checks.pop().equal
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """Steps of 16 rows are long ones, of up to 4 requests."""
+    monkeypatch.setattr("worker.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.buffers.MAX_WANTED", 4)
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    parts = engine.runner.parts
+    runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory())
+    runner.capture()
+    yield bench_of(engine, runner)
+    engine.close()
+
+
+@pytest.mark.parametrize(("num_reqs", "steady"), [(1, False), (3, False), (1, True), (3, True)])
+def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, steady: bool) -> None:
+    check_laws(long, [32, MAX_TOKENS], num_reqs, 21, steady=steady)
+    check_padding(long, layouts(19, num_reqs, 0), 32, steady=steady)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_reqs", [1, 2, 4])
+def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_reqs: int) -> None:
+    layout, parts = layouts(27, num_reqs, 21), long.engine.runner.parts
+    whole = long.run(Uncaptured(parts, parts.model.forward).launch, layout, 32)
+    few = long.run(long.eager.launch, layout, 32)
+    for cache, same in zip(whole[1:], few[1:], strict=True):
+        assert torch.equal(cache, same), "KV"
+    last = [sum(count for _, count in layout[: i + 1]) - 1 for i in range(num_reqs)]
+    assert (len(whole[0]), len(few[0])) == (27, 4)
+    torch.testing.assert_close(few[0][:num_reqs], whole[0][last], atol=1e-5, rtol=1e-4)
+
+
+def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench) -> None:
+    layout, runner = layouts(27, 5, 0), long.runner
+    assert runner.padded(27, 4, 9999, hooked=True) == Padding(32)
+    wanted = long.run(long.eager.launch, layout, 0)
+    assert len(wanted[0]) == 27
+    assert runner.padded(27, 5, 9999, hooked=True) == Padding()
+    assert torch.equal(long.run(runner.launch, layout, 0)[0], wanted[0])
+    assert runner.path == "eager_many"
+
+
+@pytest.fixture(scope="module")
+def texts(bench: Bench) -> list[object]:
+    """Of prompts in short steps."""
+    clear(bench)
+    return list(serve(bench.engine, problem_ids(5), [sampling_of(i) for i in range(5)])[0])
+
+
+def test_texts_of_long_steps_are_those_of_short_ones(texts: list[object], long: Bench) -> None:
+    assert all(texts)
+    for graph in (long.eager, long.runner):
+        long.engine.runner.graph = graph
+        wanted = [sampling_of(i) for i in range(5)]
+        assert list(serve(long.engine, problem_ids(5), wanted)[0]) == texts
 
 
 @pytest.mark.parametrize("max_tokens", [1, 16, 23, 512, 1024, 8192, 100_000])

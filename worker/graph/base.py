@@ -83,8 +83,8 @@ class GraphRunner(Protocol):
                 enqueued, whether by a graph or not.
 
         Returns:
-            Hidden states after the final norm, [num_tokens, hidden]; the next step may overwrite
-            them.
+            Hidden states after the final norm, [num_tokens, hidden], or those of `batch.wanted`
+            alone; the next step may overwrite them.
         """
         ...
 

@@ -92,4 +92,4 @@ class EagerRunner:
     ) -> Tensor:
         model, attn_plan = self._parts.model, attention.plan(batch)
         with forward_context(batch, attention, attn_plan, on_layer=on_layer):
-            return model.forward(model.embed(batch.input_ids), batch.positions)
+            return model.forward(model.embed(batch.input_ids), batch.positions, batch.wanted)

@@ -62,7 +62,8 @@ class Captured:
     """One bucket's graphs, and their result, which the next replay of any bucket overwrites."""
 
     capture: Capture
-    hidden: Tensor  # [bucket, hidden]; memory of the capture
+    hidden: Tensor  # [bucket, hidden], or of the rows that are wanted; memory of the capture
+    has_all: bool  # of the bucket's rows
 
 
 class PiecewiseRunner:
@@ -72,7 +73,8 @@ class PiecewiseRunner:
         parts: what a step is made of.
         inner: launches everything else, and what is refused here.
         memory: of all captures.
-        forward: is captured; None: the model's own, see Decoder.forward.
+        forward: is captured, [num_tokens, hidden] and positions to [num_tokens, hidden]; None: the
+            model's own, see Decoder.forward.
         rounding: see `check_chunk_bucket`.
     """
 
@@ -89,7 +91,7 @@ class PiecewiseRunner:
         max_tokens = int(parts.config.engine.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self._parts, self._inner, self._memory = parts, inner, memory
-        self._forward = forward or parts.model.forward
+        self._traced = forward
         self._rounding = rounding
         self._refused = ""  # why the last batch had no bucket
         self._captured: dict[int, Captured] = {}  # in pieces
@@ -139,13 +141,15 @@ class PiecewiseRunner:
         buffers = self._parts.buffers
         few = num_reqs <= buffers.num_slots and max_seq_len_ub <= buffers.max_steady_len
         padding, self._refused = admit(num_tokens, self.buckets, watched=hooked or not few)
+        if padding.num_rows and num_reqs > buffers.max_reqs(padding.num_rows):
+            padding, self._refused = Padding(), "many"
         return padding
 
     def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See GraphRunner.launch; a batch of a bucket's size is replayed whatever it holds."""
         steady = batch.host is None
         captured = (self._whole if steady else self._captured).get(batch.num_tokens)
-        if captured is None:
+        if captured is None or captured.has_all != (batch.wanted is None):
             self.path = f"eager_{self._refused}"
             return self._inner.launch(batch, on_layer)
         attention, model = self._parts.attention.prefill, self._parts.model
@@ -189,10 +193,10 @@ class PiecewiseRunner:
         def body(breaks: Capture | None) -> Tensor:
             attn_plan = attention.plan(batch) if breaks is None else None  # no break runs now
             with forward_context(batch, attention, attn_plan, breaks=breaks):
-                return self._forward(self._embedded[:num_rows], batch.positions)
+                return self._forward(batch)
 
         hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden))
+        return Captured(capture, self._memory.alias(hidden), batch.wanted is None)
 
     def _in_one(self, num_rows: int) -> Captured:
         attention, capture = self._parts.attention.prefill, Capture(self._memory)
@@ -203,10 +207,17 @@ class PiecewiseRunner:
         def body(under_way: Capture | None) -> Tensor:
             cuts = None if under_way is None else Cuts(under_way, CUT_AFTER)
             with forward_context(batch, attention, attention.plan(batch), breaks=cuts):
-                return self._forward(self._embedded[:num_rows], batch.positions)
+                return self._forward(batch)
 
         hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden))
+        return Captured(capture, self._memory.alias(hidden), batch.wanted is None)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        embedded = self._embedded[: batch.num_tokens]
+        if self._traced is None:
+            return self._parts.model.forward(embedded, batch.positions, batch.wanted)
+        hidden = self._traced(embedded, batch.positions)
+        return hidden if batch.wanted is None else hidden.index_select(0, batch.wanted)
 
     def _compile_attention(self, num_rows: int) -> None:
         """Launch every kernel that batches of a bucket can ask for: to compile one is a stall."""
@@ -277,7 +288,8 @@ def admit(
     """How a batch of `num_tokens` is replayed; or no padding, and why it is launched eagerly.
 
     The reason is part of a metric's label: too_long, dropped, padding (the rows that pad it would
-    cost more than launching op by op: more than as many again, or by the times of the buckets).
+    cost more than launching op by op: more than as many again, or by the times of the buckets);
+    `PiecewiseRunner.padded` adds many (more requests than hidden states are computed of).
 
     Args:
         num_tokens: of the batch.

@@ -71,10 +71,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
         self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
-        attended = self.attention(self.qkv(hidden), positions)
-        return self.output(attended.flatten(1))
+    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape.
+
+        wanted: see DecoderLayer.forward.
+        """
+        attended = self.attention(self.qkv(hidden), positions).flatten(1)
+        return self.output(attended if wanted is None else attended.index_select(0, wanted))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -144,18 +147,25 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(spec, collective, dtype=dtype, device=device)
 
     def forward(
-        self, part: Tensor, residual: Tensor | None, positions: Tensor
+        self,
+        part: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of what the layer adds last, residual before that addition).
 
         part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
+        wanted: [n] i64; only these rows are returned, though all are attended to.
         """
         if residual is None:
             normed, residual = self.input_norm(part), part
         else:
             normed, residual = self.input_norm.reduce_add(part, residual)
-        part = self.attention(normed, positions)
+        part = self.attention(normed, positions, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
         normed, residual = self.post_norm.reduce_add(part, residual)
         return self.feed_forward(normed), residual
 
@@ -229,15 +239,16 @@ class Decoder(nn.Module):
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
         return self.embedding(input_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context().
 
-        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64.
-        Returns [num_tokens, hidden_size].
+        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64; wanted:
+        [n] i64, rows, None for all. Returns [num_tokens, hidden_size], or [n, hidden_size].
         """
         part, residual = hidden, None
         for layer in self.layers:
-            part, residual = layer(part, residual, positions)
+            rows = wanted if layer is self.layers[-1] else None
+            part, residual = layer(part, residual, positions, rows)
         assert residual is not None, "a model has at least one layer"
         normed, _ = self.norm.reduce_add(part, residual)
         return normed

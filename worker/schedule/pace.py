@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from worker.plan import LONG_ROWS
+
 MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
-# Beside its bytes. Pages that follow each other are one read together, and one each in groups.
-# (NVLink 12 us for 64 KiB, KV-TRANSFER; half as much again in our own loop.)
-READ_S = 2e-5
-AFTER_STORE = 0.8  # of a layer's time: attention, its output and the feed-forward block
+# Beside its bytes and behind those of the read before. Pages that follow each other are one read
+# together, and one each in groups: 32 pages take no longer to land than 8 (exposed-h200.json).
+READ_S = 5e-6
+# Of a layer's time: attention, its output and the feed-forward block. In long steps the last layer
+# computes little of that.
+AFTER_STORE = 0.8
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +66,7 @@ class Pace:
         """Whether to announce the layer groups of a step one by one.
 
         All but the last group are pulled while the step computes, and no longer than it computes;
-        the last one is announced as soon as the last layer has stored its KV, before most of what
+        the last one is announced as soon as the last layer has stored its KV, before what else
         that layer computes. Where the link is not known they are.
         """
         if self.num_groups == 1 or not link_bytes_per_s:
@@ -73,7 +77,7 @@ class Pace:
         costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
-            early_s = AFTER_STORE * step.grouped_s / self.num_layers
+            early_s = AFTER_STORE * step.grouped_s / self.num_layers * (num_tokens < LONG_ROWS)
             costs_s += step.grouped_s - step.whole_s
         return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s
 
