@@ -37,7 +37,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     runner: Any = engine.runner.graph
     made = bench_of(engine, runner)
     if graph == "compiled":
-        made.eager = Uncaptured(engine.runner.parts, runner._forward)
+        made.eager = Uncaptured(engine.runner.parts, runner._traced)
     yield made
     engine.close()
 
@@ -77,7 +77,7 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     parts, layout = bench.engine.runner.parts, layouts(num_tokens, 2, 5)
     before = copy.deepcopy([counters[kind] for kind in ("stats", "aot_autograd")])
     wanted = bench.run(EagerRunner(parts).launch, layout, num_tokens)[0].float()
-    found = bench.run(Uncaptured(parts, bench.runner._forward).launch, layout, num_tokens)[0]
+    found = bench.run(Uncaptured(parts, bench.runner._traced).launch, layout, num_tokens)[0]
     assert [counters[kind] for kind in ("stats", "aot_autograd")] == before
     error = (found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert error.max() <= bench.runner._rounding

@@ -79,12 +79,13 @@ class Uncaptured:
     """Launches a forward that is not the model's own, without a graph."""
 
     parts: Parts
-    forward: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[Tensor, Tensor], Tensor] | None
 
     @torch.inference_mode()
     def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """See GraphRunner.launch."""
         attention, embedded = self.parts.attention.prefill, self.parts.model.embed(batch.input_ids)
+        assert self.forward is not None
         with forward_context(batch, attention, attention.plan(batch), on_layer=on_layer):
             return self.forward(embedded, batch.positions)
 

@@ -87,7 +87,7 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
     parts, exact = bench.engine.runner.parts, not bench.runner._rounding
     layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
     wanted = bench.run(EagerRunner(parts).launch, layout, num_tokens)
-    found = bench.run(Uncaptured(parts, bench.runner._forward).launch, layout, num_tokens)
+    found = bench.run(Uncaptured(parts, bench.runner._traced).launch, layout, num_tokens)
     assert counters == before, "nothing is traced or compiled by a launch"
     ids = [parts.model.logits(hidden).argmax(-1) for hidden in (wanted[0], found[0])]
     assert torch.equal(*ids)
@@ -115,7 +115,7 @@ def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
     layers = list(range(bench.engine.spec.num_layers))
-    traced = Uncaptured(bench.engine.runner.parts, bench.runner._forward)
+    traced = Uncaptured(bench.engine.runner.parts, bench.runner._traced)
     for launch in (traced.launch, bench.runner.launch):
         told: list[int] = []
         fill(bench)
