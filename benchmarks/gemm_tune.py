@@ -12,6 +12,7 @@ import math
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import (
     Array,
@@ -139,6 +140,7 @@ class Tuner:
         self.out = torch.empty_like(self.expected)
         self.random = random.Random(0)
         self.seen: set[Words] = set()
+        self.refused = Counter[str]()  # by reason, those that are neither good nor slow
         self.good: list[Candidate] = []
         self.abilities: dict[Words, list[dict[int, int]]] = {}
 
@@ -188,16 +190,22 @@ class Tuner:
             return
         self.seen.add(words)
         if not self.matmul.takes(words):
+            self.refused["not for this product"] += 1
             return
         try:
             if self._coarse_us(words, 2) > 2 * self.best_us:
                 return
             us = self._coarse_us(words, COARSE)
-        except LtError:
+        except LtError as error:
+            self.refused[str(error)] += 1
             return
-        if us < 1.2 * self.best_us and self._is_right(words):
-            self.good.append(Candidate(words, us))
-            self.good.sort(key=lambda one: one.us)
+        if us >= 1.2 * self.best_us:
+            return
+        if not self._is_right(words):
+            self.refused["wrong or not always the same"] += 1
+            return
+        self.good.append(Candidate(words, us))
+        self.good.sort(key=lambda one: one.us)
 
     @property
     def best_us(self) -> float:
@@ -279,7 +287,9 @@ def tune(
             shape = m, each.n, each.k
             table.algorithms.pop(shape, None)
             found = "nothing" if best is None else f"{best.us:.2f} us"
-            print(f"m={m} {each.name}: torch {torch_us:.2f} us, of {len(tuner.seen)}: {found}")
+            refused = ", ".join(f"{n} {why}" for why, n in tuner.refused.items())
+            of = f"of {len(tuner.seen)} ({refused or 'none refused'})"
+            print(f"m={m} {each.name}: torch {torch_us:.2f} us, {of}: {found}")
             if best is not None and best.us < GAIN * torch_us:
                 table.algorithms[shape] = best.words
             path.write_text(table.dump())

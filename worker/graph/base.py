@@ -79,8 +79,8 @@ class GraphRunner(Protocol):
 
         Args:
             batch: built last by `BatchBuffers.chunks`, as `padded` says.
-            on_layer: called with each layer's id, in order, once its KV and its attention are
-                enqueued, whether by a graph or not.
+            on_layer: called with each layer's id, in order, once its KV is enqueued, whether by a
+                graph or not.
 
         Returns:
             Hidden states after the final norm, [num_tokens, hidden], or those of `batch.wanted`
