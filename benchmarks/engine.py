@@ -42,6 +42,8 @@ from worker.engine import Engine, build_engine
 from worker.graph.base import GraphRunner
 from worker.graph.build import build_graphs
 from worker.graph.eager import EagerRunner
+from worker.models.decoder import DecoderLayer
+from worker.plan import LONG_ROWS
 from worker.req import Req
 from worker.runner import Step
 from worker.schedule.decode import DecodeScheduler
@@ -202,12 +204,19 @@ def product_speed(dtype: torch.dtype) -> float:
 
 
 def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: float) -> float:
-    """Milliseconds to read all weights but the embedding's, or to multiply with them."""
+    """Milliseconds to read all weights but the embedding's, or to multiply with them.
+
+    In long steps the last layer multiplies next to no rows once it has stored its KV.
+    """
     model = engine.runner.model
     layers = sum(p.numel() for p in model.layers.parameters())
-    head = model.head.weight
+    last, head = model.layers[-1], model.head.weight
+    assert isinstance(last, DecoderLayer)
+    after = (last.attention.output, last.feed_forward)
+    spared = sum(p.numel() for module in after for p in module.parameters())
+    products = (layers - spared * (num_tokens >= LONG_ROWS)) * num_tokens + head.numel()
     read_s = (layers + head.numel()) * head.element_size() / bandwidth
-    return 1e3 * max(read_s, 2 * (layers * num_tokens + head.numel()) / speed)
+    return 1e3 * max(read_s, 2 * products / speed)
 
 
 def first_token_ms(

@@ -59,13 +59,14 @@ class AnnouncedPages:
         outbound: Any = worker._loop._outbound  # pyright: ignore
         self._pool, self._page = worker.engine.pool, dict[int, int]()
         self._num = worker.engine.book.num_pages_for
-        self.last_at = 0.0
+        self.last_at, self._last = 0.0, None
         send = outbound._send
 
         def heard(peer: PeerId, message: AnyMessage) -> None:
             if isinstance(message, KVReady):
                 self._page.update(enumerate(message.pages, message.first_page))
-                self.last_at = time.monotonic() if message.last else self.last_at
+                if message.last and message.xfer != self._last:  # a renewal says it again
+                    self.last_at, self._last = time.monotonic(), message.xfer
             send(peer, message)
 
         outbound._send = heard

@@ -190,7 +190,7 @@ class Stages(Message, frozen=True):
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
-    prefill_s: float  # from its first step to its last; a local one draws the first token, too
+    prefill_s: float  # from its first step until all KV is final; a local one draws the first token
     transfer_s: float  # from the last page's announcement until all pages had landed
     decode_queue_s: float  # from then on, waiting for a row
     first_step_s: float  # in a row, until the first token was on the host
@@ -260,7 +260,7 @@ class KVReady(Message, frozen=True):
     num_groups: int
     last: bool
     num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
-    prefill_s: float = 0.0  # with `last`: from the prompt's first step to the end of its last
+    prefill_s: float = 0.0  # with `last`: from the prompt's first step until this
 
 
 class Renew(Message, frozen=True):

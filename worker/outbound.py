@@ -121,7 +121,7 @@ class Outbound:
     def groups_final(
         self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_groups: int, now: float
     ) -> None:
-        """The first `num_groups` layer groups of these chunks are final; the rest is computed yet.
+        """The first `num_groups` layer groups of these chunks are final; their step is under way.
 
         Only for the step that settles in this turn: the KV of all steps before it is announced, and
         no Release of what is said here is handled before.

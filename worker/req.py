@@ -115,7 +115,7 @@ class PrefillReq:
     num_announced_pages: int = 0  # with all their layer groups
     num_announced_groups: int = 0  # of the pages of the chunk that is being computed
     started_at: float = 0.0  # monotonic: when its first step was planned
-    prefill_s: float = 0.0  # from then to the end of the last step that has settled
+    prefill_s: float = 0.0  # from then until the last that was computed was announced
     dropped: bool = False  # given back; a step in flight may still compute it
 
     @property

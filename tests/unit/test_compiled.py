@@ -80,6 +80,19 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine.close()
 
 
+def test_long_steps_have_the_hidden_states_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.buffers.MAX_WANTED", 4)
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    parts = engine.runner.parts
+    forward = forward_of(parts.model, "plain", [])
+    runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory(), forward)
+    runner.capture()
+    for num_reqs, steady in ((1, False), (3, False), (3, True)):
+        check_laws(bench_of(engine, runner), [32, MAX_TOKENS], num_reqs, 5, steady=steady)
+    engine.close()
+
+
 @pytest.mark.parametrize("num_tokens", [2, 3, 17, 32, MAX_TOKENS])
 def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
     bench: Bench, num_tokens: int

@@ -23,7 +23,6 @@ from worker.engine import build_engine
 from worker.fetch import Fetch, PullParts, _ranges
 from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
-from worker.plan import Plan
 from worker.prefill import PrefillLoop
 from worker.req import Req
 from worker.transfer.base import PullState, Run
@@ -125,18 +124,23 @@ def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) ->
 def test_the_last_group_is_announced_while_its_step_computes(
     worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the last layer has stored its KV comes most of that layer, which nobody waits for."""
-    num_told = list[int]()
+    """After the last layer has stored its KV comes all its attention, which nobody waits for."""
+    attention = worker.engine.runner.parts.attention.prefill
+    attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
+    in_time = list[bool]()
 
-    def settled(plan: Plan) -> None:
-        num_told.append(sum(message.last for message, _ in worker.sent))
+    def after_the_news(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
+        if layer_id == last_layer:  # on the stream's thread: it goes on when decode may pull
+            limit = time.monotonic() + 10
+            while not any(message.last for message, _ in worker.sent) and time.monotonic() < limit:
+                time.sleep(1e-3)
+            in_time.append(time.monotonic() < limit)
+        return attend(q, k, v, layer_id, out)
 
-    monkeypatch.setattr(worker.engine.meter, "settled", settled)
-    prompt = problem_ids(10)[9] * 3
-    sent = worker.serve([prompt])
+    monkeypatch.setattr(attention, "forward", after_the_news)
+    sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
     assert [message.last for message, _ in sent].count(True) == 1
-    assert num_told[-1] == 1
-    assert not any(num_told[:-1])
+    assert in_time == [True]
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
@@ -186,7 +190,10 @@ def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> Non
 def test_a_step_that_fails_announces_nothing(
     worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its events pass, so that nobody waits for ever, and the error is met."""
+    """Its events pass, so that nobody waits for ever, and the error is met.
+
+    What was stored before the error is final, and may have been announced.
+    """
     attend, num_calls = Attention.forward, Counter[str]()
 
     def breaks(self: Attention, *args: Any) -> Any:

@@ -78,6 +78,15 @@ def test_groups_must_save_more_than_the_pieces_cost() -> None:
         assert pace(times=[step]).groups_pay(600, rate)  # beyond what has graphs
 
 
+def test_the_last_layer_of_a_long_step_hides_nothing() -> None:
+    """By the bucket that a step is padded to."""
+    long, fast = StepTime(1024, 0.026, 0.026), 1e15
+    short = StepTime(1008, 0.026, 0.026)
+    for num_tokens in (769, 1000):
+        assert pace(times=[short]).groups_pay(num_tokens, fast)
+        assert not pace(times=[long]).groups_pay(num_tokens, fast)
+
+
 def test_no_more_is_hidden_than_the_step_computes() -> None:
     quick = StepTime(512, 2 * ANNOUNCE_S, 2 * ANNOUNCE_S)
     assert not pace(times=[quick]).groups_pay(512, TCP)

@@ -254,12 +254,13 @@ def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_
     torch.testing.assert_close(few[0][:num_reqs], whole[0][last], atol=1e-5, rtol=1e-4)
 
 
-def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench) -> None:
-    layout, runner = layouts(27, 5, 0), long.runner
-    assert runner.padded(27, 4, 9999, hooked=True) == Padding(32)
+@pytest.mark.parametrize("num_tokens", [27, 32, MAX_TOKENS])  # some as many as a bucket has rows
+def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench, num_tokens: int) -> None:
+    layout, runner = layouts(num_tokens, 5, 0), long.runner
+    assert runner.padded(num_tokens, 4, 9999, hooked=True).num_rows >= num_tokens
     wanted = long.run(long.eager.launch, layout, 0)
-    assert len(wanted[0]) == 27
-    assert runner.padded(27, 5, 9999, hooked=True) == Padding()
+    assert len(wanted[0]) == num_tokens
+    assert runner.padded(num_tokens, 5, 9999, hooked=True) == Padding()
     assert torch.equal(long.run(runner.launch, layout, 0)[0], wanted[0])
     assert runner.path == "eager_many"
 
@@ -314,6 +315,12 @@ def test_admission_weighs_padding_by_measured_times() -> None:
     assert admitted(110, buckets) == (0, "padding")  # 17.2 ms
     assert admitted(129, buckets) == (0, "padding")  # 20.3 ms against 30
     assert admitted(200, buckets) == (256, "")
+
+
+def test_admission_takes_a_bucket_that_is_hardly_slower() -> None:
+    for graph_ms, rows in ((20.2, 128), (20.6, 0)):  # eager of 128 tokens takes 20
+        buckets = [Bucket(64, 10.0, 9.0), Bucket(128, 20.0, graph_ms)]
+        assert admitted(128, buckets) == (rows, "" if rows else "padding")
 
 
 def test_whole_and_pieces_are_admitted_each_by_its_own_time() -> None:

@@ -310,7 +310,7 @@ def admit(
         below = buckets[at - 1]
         share = (num_tokens - below.num_rows) / (bucket.num_rows - below.num_rows)
         eager_ms = below.eager_ms + share * (bucket.eager_ms - below.eager_ms)
-        if below.eager_ms and graph_ms > eager_ms:
+        if below.eager_ms and graph_ms > TIE * eager_ms:
             return Padding(), "padding"
     return Padding(bucket.num_rows, steady=steady), ""
 

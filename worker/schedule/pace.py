@@ -77,7 +77,8 @@ class Pace:
         costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
-            early_s = AFTER_STORE * step.grouped_s / self.num_layers * (num_tokens < LONG_ROWS)
+            if step.num_tokens < LONG_ROWS:
+                early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
         return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s
 

@@ -104,7 +104,8 @@ def plan_runs(
         layout: ours.
         pairs: (local page, remote page), each local page once.
         groups: layer groups of the first region, None for all. A region with a single group, as
-            drafters have beside a target with several, goes with the last group.
+            drafters have beside a target with several, goes with the last group: it has to be
+            final when that is announced.
         remote: the peer's layout, None if it is the same.
         heads: for each region the heads to copy, None for nothing of it; as a whole None for all
             heads, which is right if both sides have the same.
