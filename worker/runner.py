@@ -105,9 +105,8 @@ class ModelRunner:
         cpu = device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
         self._stream = None if cpu else step_stream(device)
-        (region,) = (
-            parts.pool.layout.regions
-        )  # a second one would be final after the events of this
+        # The KV of another region would be final after the events of this one.
+        (region,) = parts.pool.layout.regions
         self._num_groups = region.num_groups
         self._layers_per_group = region.layers_per_group
         self._hidden: Tensor | None = None  # of a masked plan whose tail is still to come
