@@ -75,7 +75,7 @@ def test_norms_match_their_twins(m: int, hidden: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 33, 256])
+@pytest.mark.parametrize("m", [1, 33, 256, 1030])
 @pytest.mark.parametrize("mlp", [MLP, 1001])
 def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
     gate_up = noise(m, 2 * mlp, dtype=dtype) * 2

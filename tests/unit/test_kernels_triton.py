@@ -172,8 +172,9 @@ if not INTERPRETED:
 
         with compiling(rms_norm):
             rms_norm.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
-        with compiling(swiglu):
-            swiglu.swiglu_triton(empty(2, 24576))
+        for rows in (2, swiglu.MANY_ROWS):
+            with compiling(swiglu):
+                swiglu.swiglu_triton(empty(rows, 24576))
         cache, ids = empty(2, 8, 16, 128), torch.zeros(2, dtype=torch.int64)
         with compiling(qk_rope_store) as found:
             qk_rope_store.qk_rope_store_triton(
@@ -237,6 +238,12 @@ else:
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         gate_up = noise(*shape, dtype=dtype) * 3
         close(swiglu.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
+
+    def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
+        gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
+        few = swiglu.swiglu_triton(gate_up)
+        with mock.patch.object(swiglu, "MANY_ROWS", 3):
+            assert torch.equal(swiglu.swiglu_triton(gate_up), few)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("normed", [False, True])
