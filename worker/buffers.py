@@ -70,8 +70,7 @@ class BatchBuffers:
         num_rows = max(num_rows, sent.num_tokens)
         if steady:
             chunk_rows(sent, table, self._page_size, self._chunk, num_rows, self._tables)
-            self._want(num_rows, self._lengths(self.num_slots, sent.width)["query_start"])
-            return self._steady(num_rows)
+            return self._steady(num_rows, sent.width)
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
         tables = table.new_empty(num_reqs, num_pages)
         chunk_rows(sent, table, self._page_size, self._chunk, num_rows, tables)
@@ -100,12 +99,14 @@ class BatchBuffers:
         torch.sub(query_start[1:], 1, out=self._wanted[:num_reqs])
         return self._wanted
 
-    def _steady(self, num_rows: int) -> Batch:
+    def _steady(self, num_rows: int, width: int) -> Batch:
+        lengths = self._lengths(self.num_slots, width)
+        wanted = self._want(num_rows, lengths["query_start"])
         if num_rows not in self._steady_batches:
             self._steady_batches[num_rows] = self._of_chunk(
                 num_rows,
-                **self._lengths(self.num_slots, _width(self.num_slots)),
-                wanted=self._wanted if num_rows >= LONG_ROWS else None,
+                **lengths,
+                wanted=wanted,
                 page_table=self._tables,
                 num_reqs=self.num_slots,
                 max_query_len=num_rows,

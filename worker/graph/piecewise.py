@@ -63,7 +63,6 @@ class Captured:
 
     capture: Capture
     hidden: Tensor  # [bucket, hidden], or of the rows that are wanted; memory of the capture
-    has_all: bool  # of the bucket's rows
 
 
 class PiecewiseRunner:
@@ -149,7 +148,8 @@ class PiecewiseRunner:
         """See GraphRunner.launch; a batch of a bucket's size is replayed whatever it holds."""
         steady = batch.host is None
         captured = (self._whole if steady else self._captured).get(batch.num_tokens)
-        if captured is None or captured.has_all != (batch.wanted is None):
+        num_wanted = batch.num_tokens if batch.wanted is None else len(batch.wanted)
+        if captured is None or len(captured.hidden) != num_wanted:
             self.path = f"eager_{self._refused}"
             return self._inner.launch(batch, on_layer)
         attention, model = self._parts.attention.prefill, self._parts.model
@@ -196,7 +196,7 @@ class PiecewiseRunner:
                 return self._forward(batch)
 
         hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden), batch.wanted is None)
+        return Captured(capture, self._memory.alias(hidden))
 
     def _in_one(self, num_rows: int) -> Captured:
         attention, capture = self._parts.attention.prefill, Capture(self._memory)
@@ -210,7 +210,7 @@ class PiecewiseRunner:
                 return self._forward(batch)
 
         hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden), batch.wanted is None)
+        return Captured(capture, self._memory.alias(hidden))
 
     def _forward(self, batch: Batch) -> Tensor:
         embedded = self._embedded[: batch.num_tokens]
