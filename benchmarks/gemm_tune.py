@@ -189,8 +189,8 @@ class Tuner:
         if words in self.seen:
             return
         self.seen.add(words)
-        if not self.matmul.takes(words):
-            self.refused["not for this product"] += 1
+        if (refusal := self.matmul.refusal(words)) is not None:
+            self.refused[refusal] += 1
             return
         try:
             if self._coarse_us(words, 2) > 2 * self.best_us:

@@ -36,7 +36,7 @@ def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGem
     """Each with another algorithm for this shape."""
     matmul = LtMatmul(lt, shape, shape[2])
     found = []
-    for words in islice(filter(matmul.takes, proposals(lt, matmul)), num):
+    for words in islice((w for w in proposals(lt, matmul) if matmul.refusal(w) is None), num):
         found.append(LtGemm(lt, Table("this one", lt.version, {shape: words})))
     assert found
     return found

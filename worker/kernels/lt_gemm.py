@@ -180,14 +180,16 @@ class LtMatmul:
         self.lt.call(name, byref(layout), REAL_BF16, rows, columns, stride)
         return layout
 
-    def takes(self, words: Words) -> bool:
-        """Whether the algorithm computes this product on this device, without scratch."""
+    def refusal(self, words: Words) -> str | None:
+        """Why the algorithm is not one for this product, device and no scratch; None: it is."""
         result = HeuristicResult()
         status = self.lt.library.cublasLtMatmulAlgoCheck(
             self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
             byref(AlgorithmWords(*words)), byref(result),
         )  # fmt: skip
-        return status == result.state == result.workspace == 0
+        if status or result.state:
+            return f"refused with cuBLAS status {status or result.state}"
+        return f"need {result.workspace} bytes of scratch" if result.workspace else None
 
     def run(self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64]) -> None:
         """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""
@@ -245,7 +247,7 @@ class LtGemm:
 
     def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
         matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape]
-        return (matmul, AlgorithmWords(*words)) if matmul.takes(words) else None
+        return (matmul, AlgorithmWords(*words)) if matmul.refusal(words) is None else None
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
