@@ -62,15 +62,21 @@ class DecodeLoop:
         )
         self._peers = PrefillPeers(
             engine.transport,
-            engine.layout.hash,
-            engine.layout.regions[0].page_bytes,
+            engine.layout,
+            engine.pool.num_pages,
             config.transport.connect_timeout_s,
             thread.post,
             thread.connect,
             thread.disconnect,
         )
         parts = PullParts(
-            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
+            engine.book,
+            engine.layout,
+            engine.pool.num_pages,
+            thread.send,
+            config.lease,
+            config.transport,
+            metrics,
         )
         self._inbound = Inbound(incarnation, parts, self._peers)
         self._admission = Admission(thread.me, engine, scheduler, self._inbound, self._peers)

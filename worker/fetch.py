@@ -26,7 +26,7 @@ from worker.lease import PullWindow
 from worker.metrics import WorkerMetrics
 from worker.req import Req
 from worker.transfer.base import Peer, Pull, PullState
-from worker.transfer.layout import plan_runs
+from worker.transfer.layout import PoolSizes, plan_runs, pool_size
 
 log = logging.getLogger("kvlane.fetch")
 RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
@@ -38,6 +38,7 @@ class PullParts:
 
     book: PageBook
     layout: KVLayout
+    num_pages: int  # of our pool, its sink included
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     transport: TransportConfig
@@ -217,7 +218,9 @@ class Fetch:
             self._announced.popleft()
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
-            pull = link.pull(plan_runs(self._parts.layout, pairs, ready.groups))
+            layout = self._parts.layout
+            sizes = PoolSizes(self._parts.num_pages, pool_size(layout, link.endpoint))
+            pull = link.pull(plan_runs(layout, pairs, sizes, ready.groups))
             self._ranges.append(_Range(pull, link, now, ready))
 
     def _advance_range(self, each: _Range) -> None:

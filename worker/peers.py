@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import msgspec
 
 from worker.api import Candidate, Member, PeerId
+from worker.cache.layout import KVLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
+from worker.transfer.layout import PoolSizes, plan_runs, pool_size
 
 log = logging.getLogger("kvlane.peers")
 
@@ -63,16 +65,16 @@ class PrefillPeers:
     def __init__(
         self,
         transport: KVTransport,
-        layout_hash: str,
-        page_bytes: int,
+        layout: KVLayout,
+        num_pages: int,
         timeout_s: float,
         post: Callable[[object], None],
         connect: Callable[[PeerId, str], None],
         disconnect: Callable[[PeerId], None],
     ) -> None:
         self._transport = transport
-        self._layout_hash = layout_hash
-        self._page_bytes = page_bytes
+        self._layout = layout
+        self._num_pages = num_pages  # of our pool, its sink included
         self._timeout_s = timeout_s
         self._post = post
         self._connect = connect
@@ -171,13 +173,14 @@ class PrefillPeers:
 
     def _dial(self, peer: PeerId, member: Member) -> None:
         try:
-            if member.layout_hash != self._layout_hash:
+            if member.layout_hash != self._layout.hash:
                 raise Incompatible(
-                    f"its KV layout is {member.layout_hash}, ours {self._layout_hash}: "
+                    f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
                     "model, dtype, page_size and num_groups must be the same"
                 )
             link = self._transport.connect(_decode_endpoint(member.endpoint), self._timeout_s)
-            rate = measured_rate(link, self._page_bytes)
+            sizes = PoolSizes(self._num_pages, pool_size(self._layout, link.endpoint))
+            rate = measured_rate(link, plan_runs(self._layout, [(0, 0)], sizes))
         except TransferError as error:
             self._post(PeerFailed(peer, error))
         except OSError as error:  # no descriptors or memory left: may pass
@@ -186,8 +189,8 @@ class PrefillPeers:
             self._post(PeerConnected(peer, link, rate))
 
 
-def measured_rate(link: Peer, page_bytes: int) -> float:
-    """Bytes per second at which the peer's page 0 is read into ours; nobody uses what is in either.
+def measured_rate(link: Peer, runs: Sequence[Run]) -> float:
+    """Bytes per second at which `runs` are read; nobody uses what they read or write.
 
     Closes the link if that fails.
 
@@ -197,12 +200,12 @@ def measured_rate(link: Peer, page_bytes: int) -> float:
     best = 0.0
     for _ in range(NUM_READS):
         began_at = time.perf_counter()
-        pull = link.pull([Run(0, 0, 0, page_bytes)])
+        pull = link.pull(runs)
         while (state := pull.poll()) is PullState.RUNNING:
             if time.perf_counter() - began_at > SPIN_S:
                 time.sleep(SPIN_S)
         if state is PullState.FAILED:
             link.close()
             raise Unreachable(f"a first read of a page failed: {pull.error}")
-        best = max(best, page_bytes / (time.perf_counter() - began_at))
+        best = max(best, pull.num_bytes / (time.perf_counter() - began_at))
     return best

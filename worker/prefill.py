@@ -137,7 +137,6 @@ def _pace(engine: Engine) -> Pace:
         step_times(engine.runner.graph.checks),
         engine.layout.regions[0].num_groups,
         engine.layout.page_bytes // engine.book.page_size,
-        engine.book.page_size,
         int(engine.config.engine.max_prefill_tokens),
         engine.spec.num_layers,
     )

@@ -312,11 +312,12 @@ def test_a_run_outside_a_region_is_refused(shared_peer: Peer, run: Run) -> None:
         shared_peer.pull([Run(0, 0, 0, 1), run])
 
 
-def test_a_link_is_measured_by_reads_of_the_first_page(
+def test_a_link_is_measured_by_reads(
     shared_peer: Peer, shared_source: Source, memory: Memory
 ) -> None:
-    assert 0 < measured_rate(shared_peer, 3 << 20) < 1e12
-    assert memory.same(expected([Run(0, 0, 0, 3 << 20)], shared_source.data))
+    runs = [Run(0, 0, 0, 3 << 20), Run(0, 4 << 20, 5 << 20, 1 << 20)]
+    assert 0 < measured_rate(shared_peer, runs) < 1e12
+    assert memory.same(expected(runs, shared_source.data))
 
 
 def test_a_link_that_breaks_while_it_is_measured_is_closed(
@@ -326,11 +327,11 @@ def test_a_link_that_breaks_while_it_is_measured_is_closed(
     peer = transport.connect(source.endpoint, CONNECT_S)
     source.kill()
     if row[0] == "shm":  # keeps the memory of a source that is gone
-        assert measured_rate(peer, 4096) > 0
+        assert measured_rate(peer, [Run(0, 0, 0, 4096)]) > 0
         peer.close()
         return
     with pytest.raises(Unreachable, match="a first read of a page failed"):
-        measured_rate(peer, 4096)
+        measured_rate(peer, [Run(0, 0, 0, 4096)])
     with pytest.raises(AssertionError, match="closed peer"):
         peer.pull([Run(0, 0, 0, 1)])
 

@@ -90,8 +90,7 @@ def test_every_element_lies_at_its_documented_byte_offset():
         group, within = divmod(layer_id, 2)
         for page, head, token, kv in ((0, 0, 0, 0), (1, 1, 2, 0), (2, 0, 3, 1), (2, 1, 3, 1)):
             offset = (
-                page * REGION.page_bytes
-                + group * REGION.group_bytes
+                (group * 3 + page) * REGION.group_bytes
                 + head * REGION.head_bytes
                 + ((within * 2 + kv) * 4 + token) * 8 * 4
             )

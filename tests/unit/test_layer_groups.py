@@ -212,8 +212,9 @@ def test_a_step_that_fails_announces_nothing(
 class RecordingPeer:
     """Stands for a transport's peer: every pull ends at once, well."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.runs: list[Run] = []
+        self.endpoint = SimpleNamespace(regions=[SimpleNamespace(num_bytes=num_bytes)])
 
     def pull(self, runs: Sequence[Run]) -> object:
         self.runs += runs
@@ -229,14 +230,15 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         tokens = list(range(rng.randrange(20, 200)))
         book = PageBook(64, PAGE_SIZE)
         parts = PullParts(
-            book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
+            book, layout, 64, lambda *_: None, LeaseConfig(),
+            TransportConfig(name="shm", kind="shm"),
             WorkerMetrics(model="m", role="decode", worker="w"),
         )  # fmt: skip
         hold = book.open(tokens, len(tokens), max_matched=0)
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
         fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
-        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
+        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer(64 * layout.page_bytes)
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
@@ -254,7 +256,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
             fetch.advance(cast("Any", peer), time.monotonic())
             for run in peer.runs:
                 for at in range(run.local_offset, run.local_offset + run.num_bytes, GROUP_BYTES):
-                    page, group = divmod(at // GROUP_BYTES, 4)
+                    group, page = divmod(at // GROUP_BYTES, 64)
                     piece = hold.pages.index(page), group
                     assert piece not in pulled
                     pulled.add(piece)

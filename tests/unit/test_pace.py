@@ -6,7 +6,7 @@ import random
 
 from worker.graph.base import BucketCheck
 from worker.prefill import step_times
-from worker.schedule.pace import AFTER_STORE, ANNOUNCE_S, READ_S, Pace, StepTime
+from worker.schedule.pace import AFTER_STORE, ANNOUNCE_S, Pace, StepTime
 
 KV_BYTES = 147_456  # a token of the Qwen3-8B shape
 NUM_LAYERS = 36
@@ -20,7 +20,7 @@ NVLINK, RDMA_200G, TCP = 390e9, 25e9, 1.8e9
 
 
 def pace(num_groups: int = 4, times: list[StepTime] = TIMES, max_tokens: int = 2048) -> Pace:
-    return Pace(times, num_groups, KV_BYTES, 64, max_tokens, NUM_LAYERS)
+    return Pace(times, num_groups, KV_BYTES, max_tokens, NUM_LAYERS)
 
 
 def total_s(known: Pace, step: StepTime, num_queued: int, rate: float) -> float:
@@ -73,7 +73,7 @@ def test_groups_must_save_more_than_the_pieces_cost() -> None:
     early_s = AFTER_STORE * 0.0130 / NUM_LAYERS  # and a little, as steps in pieces are longer
     saved_s = 0.75 * 512 * KV_BYTES / rate + early_s
     for extra_s, pays in ((0.9 * saved_s, True), (1.1 * saved_s, False)):
-        step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S - 8 * READ_S)
+        step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S)
         assert pace(times=[step]).groups_pay(512, rate) is pays
         assert pace(times=[step]).groups_pay(600, rate)  # beyond what has graphs
 

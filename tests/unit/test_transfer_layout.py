@@ -12,6 +12,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.transfer.layout import (
     HeadRange,
     PageRun,
+    PoolSizes,
     merge_pages,
     plan_runs,
     rank_heads,
@@ -19,7 +20,7 @@ from worker.transfer.layout import (
 )
 
 PAIRS = [(3, 1), (4, 2), (5, 3), (1, 6), (7, 5), (6, 4)]
-NUM_PAGES = 8
+SIZES = PoolSizes(local=8, remote=9)
 
 
 def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> KVLayout:
@@ -30,25 +31,29 @@ def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> K
 
 
 def labels(region: KVRegion, heads: range) -> np.ndarray:
-    """Each byte's meaning as one number, in memory order: (page, group, head, layer, rest)."""
+    """Each remote byte's meaning as one number, by its place: (group, page, head, layer, rest)."""
     rest = 2 * region.page_size * region.head_dim * 2
-    shape = (NUM_PAGES, region.num_groups, len(heads), region.layers_per_group, rest)
+    shape = (region.num_groups, SIZES.remote, len(heads), region.layers_per_group, rest)
     out = np.empty(shape, np.int64)
-    for page, group, i, layer in itertools.product(*map(range, shape[:4])):
+    for group, page, i, layer in itertools.product(*map(range, shape[:4])):
         base = ((page * 97 + group) * 97 + heads[i]) * 97 + layer
-        out[page, group, i, layer] = base * rest + np.arange(rest)
+        out[group, page, i, layer] = base * rest + np.arange(rest)
     return out.reshape(-1)
 
 
 def expected(region: KVRegion, heads: range, groups: range, pairs: list) -> np.ndarray:
     """Local memory after the pull: the remote page's labels in the wanted groups, else -1."""
-    shape = (NUM_PAGES, region.num_groups, region.group_bytes)
-    source = labels(region, heads).reshape(shape)
-    out = np.full(shape, -1, np.int64)
+    source = labels(region, heads).reshape(region.num_groups, SIZES.remote, -1)
+    out = untouched(region).reshape(region.num_groups, SIZES.local, -1)
     for local, remote in pairs:
         for group in groups:
-            out[local, group] = source[remote, group]
+            out[group, local] = source[group, remote]
     return out.reshape(-1)
+
+
+def untouched(region: KVRegion) -> np.ndarray:
+    """Local memory before the pull."""
+    return np.full(SIZES.local * region.page_bytes, -1, np.int64)
 
 
 def apply(runs: list, region: int, memory: np.ndarray, source: np.ndarray) -> None:
@@ -80,13 +85,15 @@ def test_merged_pages_are_the_same_pairs_in_the_same_order() -> None:
         assert flat == pairs
 
 
-def test_whole_pages_become_one_run_for_each_contiguous_stretch() -> None:
+def test_pages_become_one_run_for_each_group_and_contiguous_stretch() -> None:
     one = layout(num_heads=2, num_groups=2)
-    size = one.regions[0].page_bytes
-    runs = plan_runs(one, [(2, 5), (3, 6), (4, 7)])
-    assert runs == [(0, 2 * size, 5 * size, 3 * size)]
-    assert plan_runs(one, [(2, 5), (3, 6), (4, 7)], range(2)) == runs
-    assert plan_runs(one, []) == []
+    size, pairs = one.regions[0].group_bytes, [(2, 5), (3, 6), (4, 7)]
+    runs = plan_runs(one, pairs, SIZES)
+    second = (0, (8 + 2) * size, (9 + 5) * size, 3 * size)
+    assert runs == [(0, 2 * size, 5 * size, 3 * size), second]
+    assert plan_runs(one, pairs, SIZES, range(2)) == runs
+    assert plan_runs(one, pairs, SIZES, range(1, 2)) == [second]
+    assert plan_runs(one, [], SIZES) == []
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
@@ -95,11 +102,11 @@ def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
     for first in range(num_groups):
         for last in range(first, num_groups + 1):
             groups = range(first, last)
-            runs = plan_runs(one, PAIRS, groups)
+            runs = plan_runs(one, PAIRS, SIZES, groups)
             draft_groups = range(1) if num_groups - 1 in groups else range(0)
             for index, of_region in enumerate((groups, draft_groups)):
                 region = one.regions[index]
-                memory = np.full(NUM_PAGES * region.page_bytes, -1, np.int64)
+                memory = untouched(region)
                 apply(runs, index, memory, labels(region, range(2)))
                 assert (memory == expected(region, range(2), of_region, PAIRS)).all()
 
@@ -115,11 +122,11 @@ def test_unequal_tensor_parallelism_fills_every_byte_once(
         for local_rank in range(local_tp):
             ours = [rank_heads(total, local_tp, local_rank) for total in totals]
             local = layout(len(ours[0]), num_groups, len(ours[1]))
-            memory = [np.full(NUM_PAGES * r.page_bytes, -1, np.int64) for r in local.regions]
+            memory = [untouched(region) for region in local.regions]
             for remote_rank, heads in rank_plan(totals, local_tp, local_rank, remote_tp).items():
                 theirs = [rank_heads(total, remote_tp, remote_rank) for total in totals]
                 remote = layout(len(theirs[0]), num_groups, len(theirs[1]))
-                runs = plan_runs(local, PAIRS, remote=remote, heads=heads)
+                runs = plan_runs(local, PAIRS, SIZES, remote=remote, heads=heads)
                 for index, region in enumerate(remote.regions):
                     apply(runs, index, memory[index], labels(region, theirs[index]))
             for index, region in enumerate(local.regions):
@@ -132,7 +139,7 @@ def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
         plan = rank_plan((8,), 4, rank, 4)
         assert plan == {rank: (HeadRange(0, 0, 2),)}
         one = layout(num_heads=2, num_groups=2)
-        assert plan_runs(one, PAIRS, heads=plan[rank]) == plan_runs(one, PAIRS)
+        assert plan_runs(one, PAIRS, SIZES, heads=plan[rank]) == plan_runs(one, PAIRS, SIZES)
 
 
 def test_copies_of_a_head_share_the_load() -> None:
@@ -142,7 +149,8 @@ def test_copies_of_a_head_share_the_load() -> None:
 
 def test_a_head_range_of_a_page_is_one_run_per_group() -> None:
     ours, theirs = layout(num_heads=1, num_groups=2), layout(num_heads=4, num_groups=2)
-    runs = plan_runs(ours, [(1, 2), (2, 3)], remote=theirs, heads=(HeadRange(0, 3, 1),))
+    pairs, heads = [(1, 2), (2, 3)], (HeadRange(0, 3, 1),)
+    runs = plan_runs(ours, pairs, SIZES, remote=theirs, heads=heads)
     assert [run.num_bytes for run in runs] == [ours.regions[0].head_bytes] * 4
 
 

@@ -1,8 +1,8 @@
 """The byte layout of the KV cache, and what two workers must agree on to move it.
 
-A page of a region is contiguous: [group][kv_head][layer in group][k|v][token][head_dim]. So a
-page, a run of pages, one layer group of a page (announced while later groups still compute) and
-a range of kv heads within a group (unequal tensor parallelism) are each one range of bytes.
+A region is [group][page][kv_head][layer in group][k|v][token][head_dim]. So a layer group of a run
+of pages (announced while later groups still compute) and a range of kv heads of a page within a
+group (unequal tensor parallelism) are each one range of bytes (ADR 0018).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from worker.errors import UserError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class KVRegion:
 
     @property
     def page_bytes(self) -> int:
-        """One page of this region."""
+        """One page of this region, all its groups together."""
         return self.num_groups * self.group_bytes
 
 
@@ -117,7 +117,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """One region's memory, as a transport registers it: page p starts at address + p·page_bytes."""
+    """One region's memory, as a transport registers it.
+
+    Group g of page p of n starts at address + (g·n + p)·group_bytes.
+    """
 
     name: str
     address: int

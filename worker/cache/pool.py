@@ -81,9 +81,9 @@ def _shared_memory(name: str, num_bytes: int) -> tuple[Tensor, int]:
 
 
 def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Tensor, Tensor]]:
-    pages = raw.view(getattr(torch, region.dtype)).view(
-        num_pages,
+    groups = raw.view(getattr(torch, region.dtype)).view(
         region.num_groups,
+        num_pages,
         region.num_kv_heads,
         region.layers_per_group,
         2,
@@ -93,5 +93,5 @@ def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Te
     views: list[tuple[Tensor, Tensor]] = []
     for layer_id in range(region.num_layers):
         group, within = divmod(layer_id, region.layers_per_group)
-        views.append((pages[:, group, :, within, 0], pages[:, group, :, within, 1]))
+        views.append((groups[group, :, :, within, 0], groups[group, :, :, within, 1]))
     return views

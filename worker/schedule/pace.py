@@ -15,9 +15,6 @@ from worker.plan import LONG_ROWS
 
 MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
-# Beside its bytes and behind those of the read before. Pages that follow each other are one read
-# together, and one each in groups: 32 pages take no longer to land than 8 (exposed-h200.json).
-READ_S = 5e-6
 # Of a layer's time: attention, its output and the feed-forward block. In long steps the last layer
 # computes little of that.
 AFTER_STORE = 0.8
@@ -39,7 +36,6 @@ class Pace:
     times: Sequence[StepTime]
     num_groups: int  # of the KV layout
     kv_bytes_per_token: int
-    page_size: int
     max_tokens: int  # of one step
     num_layers: int
 
@@ -74,7 +70,7 @@ class Pace:
         at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
         step = self.times[at] if at < len(self.times) else None
         hidden_s, early_s = self._pull_s(num_tokens, link_bytes_per_s), 0.0
-        costs_s = (self.num_groups - 1) * ANNOUNCE_S + num_tokens / self.page_size * READ_S
+        costs_s = (self.num_groups - 1) * ANNOUNCE_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
             if step.num_tokens < LONG_ROWS:

@@ -1,8 +1,8 @@
 """Which bytes of the peer's memory belong where in ours: pure arithmetic on two KV layouts.
 
-Page first makes everything that moves one range: a run of pages, one or more layer groups of a page
-(announced while later groups still compute), and a range of kv heads of a group (when the two sides
-have different numbers of tensor-parallel ranks). No staging, no slices per token.
+Group first makes everything that moves one range: a layer group of a run of pages (announced while
+later groups still compute), and a range of kv heads of a page in a group (when the two sides have
+different numbers of tensor-parallel ranks). No staging, no slices per token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from worker.cache.layout import KVLayout, KVRegion
-from worker.transfer.base import Run
+from worker.transfer.base import Endpoint, Run
 
 Pages = Sequence[tuple[int, int]]  # (local page, remote page)
 
@@ -24,12 +24,24 @@ class PageRun(NamedTuple):
     num_pages: int
 
 
+class PoolSizes(NamedTuple):
+    """How many pages the two sides have, sinks included: where a group begins depends on it."""
+
+    local: int
+    remote: int
+
+
 class HeadRange(NamedTuple):
     """`num_heads` kv heads: where they begin among each side's own heads."""
 
     local_first: int
     remote_first: int
     num_heads: int
+
+
+def pool_size(layout: KVLayout, endpoint: Endpoint) -> int:
+    """How many pages of `layout` the owner of `endpoint` has registered."""
+    return endpoint.regions[0].num_bytes // layout.regions[0].page_bytes
 
 
 def merge_pages(pairs: Pages) -> list[PageRun]:
@@ -93,6 +105,7 @@ def rank_plan(
 def plan_runs(
     layout: KVLayout,
     pairs: Pages,
+    sizes: PoolSizes,
     groups: range | None = None,
     *,
     remote: KVLayout | None = None,
@@ -103,6 +116,7 @@ def plan_runs(
     Args:
         layout: ours.
         pairs: (local page, remote page), each local page once.
+        sizes: of the two pools.
         groups: layer groups of the first region, None for all. A region with a single group, as
             drafters have beside a target with several, goes with the last group: it has to be
             final when that is announced.
@@ -124,8 +138,8 @@ def plan_runs(
             continue
         _check_heads(here, there, span)
         of_region = _region_groups(here, num_groups, wanted)
-        for local, remote_offset, num_bytes in _ranges(here, there, page_runs, of_region, span):
-            runs.append(Run(index, local, remote_offset, num_bytes))
+        for each in _ranges(here, there, page_runs, sizes, of_region, span):
+            runs.append(Run(index, *each))
     return runs
 
 
@@ -149,30 +163,26 @@ def _ranges(
     here: KVRegion,
     there: KVRegion,
     page_runs: Sequence[PageRun],
+    sizes: PoolSizes,
     groups: range,
     span: HeadRange,
 ) -> Iterator[tuple[int, int, int]]:
     """(local offset, remote offset, num_bytes), as large as the layout allows."""
-    if not groups:
-        return
     all_heads = span.num_heads == here.num_kv_heads == there.num_kv_heads
-    if all_heads and len(groups) == here.num_groups:
-        size = here.page_bytes
-        for first_local, first_remote, num_pages in page_runs:
-            yield first_local * size, first_remote * size, num_pages * size
-        return
-    # With all heads, the wanted groups of a page are one range; else each group has its own.
-    starts = range(groups.start, groups.start + 1) if all_heads else groups
-    size = len(groups) * here.group_bytes if all_heads else span.num_heads * here.head_bytes
-    for first_local, first_remote, num_pages in page_runs:
-        for i in range(num_pages):
-            local_page = (first_local + i) * here.page_bytes + span.local_first * here.head_bytes
-            remote_page = (
-                first_remote + i
-            ) * there.page_bytes + span.remote_first * there.head_bytes
-            for group in starts:
+    for group in groups:
+        local = group * sizes.local * here.group_bytes
+        remote = group * sizes.remote * there.group_bytes
+        for local_page, remote_page, num_pages in page_runs:
+            local_at = local + local_page * here.group_bytes
+            remote_at = remote + remote_page * there.group_bytes
+            if all_heads:
+                yield local_at, remote_at, num_pages * here.group_bytes
+                continue
+            local_at += span.local_first * here.head_bytes
+            remote_at += span.remote_first * there.head_bytes
+            for i in range(num_pages):
                 yield (
-                    local_page + group * here.group_bytes,
-                    remote_page + group * there.group_bytes,
-                    size,
+                    local_at + i * here.group_bytes,
+                    remote_at + i * there.group_bytes,
+                    span.num_heads * here.head_bytes,
                 )

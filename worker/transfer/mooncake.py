@@ -181,7 +181,7 @@ class MooncakePeer:
     def __init__(self, transport: MooncakeTransport, endpoint: Endpoint, engine: Engine) -> None:
         self.name = endpoint.name
         self._transport = transport
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._engine: Engine | None = engine
         self._window = WINDOW[transport.kind]
         self._num_reads = 0  # under way, of all pulls together
@@ -216,8 +216,8 @@ class MooncakePeer:
         """Begin a pull; see Peer.pull."""
         assert self._engine is not None, "pull on a closed peer"
         local = self._transport.endpoint()
-        check_runs(runs, local, self._endpoint)
-        pull = MooncakePull(self, _pieces(runs, local, self._endpoint))
+        check_runs(runs, local, self.endpoint)
+        pull = MooncakePull(self, _pieces(runs, local, self.endpoint))
         self._pulls = [*(p for p in self._pulls if not p.over), pull]
         return pull
 
