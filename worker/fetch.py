@@ -26,7 +26,7 @@ from worker.lease import PullWindow
 from worker.metrics import WorkerMetrics
 from worker.req import Req
 from worker.transfer.base import Peer, Pull, PullState
-from worker.transfer.layout import PoolSizes, plan_runs, pool_size
+from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
 
 log = logging.getLogger("kvlane.fetch")
 RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
@@ -38,7 +38,7 @@ class PullParts:
 
     book: PageBook
     layout: KVLayout
-    num_pages: int  # of our pool, its sink included
+    num_pool_pages: int  # ours, the sink included
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     transport: TransportConfig
@@ -219,8 +219,9 @@ class Fetch:
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
             layout = self._parts.layout
-            sizes = PoolSizes(self._parts.num_pages, pool_size(layout, link.endpoint))
-            pull = link.pull(plan_runs(layout, pairs, sizes, ready.groups))
+            held = num_pool_pages(layout, link.endpoint)
+            pool_pages = PoolPages(self._parts.num_pool_pages, held)
+            pull = link.pull(plan_runs(layout, pairs, pool_pages, ready.groups))
             self._ranges.append(_Range(pull, link, now, ready))
 
     def _advance_range(self, each: _Range) -> None:

@@ -20,7 +20,7 @@ from worker.api import Candidate, Member, PeerId
 from worker.cache.layout import KVLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
-from worker.transfer.layout import PoolSizes, plan_runs, pool_size
+from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
 
 log = logging.getLogger("kvlane.peers")
 
@@ -66,7 +66,7 @@ class PrefillPeers:
         self,
         transport: KVTransport,
         layout: KVLayout,
-        num_pages: int,
+        num_pool_pages: int,
         timeout_s: float,
         post: Callable[[object], None],
         connect: Callable[[PeerId, str], None],
@@ -74,7 +74,7 @@ class PrefillPeers:
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._num_pages = num_pages  # of our pool, its sink included
+        self._num_pool_pages = num_pool_pages  # ours, the sink included
         self._timeout_s = timeout_s
         self._post = post
         self._connect = connect
@@ -176,11 +176,14 @@ class PrefillPeers:
             if member.layout_hash != self._layout.hash:
                 raise Incompatible(
                     f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
-                    "model, dtype, page_size and num_groups must be the same"
+                    "model, dtype, page_size, num_groups and kvlane's version must be the same"
                 )
-            link = self._transport.connect(_decode_endpoint(member.endpoint), self._timeout_s)
-            sizes = PoolSizes(self._num_pages, pool_size(self._layout, link.endpoint))
-            rate = measured_rate(link, plan_runs(self._layout, [(0, 0)], sizes))
+            endpoint = _decode_endpoint(member.endpoint)
+            held = num_pool_pages(self._layout, endpoint)
+            link = self._transport.connect(endpoint, self._timeout_s)
+            sinks = [(0, 0)]  # page 0 of both sides
+            pool_pages = PoolPages(self._num_pool_pages, held)
+            rate = measured_rate(link, plan_runs(self._layout, sinks, pool_pages))
         except TransferError as error:
             self._post(PeerFailed(peer, error))
         except OSError as error:  # no descriptors or memory left: may pass
@@ -190,9 +193,9 @@ class PrefillPeers:
 
 
 def measured_rate(link: Peer, runs: Sequence[Run]) -> float:
-    """Bytes per second at which `runs` are read; nobody uses what they read or write.
+    """Bytes per second at which `runs` are read; closes the link if that fails.
 
-    Closes the link if that fails.
+    The caller sees to it that nobody uses what they read or write.
 
     Raises:
         Unreachable: it failed.

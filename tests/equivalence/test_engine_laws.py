@@ -128,8 +128,11 @@ def test_chunks_and_layer_groups_change_nothing(
 ) -> None:
     config = sections(mode, max_prefill_tokens=23)
     config["kv"]["num_groups"] = 2
-    with running(config) as cluster:
+    other = {"engine": {"num_pages": 777}}  # so that groups begin elsewhere than at the source
+    with running(config, decode_sections=other) as cluster:
         check(cluster, greedy_ids, seeded_ids)
+        pools = {worker.engine.pool.num_pages for worker in cluster.workers.values()}
+        assert len(pools) == len(cluster.workers)
 
 
 def test_several_workers_of_each_role_change_nothing(greedy_ids: list, seeded_ids: list) -> None:

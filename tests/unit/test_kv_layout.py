@@ -76,11 +76,12 @@ def test_the_hash_is_stable_and_sees_every_field():
 
 
 def test_every_element_lies_at_its_documented_byte_offset():
-    pool = KVPool(KVLayout((REGION,), "m"), num_pages=3, device=CPU)
+    num_pages = 5
+    pool = KVPool(KVLayout((REGION,), "m"), num_pages, device=CPU)
     for layer_id in range(6):
         for kv, view in enumerate(pool.layer(layer_id)):
-            assert view.shape == (3, 2, 4, 8)
-            code = torch.arange(3 * 2 * 4 * 8).view(3, 2, 4, 8) + 1000 * (2 * layer_id + kv)
+            assert view.shape == (num_pages, 2, 4, 8)
+            code = torch.arange(view.numel()).view(view.shape) + 1000 * (2 * layer_id + kv)
             view.copy_(code)
     (memory,) = pool.memory()
     assert memory.fd is not None
@@ -88,9 +89,9 @@ def test_every_element_lies_at_its_documented_byte_offset():
         flat = torch.tensor(memoryview(mapping).cast("f").tolist())
     for layer_id in range(6):
         group, within = divmod(layer_id, 2)
-        for page, head, token, kv in ((0, 0, 0, 0), (1, 1, 2, 0), (2, 0, 3, 1), (2, 1, 3, 1)):
+        for page, head, token, kv in ((0, 0, 0, 0), (1, 1, 2, 0), (2, 0, 3, 1), (4, 1, 3, 1)):
             offset = (
-                (group * 3 + page) * REGION.group_bytes
+                (group * num_pages + page) * REGION.group_bytes
                 + head * REGION.head_bytes
                 + ((within * 2 + kv) * 4 + token) * 8 * 4
             )

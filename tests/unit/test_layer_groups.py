@@ -238,7 +238,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
         fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
-        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer(64 * layout.page_bytes)
+        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer(80 * layout.page_bytes)
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
@@ -255,9 +255,11 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
             fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
             fetch.advance(cast("Any", peer), time.monotonic())
             for run in peer.runs:
-                for at in range(run.local_offset, run.local_offset + run.num_bytes, GROUP_BYTES):
-                    group, page = divmod(at // GROUP_BYTES, 64)
-                    piece = hold.pages.index(page), group
+                for at in range(0, run.num_bytes, GROUP_BYTES):
+                    group, page = divmod((run.local_offset + at) // GROUP_BYTES, 64)
+                    piece = number, _ = hold.pages.index(page), group
+                    there = (80 * group + 1 + number) * GROUP_BYTES  # its id at the peer
+                    assert run.remote_offset + at == there
                     assert piece not in pulled
                     pulled.add(piece)
             peer.runs.clear()

@@ -181,7 +181,7 @@ class LtMatmul:
         return layout
 
     def refusal(self, words: Words) -> str | None:
-        """Why the algorithm is not one for this product, device and no scratch; None: it is."""
+        """Why the algorithm cannot compute this product here without scratch; None: it can."""
         result = HeuristicResult()
         status = self.lt.library.cublasLtMatmulAlgoCheck(
             self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
@@ -189,7 +189,7 @@ class LtMatmul:
         )  # fmt: skip
         if status or result.state:
             return f"refused with cuBLAS status {status or result.state}"
-        return f"need {result.workspace} bytes of scratch" if result.workspace else None
+        return "need scratch" if result.workspace else None
 
     def run(self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64]) -> None:
         """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""

@@ -1,8 +1,9 @@
 """Which bytes of the peer's memory belong where in ours: pure arithmetic on two KV layouts.
 
-Group first makes everything that moves one range: a layer group of a run of pages (announced while
-later groups still compute), and a range of kv heads of a page in a group (when the two sides have
-different numbers of tensor-parallel ranks). No staging, no slices per token.
+Group first makes one range of each layer group of a run of pages (announced while later groups
+still compute), and one of a range of kv heads of a page in a group (when the two sides have
+different numbers of tensor-parallel ranks). Whole pages are one range a group. No staging, no
+slices per token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from worker.cache.layout import KVLayout, KVRegion
+from worker.errors import Incompatible
 from worker.transfer.base import Endpoint, Run
 
 Pages = Sequence[tuple[int, int]]  # (local page, remote page)
@@ -24,8 +26,8 @@ class PageRun(NamedTuple):
     num_pages: int
 
 
-class PoolSizes(NamedTuple):
-    """How many pages the two sides have, sinks included: where a group begins depends on it."""
+class PoolPages(NamedTuple):
+    """How many pages each side's pool has, the sink included: where its groups begin."""
 
     local: int
     remote: int
@@ -39,9 +41,17 @@ class HeadRange(NamedTuple):
     num_heads: int
 
 
-def pool_size(layout: KVLayout, endpoint: Endpoint) -> int:
-    """How many pages of `layout` the owner of `endpoint` has registered."""
-    return endpoint.regions[0].num_bytes // layout.regions[0].page_bytes
+def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
+    """How many pages of `layout` the owner of `endpoint` has registered.
+
+    Raises:
+        Incompatible: no whole number, or not the same number in every region.
+    """
+    held = [each.num_bytes for each in endpoint.regions]
+    num_pages = held[0] // layout.regions[0].page_bytes if held else 0
+    if held != [num_pages * region.page_bytes for region in layout.regions]:
+        raise Incompatible(f"regions of {held} bytes are not the same number of pages each")
+    return num_pages
 
 
 def merge_pages(pairs: Pages) -> list[PageRun]:
@@ -105,7 +115,7 @@ def rank_plan(
 def plan_runs(
     layout: KVLayout,
     pairs: Pages,
-    sizes: PoolSizes,
+    pool_pages: PoolPages,
     groups: range | None = None,
     *,
     remote: KVLayout | None = None,
@@ -116,7 +126,7 @@ def plan_runs(
     Args:
         layout: ours.
         pairs: (local page, remote page), each local page once.
-        sizes: of the two pools.
+        pool_pages: of the two sides; no page of `pairs` is beyond them.
         groups: layer groups of the first region, None for all. A region with a single group, as
             drafters have beside a target with several, goes with the last group: it has to be
             final when that is announced.
@@ -131,6 +141,9 @@ def plan_runs(
     assert wanted.step == 1, wanted
     assert 0 <= wanted.start <= wanted.stop <= num_groups, wanted
     page_runs = merge_pages(pairs)
+    for run in page_runs:  # a page beyond a group's last one would be the next group's sink
+        assert 0 <= run.local_page <= pool_pages.local - run.num_pages, (run, pool_pages)
+        assert 0 <= run.remote_page <= pool_pages.remote - run.num_pages, (run, pool_pages)
     runs: list[Run] = []
     for index, (here, there) in enumerate(zip(layout.regions, remote.regions, strict=True)):
         span = HeadRange(0, 0, here.num_kv_heads) if heads is None else heads[index]
@@ -138,7 +151,7 @@ def plan_runs(
             continue
         _check_heads(here, there, span)
         of_region = _region_groups(here, num_groups, wanted)
-        for each in _ranges(here, there, page_runs, sizes, of_region, span):
+        for each in _ranges(here, there, page_runs, pool_pages, of_region, span):
             runs.append(Run(index, *each))
     return runs
 
@@ -163,18 +176,16 @@ def _ranges(
     here: KVRegion,
     there: KVRegion,
     page_runs: Sequence[PageRun],
-    sizes: PoolSizes,
+    pool_pages: PoolPages,
     groups: range,
     span: HeadRange,
 ) -> Iterator[tuple[int, int, int]]:
     """(local offset, remote offset, num_bytes), as large as the layout allows."""
     all_heads = span.num_heads == here.num_kv_heads == there.num_kv_heads
     for group in groups:
-        local = group * sizes.local * here.group_bytes
-        remote = group * sizes.remote * there.group_bytes
         for local_page, remote_page, num_pages in page_runs:
-            local_at = local + local_page * here.group_bytes
-            remote_at = remote + remote_page * there.group_bytes
+            local_at = (group * pool_pages.local + local_page) * here.group_bytes
+            remote_at = (group * pool_pages.remote + remote_page) * there.group_bytes
             if all_heads:
                 yield local_at, remote_at, num_pages * here.group_bytes
                 continue

@@ -156,8 +156,9 @@ class MooncakePull:
             self._end("cancelled")
         elif self._failed and (self._stalled or self._num_retries == MAX_RETRIES):
             why = "no progress" if self._stalled else f"{MAX_RETRIES} retries failed too"
+            name = self._peer.endpoint.name
             self._end(
-                f"reads of {len(self._failed)} ranges from {self._peer.name} failed ({why}); "
+                f"reads of {len(self._failed)} ranges from {name} failed ({why}); "
                 "mooncake's reason is in its own log lines"
             )
         elif self._failed:
@@ -179,7 +180,6 @@ class MooncakePeer:
     """One incarnation of one process, with an engine that nobody else uses meanwhile."""
 
     def __init__(self, transport: MooncakeTransport, endpoint: Endpoint, engine: Engine) -> None:
-        self.name = endpoint.name
         self._transport = transport
         self.endpoint = endpoint
         self._engine: Engine | None = engine
@@ -196,7 +196,7 @@ class MooncakePeer:
         """Start one read; its batch id, or 0 if the engine refused."""
         assert self._engine is not None
         batch_id = self._engine.raw.batch_transfer_async_read(
-            self.name, [piece.local], [piece.remote], [piece.num_bytes]
+            self.endpoint.name, [piece.local], [piece.remote], [piece.num_bytes]
         )
         self._num_reads += batch_id != 0
         return batch_id

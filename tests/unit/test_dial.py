@@ -1,0 +1,83 @@
+"""How a decode worker dials a prefill worker: what it refuses, and what it reads to measure."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from worker.api import Member
+from worker.cache.layout import KVLayout, KVRegion
+from worker.errors import Incompatible
+from worker.peers import NUM_READS, PeerConnected, PeerFailed, PrefillPeers
+from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
+
+LAYOUT = KVLayout(
+    (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32")),
+    "m",
+)
+OURS, THEIRS = 8, 11  # pages
+
+
+class RecordingTransport:
+    """Reaches everybody; keeps what is read."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.num_connected = 0
+
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> object:
+        self.num_connected += 1
+        return SimpleNamespace(endpoint=endpoint, pull=self.pull, close=lambda: None)
+
+    def pull(self, runs: Sequence[Run]) -> object:
+        self.runs += runs
+        num_bytes = sum(run.num_bytes for run in runs)
+        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=num_bytes, error=None)
+
+
+def dialled(
+    transport: RecordingTransport, num_bytes: Sequence[int], layout_hash: str = LAYOUT.hash
+) -> object:
+    """The event that a worker with regions of so many bytes leads to."""
+    regions = zip(LAYOUT.regions, num_bytes, strict=True)
+    held = tuple(RemoteRegion(region.name, 0, size, None) for region, size in regions)
+    endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, held))
+    member = Member(
+        "prefill-0", "prefill", "p", "tcp://", layout_hash=layout_hash, endpoint=endpoint
+    )
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    peers = PrefillPeers(
+        cast("Any", transport), LAYOUT, OURS, 1.0, events.put, lambda *_: None, lambda *_: None
+    )
+    peers.update([member])
+    peers.tend(1.0, lambda _: False)
+    return events.get(timeout=10)
+
+
+def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
+    """Page 0 in every group: where it lies depends on how many pages each side has."""
+    transport = RecordingTransport()
+    event = dialled(transport, [THEIRS * region.page_bytes for region in LAYOUT.regions])
+    assert isinstance(event, PeerConnected)
+    target, draft = LAYOUT.regions
+    size = target.group_bytes
+    once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
+    once += [Run(1, 0, 0, draft.group_bytes)]
+    assert transport.runs == NUM_READS * once
+
+
+@pytest.mark.parametrize("change", ["layout", "pages"])
+def test_a_peer_with_another_layout_is_not_contacted(change: str) -> None:
+    num_bytes = [THEIRS * region.page_bytes for region in LAYOUT.regions]
+    num_bytes[1] += LAYOUT.regions[1].page_bytes * (change == "pages")
+    transport = RecordingTransport()
+    layout_hash = "another" if change == "layout" else LAYOUT.hash
+    event = dialled(transport, num_bytes, layout_hash)
+    assert isinstance(event, PeerFailed)
+    assert isinstance(event.error, Incompatible)
+    assert not transport.num_connected
