@@ -243,7 +243,7 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
     """Large steps multiply faster; over a slow link the last one had better be small."""
     times = [StepTime(512, 0.013, 0.014), StepTime(2048, 0.048, 0.048)]
     for rate, longest in ((0.0, 2048), (1e11, 2048), (1e9, 512)):
-        pace = Pace(times, 4, 147_456, 64, 2048, num_layers=36)
+        pace = Pace(times, 4, 147_456, 2048, num_layers=36)
         engine = EngineConfig(max_prefill_tokens=2048)
         scheduler = PrefillScheduler(PageBook(100, 64), engine, pace=pace)
         assert scheduler.admit("a", range(4097), rate) is not None
