@@ -182,6 +182,9 @@ def show(out: Path) -> int:
 def main() -> int:
     """0 if every request of every layout was served, 2 if there is nothing to show."""
     if sys.argv[1:2] == ["show"]:
+        if len(sys.argv) != 3:
+            print("usage: python -m benchmarks.interference show DIR", file=sys.stderr)
+            return 2
         return show(Path(sys.argv[2]))
     options = parse()
     enter_namespace("benchmarks.interference")

@@ -1,4 +1,4 @@
-"""What all tests share: how the processes of pytest-xdist divide them, and the gpu(n) marker.
+"""What all tests share: how the processes of pytest-xdist divide them, and the gpu marker.
 
 With `-n 2`, every module is run by one process, as its fixtures are costly, and all that start real
 clusters by one as well: these have fixed ports and look at what is left of processes.
@@ -6,6 +6,7 @@ clusters by one as well: these have fixed ports and look at what is left of proc
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -65,3 +66,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wanted = marker.args[0]
     if torch.cuda.device_count() < wanted:
         pytest.skip(f"needs {wanted} CUDA devices, found {torch.cuda.device_count()}")
+    if marker.kwargs.get("alone") and os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("looks at all of a device's memory, so nothing else may run: leave out -n")

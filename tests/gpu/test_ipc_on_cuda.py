@@ -214,13 +214,13 @@ def check(kind: str, source_device: str, reader_device: str) -> None:
     assert left[1] - left[-1] <= LEAK_BYTES
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, alone=True)
 @pytest.mark.timeout(600)
 def test_a_killed_sources_memory_comes_back_on_another_gpu() -> None:
     check("nvlink", "cuda:0", "cuda:1")
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu(1, alone=True)
 @pytest.mark.timeout(600)
 def test_a_killed_sources_memory_comes_back_on_a_shared_gpu() -> None:
     check("nvlink", "cuda:0", "cuda:0")

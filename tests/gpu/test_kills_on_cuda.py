@@ -55,14 +55,14 @@ def check(serve: Serve, kind: str, *arguments: str) -> None:
     assert all(now <= then + SLACK_MIB for now, then in zip(memory_used(), unused, strict=True))
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, alone=True)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["nvlink", "tcp"])
 def test_kills_on_two_gpus(kind: str, serve: Serve) -> None:
     check(serve, kind)
 
 
-@pytest.mark.gpu(1)
+@pytest.mark.gpu(1, alone=True)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["nvlink", "tcp"])
 def test_kills_on_one_gpu(kind: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

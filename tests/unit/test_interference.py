@@ -210,6 +210,14 @@ def test_show_says_that_there_is_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_show_wants_a_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["interference", "show"])
+    assert main() == 2
+    assert "interference show DIR" in capsys.readouterr().err
+
+
 def test_another_load_than_was_sent_is_refused(tmp_path: Path) -> None:
     write_results(tmp_path)
     write_loads(options(tmp_path))
