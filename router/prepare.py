@@ -171,7 +171,7 @@ class Preparer:
     ) -> Prepared:
         text, choices = self._front.text, list[PreparedChoice]()
         for prompt in prompts:
-            max_tokens = allowed_tokens(len(prompt), *body.asked_max_tokens, self._front, param)
+            max_tokens = allowed_tokens(len(prompt), body, self._front, param)
             sampling = body.sampling(max_tokens, text.vocab_size, grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
@@ -217,15 +217,12 @@ def check_size(prompt: str | list[int], front: Front, param: str) -> None:
         raise ApiError(400, "context_length_exceeded", message, param=param)
 
 
-def allowed_tokens(
-    num_prompt_tokens: int, asked: int | None, field: str, front: Front, param: str
-) -> int:
+def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, front: Front, param: str) -> int:
     """How long the output may become.
 
     Args:
         num_prompt_tokens: how long the prompt is.
-        asked: how long the client wants the output to become, if it says.
-        field: where it says so.
+        body: how long the client wants the output to become, if it says.
         front: knows the limit.
         param: the field that holds the prompt.
 
@@ -235,9 +232,9 @@ def allowed_tokens(
     limit = front.max_model_len
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty", param)
-    room = limit - num_prompt_tokens
+    room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
     if room >= (asked or 1):
-        return asked or room
+        return asked or min(room, body.usual_max_tokens or room)
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
         message += f" and {field} is {asked}"

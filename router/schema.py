@@ -24,6 +24,7 @@ from router.errors import ApiError, invalid, unsupported
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
+USUAL_MAX_TOKENS = 16  # of a text completion
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -134,6 +135,11 @@ class GenerationBody(Open):
     def asked_max_tokens(self) -> tuple[int | None, str]:
         """The explicit limit of the output, if there is one, and the field that has it."""
         return self.max_tokens, "max_tokens"
+
+    @property
+    def usual_max_tokens(self) -> int | None:
+        """The limit where none is asked for, if the prompt leaves as much; None: what it leaves."""
+        return None
 
     @property
     def num_logprobs(self) -> int:
@@ -256,6 +262,11 @@ class CompletionBody(GenerationBody):
         if self.echo and self.logprobs is not None:
             raise Contradiction("echo", "logprobs of the prompt are not computed")
         return self
+
+    @property
+    def usual_max_tokens(self) -> int | None:
+        """OpenAI's default, and vLLM's."""
+        return USUAL_MAX_TOKENS
 
     @property
     def num_logprobs(self) -> int:

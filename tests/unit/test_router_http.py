@@ -258,13 +258,26 @@ def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.stop_ids) == (True, 2, (3, 9))
 
 
-def test_default_max_tokens_is_what_is_left(url: str, double: DecodeDouble) -> None:
+@pytest.mark.parametrize("num_left", [246, 16, 15, 1])
+def test_a_completion_has_16_tokens_unless_asked(
+    url: str, double: DecodeDouble, num_left: int
+) -> None:
+    """As at OpenAI and vLLM; what a prompt leaves may be less, and null is as good as nothing."""
     double.script = keep
-    for prompt in ([1] * 10, [1] * (MAX_MODEL_LEN - 1)):
-        assert post(url, "completions", prompt=prompt).status_code == 200
+    prompt = [1] * (MAX_MODEL_LEN - num_left)
+    for asked in ({}, {"max_tokens": None}):
+        assert post(url, "completions", prompt=prompt, **asked).status_code == 200
         _, generate = double.take()
-        assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(prompt)
+        assert generate.sampling.max_tokens == min(16, num_left)
         assert 0 <= generate.sampling.seed < 2**63
+
+
+def test_a_chat_has_what_is_left_unless_asked(url: str, double: DecodeDouble) -> None:
+    double.script = keep
+    for asked in ({}, {"max_tokens": None}):
+        assert post(url, "chat/completions", messages=HELLO, **asked).status_code == 200
+        _, generate = double.take()
+        assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(generate.tokens)
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
