@@ -38,7 +38,6 @@ class ThrottledPeer:
 
     def __init__(self, peer: Peer, throttle: Throttle) -> None:
         self._peer, self._throttle = peer, throttle
-        self.endpoint = peer.endpoint
 
     def pull(self, runs: Sequence[Run]) -> ThrottledPull:
         """See Peer.pull."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -24,7 +24,6 @@ from router.errors import ApiError, invalid, unsupported
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
-USUAL_MAX_TOKENS = 16  # of a text completion
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -101,6 +100,9 @@ class StreamOptions(Open):
 class GenerationBody(Open):
     """What both generation endpoints share."""
 
+    # The limit where none is asked for, if the prompt leaves as much; None: what it leaves.
+    usual_max_tokens: ClassVar[int | None] = None
+
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -135,11 +137,6 @@ class GenerationBody(Open):
     def asked_max_tokens(self) -> tuple[int | None, str]:
         """The explicit limit of the output, if there is one, and the field that has it."""
         return self.max_tokens, "max_tokens"
-
-    @property
-    def usual_max_tokens(self) -> int | None:
-        """The limit where none is asked for, if the prompt leaves as much; None: what it leaves."""
-        return None
 
     @property
     def num_logprobs(self) -> int:
@@ -248,6 +245,8 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    usual_max_tokens: ClassVar[int | None] = 16  # OpenAI's default, and vLLM's
+
     prompt: Annotated[Many[str] | Many[Many[int]], BeforeValidator(_prompts)]
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool = False
@@ -262,11 +261,6 @@ class CompletionBody(GenerationBody):
         if self.echo and self.logprobs is not None:
             raise Contradiction("echo", "logprobs of the prompt are not computed")
         return self
-
-    @property
-    def usual_max_tokens(self) -> int | None:
-        """OpenAI's default, and vLLM's."""
-        return USUAL_MAX_TOKENS
 
     @property
     def num_logprobs(self) -> int:

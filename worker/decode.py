@@ -70,13 +70,7 @@ class DecodeLoop:
             thread.disconnect,
         )
         parts = PullParts(
-            engine.book,
-            engine.layout,
-            engine.pool.num_pages,
-            thread.send,
-            config.lease,
-            config.transport,
-            metrics,
+            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
         )
         self._inbound = Inbound(incarnation, parts, self._peers)
         self._admission = Admission(thread.me, engine, scheduler, self._inbound, self._peers)

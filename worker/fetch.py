@@ -26,7 +26,7 @@ from worker.lease import PullWindow
 from worker.metrics import WorkerMetrics
 from worker.req import Req
 from worker.transfer.base import Peer, Pull, PullState
-from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
+from worker.transfer.layout import PoolPages, plan_runs
 
 log = logging.getLogger("kvlane.fetch")
 RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
@@ -38,7 +38,6 @@ class PullParts:
 
     book: PageBook
     layout: KVLayout
-    num_pool_pages: int  # ours, the sink included
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     transport: TransportConfig
@@ -95,6 +94,7 @@ class Fetch:
         self._window = PullWindow(parts.lease.decode_window_s)
         self._computed_at = 0.0  # when this attempt's last page was announced
         self._prefill_s = 0.0
+        self._pool_pages = PoolPages(0, 0)  # of this attempt
         self._announced: deque[_Ready] = deque()  # not bound and pulled yet
         self._ranges: list[_Range] = []
         # Number of a page in the prompt -> its layer groups, as bits, in this attempt.
@@ -120,10 +120,16 @@ class Fetch:
         return any(each.link is link for each in self._ranges)
 
     def begin(
-        self, peer: PeerId, incarnation: str, now: float, link_bytes_per_s: float = 0.0
+        self,
+        peer: PeerId,
+        incarnation: str,
+        now: float,
+        pool_pages: PoolPages,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         """Ask `peer`, with no pull of an earlier attempt running.
 
+        `pool_pages`: of our pool and the peer's.
         `link_bytes_per_s`: what its link was measured at; 0 = not known.
         """
         assert not self._ranges
@@ -131,6 +137,7 @@ class Fetch:
         prefill = peer.rpartition("/")[2]
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, prefill)
         self.peer, self._sent_at = peer, now
+        self._pool_pages = pool_pages
         self._window = PullWindow(self._parts.lease.decode_window_s)
         self._computed_at = 0.0
         self._seen_groups.clear()
@@ -218,10 +225,8 @@ class Fetch:
             self._announced.popleft()
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
-            layout = self._parts.layout
-            held = num_pool_pages(layout, link.endpoint)
-            pool_pages = PoolPages(self._parts.num_pool_pages, held)
-            pull = link.pull(plan_runs(layout, pairs, pool_pages, ready.groups))
+            runs = plan_runs(self._parts.layout, pairs, self._pool_pages, ready.groups)
+            pull = link.pull(runs)
             self._ranges.append(_Range(pull, link, now, ready))
 
     def _advance_range(self, each: _Range) -> None:

@@ -136,7 +136,9 @@ class Inbound:
         while fetch.candidates and fetch.attempt < self._parts.transport.max_attempts:
             peer = fetch.candidates.popleft().peer
             if self._peers.link(peer) is not None:
-                fetch.begin(peer, self._incarnation, now, self._peers.link_bytes_per_s(peer))
+                pool_pages = self._peers.pool_pages(peer)
+                rate = self._peers.link_bytes_per_s(peer)
+                fetch.begin(peer, self._incarnation, now, pool_pages, rate)
                 return True
         return False
 

@@ -36,6 +36,7 @@ class PeerConnected:
 
     peer: PeerId
     link: Peer
+    pool_pages: PoolPages
     bytes_per_s: float  # of the link, when nothing else is pulled
 
 
@@ -53,6 +54,7 @@ class _Known:
 
     member: Member
     link: Peer | None = None  # what pulls go over, once it was dialled
+    pool_pages: PoolPages | None = None  # ours and the peer's, once it was dialled
     bytes_per_s: float = 0.0  # of the link, as measured when it was dialled
     answers: bool = False  # it has sent something since our last connect
     connecting: bool = False
@@ -97,6 +99,12 @@ class PrefillPeers:
         """What the link to `peer` was measured at; 0 = there is none."""
         known = self._known.get(peer)
         return known.bytes_per_s if known is not None else 0.0
+
+    def pool_pages(self, peer: PeerId) -> PoolPages:
+        """Of our pool and that of `peer`, to which there is a link."""
+        found = self._known[peer].pool_pages
+        assert found is not None
+        return found
 
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those of `candidates` that can be pulled from, order kept."""
@@ -151,7 +159,7 @@ class PrefillPeers:
             event.link.close()  # it died meanwhile, or was lost and dialled again
             return
         known.link, known.connecting = event.link, False
-        known.bytes_per_s = event.bytes_per_s
+        known.pool_pages, known.bytes_per_s = event.pool_pages, event.bytes_per_s
         log.info("can pull from %s, %.3g GB/s", event.peer, event.bytes_per_s / 1e9)
 
     def failed(self, event: PeerFailed) -> None:
@@ -180,16 +188,16 @@ class PrefillPeers:
                 )
             endpoint = _decode_endpoint(member.endpoint)
             held = num_pool_pages(self._layout, endpoint)
+            pool_pages = PoolPages(self._num_pool_pages, held)
             link = self._transport.connect(endpoint, self._timeout_s)
             sinks = [(0, 0)]  # page 0 of both sides
-            pool_pages = PoolPages(self._num_pool_pages, held)
             rate = measured_rate(link, plan_runs(self._layout, sinks, pool_pages))
         except TransferError as error:
             self._post(PeerFailed(peer, error))
         except OSError as error:  # no descriptors or memory left: may pass
             self._post(PeerFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
         else:
-            self._post(PeerConnected(peer, link, rate))
+            self._post(PeerConnected(peer, link, pool_pages, rate))
 
 
 def measured_rate(link: Peer, runs: Sequence[Run]) -> float:

@@ -124,7 +124,6 @@ class SlowPeer:
 
     def __init__(self, link: Peer, rng: random.Random) -> None:
         self._link, self._rng = link, rng
-        self.endpoint = link.endpoint
 
     def pull(self, runs: Sequence[Run]) -> SlowPull:
         return SlowPull(self._link.pull(runs), self._rng)

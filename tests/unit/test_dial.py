@@ -15,6 +15,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.errors import Incompatible
 from worker.peers import NUM_READS, PeerConnected, PeerFailed, PrefillPeers
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
+from worker.transfer.layout import PoolPages
 
 LAYOUT = KVLayout(
     (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32")),
@@ -69,6 +70,7 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
     once += [Run(1, 0, 0, draft.group_bytes)]
     assert transport.runs == NUM_READS * once
+    assert event.pool_pages == PoolPages(OURS, THEIRS)
 
 
 @pytest.mark.parametrize("change", ["layout", "pages"])

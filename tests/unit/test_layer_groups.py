@@ -26,6 +26,7 @@ from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
 from worker.req import Req
 from worker.transfer.base import PullState, Run
+from worker.transfer.layout import PoolPages
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
@@ -212,9 +213,8 @@ def test_a_step_that_fails_announces_nothing(
 class RecordingPeer:
     """Stands for a transport's peer: every pull ends at once, well."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self) -> None:
         self.runs: list[Run] = []
-        self.endpoint = SimpleNamespace(regions=[SimpleNamespace(num_bytes=num_bytes)])
 
     def pull(self, runs: Sequence[Run]) -> object:
         self.runs += runs
@@ -230,15 +230,14 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         tokens = list(range(rng.randrange(20, 200)))
         book = PageBook(64, PAGE_SIZE)
         parts = PullParts(
-            book, layout, 64, lambda *_: None, LeaseConfig(),
-            TransportConfig(name="shm", kind="shm"),
+            book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
             WorkerMetrics(model="m", role="decode", worker="w"),
         )  # fmt: skip
         hold = book.open(tokens, len(tokens), max_matched=0)
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
         fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
-        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer(80 * layout.page_bytes)
+        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
@@ -246,7 +245,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
                 assert whole <= pulled
                 pulled = whole  # of the others nothing counts in a new attempt
                 fetch.drain()
-                fetch.begin("prefill-0/p", "d", time.monotonic())
+                fetch.begin("prefill-0/p", "d", time.monotonic(), PoolPages(local=64, remote=80))
             assert fetch.xfer is not None
             first, first_group = rng.randrange(num_pages), rng.randrange(4)
             end = rng.randint(first + 1, num_pages)

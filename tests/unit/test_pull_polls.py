@@ -18,6 +18,7 @@ from worker.inbound import Inbound
 from worker.metrics import WorkerMetrics
 from worker.req import Req
 from worker.transfer.base import PullState
+from worker.transfer.layout import PoolPages
 
 PEER, PAGE_SIZE = "prefill-0/p", 16
 
@@ -26,7 +27,7 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     layout = KVLayout((KVRegion("target", 12, 2, 8, 1, PAGE_SIZE, "float32"),), "m")
     book, sent = PageBook(64, PAGE_SIZE), list[Any]()
     parts = PullParts(
-        book, layout, 64, lambda _, message: sent.append(message), LeaseConfig(),
+        book, layout, lambda _, message: sent.append(message), LeaseConfig(),
         TransportConfig(name="shm", kind="shm"),
         WorkerMetrics(model="m", role="decode", worker="w"),
     )  # fmt: skip
@@ -37,9 +38,12 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
         states.append(PullState.RUNNING)
         return SimpleNamespace(poll=lambda: states[number], num_bytes=1, error=None)
 
-    regions = [SimpleNamespace(num_bytes=64 * layout.page_bytes)]
-    link = SimpleNamespace(pull=pull, endpoint=SimpleNamespace(regions=regions))
-    peers = SimpleNamespace(link=lambda _: link, link_bytes_per_s=lambda _: 0.0)
+    link = SimpleNamespace(pull=pull)
+    peers = SimpleNamespace(
+        link=lambda _: link,
+        pool_pages=lambda _: PoolPages(64, 64),
+        link_bytes_per_s=lambda _: 0.0,
+    )
     inbound = Inbound("d", parts, cast("Any", peers))
     began_at = time.monotonic()  # pulls that are too old are given up by the same clock
 

@@ -129,9 +129,9 @@ def check_chunk_bucket(
     """Run one batch of chunks, padded to `num_rows`, both ways; None if the pool is too small.
 
     Compared are the hidden states of rows that are not padding, or those that are wanted of a long
-    step, and the KV. See `check_bucket`, and
-    `BatchBuffers.chunks` for `steady`. With `rounding` nothing is equal bit for bit: a row of
-    hidden states may differ by so much of its norm, and the KV shows in them, as it is attended to.
+    step, and the KV. See `check_bucket`, and `BatchBuffers.chunks` for `steady`. With `rounding`
+    nothing is equal bit for bit: a row of hidden states may differ by so much of its norm, and the
+    KV shows in them, as it is attended to.
     """
     scene = ChunkScene(parts, num_rows, steady=steady)
     if not scene.fits:

@@ -105,8 +105,6 @@ class Pull(Protocol):
 class Peer(Protocol):
     """A connected source of KV: one incarnation of one process."""
 
-    endpoint: Endpoint  # whom we are connected to
-
     def pull(self, runs: Sequence[Run]) -> Pull:
         """Begin to copy `runs` from the peer; no runs are OK at the first poll.
 

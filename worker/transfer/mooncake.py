@@ -156,9 +156,8 @@ class MooncakePull:
             self._end("cancelled")
         elif self._failed and (self._stalled or self._num_retries == MAX_RETRIES):
             why = "no progress" if self._stalled else f"{MAX_RETRIES} retries failed too"
-            name = self._peer.endpoint.name
             self._end(
-                f"reads of {len(self._failed)} ranges from {name} failed ({why}); "
+                f"reads of {len(self._failed)} ranges from {self._peer.name} failed ({why}); "
                 "mooncake's reason is in its own log lines"
             )
         elif self._failed:
@@ -180,8 +179,9 @@ class MooncakePeer:
     """One incarnation of one process, with an engine that nobody else uses meanwhile."""
 
     def __init__(self, transport: MooncakeTransport, endpoint: Endpoint, engine: Engine) -> None:
+        self.name = endpoint.name
         self._transport = transport
-        self.endpoint = endpoint
+        self._endpoint = endpoint
         self._engine: Engine | None = engine
         self._window = WINDOW[transport.kind]
         self._num_reads = 0  # under way, of all pulls together
@@ -196,7 +196,7 @@ class MooncakePeer:
         """Start one read; its batch id, or 0 if the engine refused."""
         assert self._engine is not None
         batch_id = self._engine.raw.batch_transfer_async_read(
-            self.endpoint.name, [piece.local], [piece.remote], [piece.num_bytes]
+            self.name, [piece.local], [piece.remote], [piece.num_bytes]
         )
         self._num_reads += batch_id != 0
         return batch_id
@@ -216,8 +216,8 @@ class MooncakePeer:
         """Begin a pull; see Peer.pull."""
         assert self._engine is not None, "pull on a closed peer"
         local = self._transport.endpoint()
-        check_runs(runs, local, self.endpoint)
-        pull = MooncakePull(self, _pieces(runs, local, self.endpoint))
+        check_runs(runs, local, self._endpoint)
+        pull = MooncakePull(self, _pieces(runs, local, self._endpoint))
         self._pulls = [*(p for p in self._pulls if not p.over), pull]
         return pull
 

@@ -95,7 +95,7 @@ class ShmPeer:
         self, transport: ShmTransport, endpoint: Endpoint, maps: Sequence[mmap.mmap]
     ) -> None:
         self._transport = transport
-        self.endpoint = endpoint
+        self._endpoint = endpoint
         self._maps = list(maps)
         self._remote = [np.frombuffer(mapped, np.uint8) for mapped in maps]
         self._pulls: list[ShmPull] = []
@@ -107,7 +107,7 @@ class ShmPeer:
     def pull(self, runs: Sequence[Run]) -> ShmPull:
         """Begin a pull; see Peer.pull."""
         assert self._maps, "pull on a closed peer"
-        check_runs(runs, self._transport.endpoint(), self.endpoint)
+        check_runs(runs, self._transport.endpoint(), self._endpoint)
         pull = ShmPull(self, runs)
         self._pulls = [*(p for p in self._pulls if not p.over), pull]
         return pull
