@@ -140,6 +140,12 @@ class Outbound:
                 groups = range(first_group, num_groups)
                 self._say(self._by_req[req], req.num_announced_pages, pages, groups, last=last)
 
+    def nearly_final(self, chunks: Sequence[tuple[PrefillReq, Chunk]]) -> None:
+        """Say to the peers of prompts that these chunks end that the rest is about to come."""
+        for req, chunk in chunks:
+            if not req.dropped and chunk.start + len(chunk.tokens) == req.num_target_tokens:
+                self._say(self._by_req[req], req.num_announced_pages, (), range(0), last=False)
+
     def grown(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """A step has settled: announce what has become final by it and was not announced yet."""
         for req in reqs:

@@ -37,6 +37,8 @@ class HostEvent:
 
 
 GroupEvent = HostEvent | torch.cuda.Event
+# A moment before the last layer: 0.6 ms at 512 tokens of the Qwen3-8B shape, 2.4 at 2048.
+NEARLY_LAYERS = 2
 
 
 @cache
@@ -53,11 +55,13 @@ class Step:
 
     `group_events` has one event for each layer group of the KV: passed when that group's KV of the
     step's chunks is final, of the last one before the step is. Empty unless they were asked for.
+    `nearly` is passed a moment before the last of them.
     """
 
     def __init__(self, plan: Plan, runner: ModelRunner) -> None:
         self.plan = plan
         self.group_events: list[GroupEvent] = []
+        self.nearly: GroupEvent | None = None
         self.failed = False  # while its groups were computed; `wait` raises why
         self._runner = runner
         self._running: Future[Any] | None = None  # of Result | None; of the body: None
@@ -138,13 +142,13 @@ class ModelRunner:
             at_layer: called between layers while the launch of a step keeps this thread busy.
         """
         step = Step(plan, self)
-        events = step.group_events
+        make = HostEvent if self._thread is not None else torch.cuda.Event
+        step.group_events += [make() for _ in range(self._num_groups)]
+        step.nearly = make()
         if self._thread is not None:
-            events += [HostEvent() for _ in range(self._num_groups)]
             step._running = self._thread.submit(self._run_in_groups, step, None)
         else:
             self._enter_stream()
-            events += [torch.cuda.Event() for _ in range(self._num_groups)]
             self._run_in_groups(step, at_layer)
             self._record(step, None)
         return step
@@ -192,12 +196,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_in_groups(self, step: Step, at_layer: Callable[[], None] | None) -> None:
-        events = step.group_events
+        events, nearly = step.group_events, step.nearly
+        assert nearly is not None
+        nearly_layer = max(0, self._num_groups * self._layers_per_group - 1 - NEARLY_LAYERS)
 
         def on_layer(layer_id: int) -> None:
             group, within = divmod(layer_id + 1, self._layers_per_group)
             if not within:
                 events[group - 1].record()
+            if layer_id == nearly_layer:
+                nearly.record()
             if at_layer is not None:
                 at_layer()
 
@@ -205,7 +213,8 @@ class ModelRunner:
             self._forward(step.plan, on_layer)
         except BaseException:
             step.failed = True
-            for event in events:  # whoever waits for them goes on to `wait`, which raises this
+            # whoever waits for them goes on to `wait`, which raises this
+            for event in (*events, nearly):
                 event.record()
             raise
 

@@ -25,6 +25,7 @@ from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
 from worker.req import Req
+from worker.runner import NEARLY_LAYERS
 from worker.transfer.base import PullState, Run
 from worker.transfer.layout import PoolPages
 
@@ -110,7 +111,7 @@ def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) ->
     num_early = 0
     for message, found in worker.serve(prompts):
         groups = groups_of(message)
-        num_early += groups.stop < NUM_GROUPS
+        num_early += groups.stop < NUM_GROUPS and len(message.pages) > 0
         numbers = range(message.first_page, message.first_page + len(message.pages))
         for number, page, then in zip(numbers, message.pages, found, strict=True):
             assert then.any()
@@ -142,6 +143,36 @@ def test_the_last_group_is_announced_while_its_step_computes(
     sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
     assert [message.last for message, _ in sent].count(True) == 1
     assert in_time == [True]
+
+
+def test_decode_is_woken_up_before_the_last_group(
+    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a message that names no pages, once for each prompt, and only at its end."""
+    attention = worker.engine.runner.parts.attention.prefill
+    attend, first_late = attention.forward, worker.engine.spec.num_layers - NEARLY_LAYERS
+    in_time = list[bool]()
+    prompt = problem_ids(11)[10]
+    num_steps = -(-(len(prompt) * 2 - 1) // CHUNK)
+
+    def wakings() -> list[KVReady]:
+        """After the first message, which acknowledges the request."""
+        return [message for message, _ in worker.sent[1:] if not message.pages]
+
+    def after_the_waking(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
+        if layer_id == first_late and len(in_time) < num_steps:
+            in_time.append(len(in_time) == num_steps - 1)
+            limit = time.monotonic() + 10 * in_time[-1]
+            while not wakings() and time.monotonic() < limit:
+                time.sleep(1e-3)
+            assert len(wakings()) == in_time[-1]
+        return attend(q, k, v, layer_id, out)
+
+    monkeypatch.setattr(attention, "forward", after_the_waking)
+    worker.serve([prompt * 2])
+    assert in_time == [False] * (num_steps - 1) + [True]
+    (waking,) = wakings()
+    assert (waking.num_groups, waking.last) == (0, False)
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
