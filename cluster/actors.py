@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ from worker.errors import PeerLost, UserError, WorldError
 log = logging.getLogger("kvlane.actors")
 
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 ms for the engine
 MAX_CONCURRENCY = 8  # run() and start() hold one thread each
 FENCE_TIMEOUT_S = 20.0
 
@@ -66,7 +64,6 @@ class ProcessActor:
 
     def __init__(self, name: str, incarnation: str, level: str) -> None:
         logging.basicConfig(level=level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._name = name
         self._incarnation = incarnation
         self._lock = threading.Lock()

@@ -21,9 +21,6 @@ TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serve
 # beyond its KV is the hidden states of each request's last token, of which alone tokens are drawn.
 # That is a layer's time less. In shorter ones a layer takes the time of reading its weights.
 LONG_ROWS = 1024
-# No pace of a prefill worker asks for steps of fewer tokens: below, what a step costs beside its
-# tokens was not looked at.
-MIN_STEP_TOKENS = 512
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -157,11 +157,10 @@ def _pace(engine: Engine) -> Pace:
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
     """What the start-up checks of the graphs of chunks measured, by tokens, ascending."""
-    whole = [check for check in checks if check.kind == "prefill_whole"]
-    whole_ms = {each.bucket: each.turn_ms or each.graph_ms for each in whole}
+    whole_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_whole"}
     times = []
     for each in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
-        grouped_ms = each.turn_ms or min(each.graph_ms, each.eager_ms)
+        grouped_ms = min(each.graph_ms, each.eager_ms)
         fastest_ms = min(grouped_ms, whole_ms.get(each.bucket, grouped_ms))
         times.append(StepTime(each.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
     return times

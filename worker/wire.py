@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -39,6 +40,7 @@ _Place = tuple[int, int]  # of a frame: its link, and its number on it from 1 on
 SEND_QUEUE_FRAMES = 10_000
 CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
+SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 ms for the engine
 
 
 class Wire:
@@ -71,7 +73,11 @@ class Wire:
         self._thread = threading.Thread(target=self._run, name="kvlane-wire", daemon=True)
 
     def start(self, host: str | None = None) -> str:
-        """Start the I/O thread; with `host`, listen there on a free port. Returns the address."""
+        """Start the I/O thread; with `host`, listen there on a free port. Returns the address.
+
+        From then on this process's interpreter switches threads every SWITCH_INTERVAL_S.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         address = self._links.listen(host) if host is not None else ""
         self._links.poller.register(self._wake_fd, zmq.POLLIN)
         self._thread.start()

@@ -211,17 +211,6 @@ def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
 
 
 @torch.inference_mode()
-def test_long_buckets_are_timed_by_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that may be long, and nothing else; the pages are clean afterwards."""
-    monkeypatch.setattr("worker.graph.piecewise.MIN_STEP_TOKENS", 32)
-    monkeypatch.setattr(bench.runner, "checks", list(bench.runner.checks))
-    clear(bench)
-    bench.runner._time_in_turns()
-    assert all((check.turn_ms > 0) is (check.bucket >= 32) for check in bench.runner.checks)
-    assert not any(cache.any() for cache in bench.caches())
-
-
-@torch.inference_mode()
 def test_a_bucket_that_differs_is_an_error_when_strict(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

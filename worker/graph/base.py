@@ -49,9 +49,6 @@ class BucketCheck:
     equal: bool  # to the same step launched op by op: bit for bit, or but for a compiler's rounding
     graph_ms: float  # a forward of chunks, or a greedy step
     eager_ms: float
-    # A forward of chunks as it is launched from now on, by turns with other buckets: what compares
-    # them. 0 = not measured.
-    turn_ms: float = 0.0
 
 
 class GraphRunner(Protocol):

@@ -8,7 +8,6 @@ Runs on an idle engine and leaves state and pages zero.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from worker.tail import Result
 log = logging.getLogger("kvlane.graph")
 
 NUM_ROUNDS, NUM_TIMED = 3, 2
-NUM_TURNS = 5
 MAX_CHECK_LEN = 256  # tokens of KV that the rows of a check pretend to have
 
 TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
@@ -151,27 +149,6 @@ def check_chunk_bucket(
     scene.clear()
     kind = "prefill_whole" if steady else "prefill"
     return BucketCheck(kind, num_rows, all(same), graph_ms, eager_ms)
-
-
-def times_in_turns(
-    parts: Parts, steps: Sequence[tuple[int, bool]], launch: LaunchChunks
-) -> list[float]:
-    """Milliseconds of a forward for each of `steps`, which are (rows, steady); the median of some.
-
-    They take turns, see `_mean_ms`. All of them have to fit into the pool.
-    """
-    scenes = [ChunkScene(parts, num_rows, steady=steady) for num_rows, steady in steps]
-    took: list[list[float]] = [[] for _ in scenes]
-    for _ in range(NUM_TURNS):
-        for scene, times in zip(scenes, took, strict=True):
-            batch = scene.set()
-            _synchronize(parts.state.device)
-            began = time.perf_counter()
-            launch(batch)
-            _synchronize(parts.state.device)
-            times.append(1e3 * (time.perf_counter() - began))
-            scene.clear()
-    return [statistics.median(times) for times in took]
 
 
 class ChunkScene:

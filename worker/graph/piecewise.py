@@ -18,7 +18,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -27,11 +27,11 @@ from torch import Tensor
 from worker.batch import Batch
 from worker.context import forward_context
 from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
-from worker.graph.check import check_chunk_bucket, times_in_turns
+from worker.graph.check import check_chunk_bucket
 from worker.graph.segments import Capture, Cuts, GraphMemory
 from worker.kernels.launch import power_of_two
 from worker.kernels.product import MAX_STREAMED_ROWS
-from worker.plan import MIN_STEP_TOKENS, Chunk, Plan, Tail
+from worker.plan import Chunk, Plan, Tail
 from worker.tail import Result
 
 log = logging.getLogger("kvlane.graph")
@@ -132,8 +132,6 @@ class PiecewiseRunner:
         for bucket in self.buckets:
             self._check(bucket)
         log.info("compared them with eager in %.1f s", time.monotonic() - began)
-        if self._parts.config.role == "prefill":
-            self._time_in_turns()
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
@@ -263,15 +261,6 @@ class PiecewiseRunner:
         ):
             if not kept and captured.pop(num_rows, None) is not None:
                 log.info("%5d tokens: not %s, others are as fast", num_rows, what)
-
-    def _time_in_turns(self) -> None:
-        """Compare long buckets with each other, as `schedule.pace` does (ADR 0016)."""
-        long = [i for i, each in enumerate(self.checks) if each.bucket >= MIN_STEP_TOKENS]
-        steps = [(self.checks[i].bucket, self.checks[i].kind == "prefill_whole") for i in long]
-        for i, ms in zip(long, times_in_turns(self._parts, steps, self.launch), strict=True):
-            self.checks[i] = replace(self.checks[i], turn_ms=ms)
-        said = ", ".join(f"{self.checks[i].bucket}: {self.checks[i].turn_ms:.2f} ms" for i in long)
-        log.info("steps by turns: %s", said)
 
     def _compare(self, num_rows: int, *, steady: bool) -> BucketCheck | None:
         what = "whole" if steady else "in pieces"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from worker.plan import LONG_ROWS, MIN_STEP_TOKENS
+from worker.plan import LONG_ROWS
 
+MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
 # Of a layer's time: attention, its output and the feed-forward block. In long steps the last layer
 # computes little of that.
