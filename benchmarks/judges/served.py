@@ -36,12 +36,19 @@ READY_TIMEOUT_S = 600.0
 
 
 def enter_namespace(module: str) -> None:
-    """Start `python -m module` over inside a namespace; returns once inside."""
+    """Start `python -m module` over inside a namespace; returns once inside.
+
+    Raises:
+        SystemExit: there is no `ip` to bring its loopback up with.
+    """
     if os.environ.get(INSIDE):
         return
+    if shutil.which("ip") is None:
+        sys.exit(f"no `ip` (iproute2) to make a namespace with; {INSIDE}=1 runs without one")
     os.environ[INSIDE] = "1"
     again = [sys.executable, "-m", module, *sys.argv[1:]]
-    script = 'ip link set lo up; "$@"; exit $?'  # bash stays: the first process has to reap
+    # bash stays: the first process has to reap
+    script = 'ip link set lo up || exit; "$@"; exit $?'
     os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *again])
 
 
