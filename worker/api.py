@@ -250,7 +250,8 @@ class KVReady(Message, frozen=True):
     """Prefill to decode: these pages are final and may be pulled while the lease lives.
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
-    Comes again with every renewal, whole: decode takes from it what it has not seen.
+    Comes again with every renewal, whole: decode takes from it what it has not seen. Without pages
+    it acknowledges a Prefill of which nothing is cached, or says that the rest is about to come.
     """
 
     xfer: Xfer

@@ -23,6 +23,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
 UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
+LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
 READY_TIMEOUT_S = 120.0
 
 
@@ -32,15 +33,15 @@ def enter_namespace(config: pytest.Config) -> None:
         return
     if (
         shutil.which("unshare") is None
-        or subprocess.call([*UNSHARE, "true"], stderr=subprocess.DEVNULL) != 0
+        or subprocess.call([*UNSHARE, *LOOPBACK_UP], stderr=subprocess.DEVNULL) != 0
     ):
-        return  # not root: `serve` keeps to 127.0.0.1 and cleans up by itself
+        return  # not root, or no iproute2: `serve` keeps to 127.0.0.1 and cleans up by itself
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # gives back the real stdout
     os.environ[INSIDE] = "1"
     arguments = [str(a) for a in config.invocation_params.args]
     # /dev/shm is empty and ours; bash stays: the first process has to reap.
-    script = 'ip link set lo up; mount -t tmpfs kvlane /dev/shm; "$@"; exit $?'
+    script = f'{" ".join(LOOPBACK_UP)}; mount -t tmpfs kvlane /dev/shm; "$@"; exit $?'
     pytest_again = [sys.executable, "-m", "pytest", *arguments]
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.judges.agree import Replay, compared
-from benchmarks.judges.served import dummy_model
+from benchmarks.judges.served import INSIDE, dummy_model, enter_namespace
 from benchmarks.load import tokens
 from worker.models.config import read_model_spec
 
@@ -44,3 +44,10 @@ def test_a_dummy_model_is_of_the_size_asked_for(tmp_path: Path) -> None:
 def test_a_size_that_makes_no_model_is_refused(tmp_path: Path, size: str) -> None:
     with pytest.raises(ValueError, match=r"--dummy|unpack"):
         dummy_model(size, tmp_path / "dummy")
+
+
+def test_without_iproute2_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INSIDE, raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=f"no `ip` .*{INSIDE}=1"):
+        enter_namespace("benchmarks.interference")
