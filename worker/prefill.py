@@ -98,7 +98,7 @@ class PrefillLoop:
         """Wake decode up a moment before the last layer group of a prompt is final.
 
         Threads that were idle for some milliseconds take half of one to pass a message on, and
-        those that were not half of that (ADR 0018).
+        those that were not half of that (ADR 0013).
         """
         assert step.nearly is not None
         step.nearly.synchronize()

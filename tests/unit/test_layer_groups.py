@@ -79,6 +79,10 @@ class PrefillAlone:
         assert not any(self._loop.counters().values())
         return self.sent
 
+    def wakings(self) -> list[KVReady]:
+        """What was sent of no group at all."""
+        return [message for message, _ in self.sent if not message.num_groups]
+
     def bytes_of(self, page: int, groups: range) -> torch.Tensor:
         """Keys and values that a page holds of some layer groups."""
         per_group = self.engine.pool.region().layers_per_group
@@ -98,6 +102,11 @@ def groups_of(message: KVReady) -> range:
     return range(message.first_group, message.first_group + message.num_groups)
 
 
+def is_early(message: KVReady) -> bool:
+    """Whether it names pages of which later groups are still computed."""
+    return len(message.pages) > 0 and groups_of(message).stop < NUM_GROUPS
+
+
 @pytest.fixture(scope="module")
 def worker() -> Iterator[PrefillAlone]:
     made = PrefillAlone()
@@ -111,7 +120,7 @@ def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) ->
     num_early = 0
     for message, found in worker.serve(prompts):
         groups = groups_of(message)
-        num_early += groups.stop < NUM_GROUPS and len(message.pages) > 0
+        num_early += is_early(message)
         numbers = range(message.first_page, message.first_page + len(message.pages))
         for number, page, then in zip(numbers, message.pages, found, strict=True):
             assert then.any()
@@ -148,31 +157,35 @@ def test_the_last_group_is_announced_while_its_step_computes(
 def test_decode_is_woken_up_before_the_last_group(
     worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a message that names no pages, once for each prompt, and only at its end."""
+    """By a message that names no pages, and only at the end of a prompt."""
     attention = worker.engine.runner.parts.attention.prefill
-    attend, first_late = attention.forward, worker.engine.spec.num_layers - NEARLY_LAYERS
+    attend, nearly_layer = attention.forward, worker.engine.spec.num_layers - 1 - NEARLY_LAYERS
     in_time = list[bool]()
     prompt = problem_ids(11)[10]
     num_steps = -(-(len(prompt) * 2 - 1) // CHUNK)
 
-    def wakings() -> list[KVReady]:
-        """After the first message, which acknowledges the request."""
-        return [message for message, _ in worker.sent[1:] if not message.pages]
-
     def after_the_waking(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
-        if layer_id == first_late and len(in_time) < num_steps:
+        if layer_id == nearly_layer and len(in_time) < num_steps:
             in_time.append(len(in_time) == num_steps - 1)
             limit = time.monotonic() + 10 * in_time[-1]
-            while not wakings() and time.monotonic() < limit:
+            while not worker.wakings() and time.monotonic() < limit:
                 time.sleep(1e-3)
-            assert len(wakings()) == in_time[-1]
+            assert len(worker.wakings()) == in_time[-1]
         return attend(q, k, v, layer_id, out)
 
     monkeypatch.setattr(attention, "forward", after_the_waking)
     worker.serve([prompt * 2])
     assert in_time == [False] * (num_steps - 1) + [True]
-    (waking,) = wakings()
-    assert (waking.num_groups, waking.last) == (0, False)
+    (waking,) = worker.wakings()
+    assert not waking.pages
+    assert not waking.last
+
+
+def test_a_peer_is_woken_up_once_for_all_prompts_of_a_step(worker: PrefillAlone) -> None:
+    prompts = [prompt[: CHUNK // 2] for prompt in problem_ids(22)[20:]]
+    sent = worker.serve(prompts)
+    assert [message.last for message, _ in sent].count(True) == len(prompts)
+    assert len(worker.wakings()) == 1
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
@@ -215,7 +228,7 @@ def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> Non
     prompts = [prompt * 2 for prompt in problem_ids(14)]
     for rate, early in ((1e12, False), (1e3, True)):
         sent = made.serve(prompts[7 * early :][:7], rate)
-        assert any(groups_of(message).stop < NUM_GROUPS for message, _ in sent) is early
+        assert any(is_early(message) for message, _ in sent) is early
     made.engine.close()
 
 
@@ -235,7 +248,7 @@ def test_a_step_that_fails_announces_nothing(
 
     monkeypatch.setattr(Attention, "forward", breaks)
     with pytest.raises(AssertionError, match="a bug of ours"):
-        worker.serve([problem_ids(12)[11] * 2])
+        worker.serve([problem_ids(12)[11][:CHUNK]])  # one step, which ends the prompt
     admitted, *others = (message for message, _ in worker.sent)
     assert groups_of(admitted) == range(NUM_GROUPS)  # what was cached
     assert not others
