@@ -6,7 +6,8 @@
 Starts `python -m cluster serve` with a loopback interface only, waits until it is ready, runs the
 commands one after another with `JUDGED_URL` set (and `{url}` in their arguments replaced), and ends
 the cluster. Everything dies with this process. The cluster's output is in `--keep`, or printed if
-a command fails. Needs root for `unshare`.
+a command fails. Needs root and iproute2, see
+`benchmarks.namespace`.
 
 `--dummy` serves random weights of that many hidden units and layers, with the tiny model's
 tokenizer and under the name `dummy`: a model whose own times are large against a client's.
@@ -28,9 +29,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.judges.common import REPOSITORY, TOKENIZER, TOKENIZER_FILES
+from benchmarks.namespace import can_enter, start_over
 
 INSIDE = "KVLANE_JUDGES_NAMESPACE"
-UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
 READY = "Ctrl-C stops it."
 READY_TIMEOUT_S = 600.0
 
@@ -39,17 +40,14 @@ def enter_namespace(module: str) -> None:
     """Start `python -m module` over inside a namespace; returns once inside.
 
     Raises:
-        SystemExit: there is no `ip` to bring its loopback up with.
+        SystemExit: none can be made here.
     """
     if os.environ.get(INSIDE):
         return
-    if shutil.which("ip") is None:
-        sys.exit(f"no `ip` (iproute2) to make a namespace with; {INSIDE}=1 runs without one")
+    if not can_enter():
+        sys.exit(f"not root, or no `ip` (iproute2) for a namespace; {INSIDE}=1 runs without one")
     os.environ[INSIDE] = "1"
-    again = [sys.executable, "-m", module, *sys.argv[1:]]
-    # bash stays: the first process has to reap
-    script = 'ip link set lo up || exit; "$@"; exit $?'
-    os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *again])
+    start_over([sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def environment(root: Path) -> dict[str, str]:

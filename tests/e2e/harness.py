@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.namespace import can_enter, start_over
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
-UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
-LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
 READY_TIMEOUT_S = 120.0
 
 
@@ -31,21 +30,16 @@ def enter_namespace(config: pytest.Config) -> None:
     """Start this pytest over inside a namespace; returns only if it is inside or may not enter."""
     if os.environ.get(INSIDE) or config.option.collectonly:
         return
-    if (
-        shutil.which("unshare") is None
-        or subprocess.call([*UNSHARE, *LOOPBACK_UP], stderr=subprocess.DEVNULL) != 0
-    ):
+    if not can_enter():
         return  # not root, or no iproute2: `serve` keeps to 127.0.0.1 and cleans up by itself
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # gives back the real stdout
     os.environ[INSIDE] = "1"
     arguments = [str(a) for a in config.invocation_params.args]
-    # /dev/shm is empty and ours; bash stays: the first process has to reap.
-    script = f'{" ".join(LOOPBACK_UP)}; mount -t tmpfs kvlane /dev/shm; "$@"; exit $?'
     pytest_again = [sys.executable, "-m", "pytest", *arguments]
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()
-    os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *pytest_again])
+    start_over(pytest_again, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])  # empty, and ours
 
 
 @dataclass(slots=True)
