@@ -25,11 +25,11 @@ from torch import Tensor
 
 from benchmarks.gemm import about, bandwidth, spread, times_ms
 from worker.attention.base import ATTENTION
-from worker.batch import Batch, HostLengths
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.context import forward_context
 from worker.errors import Unsupported
+from worker.forward.batch import Batch, HostLengths
+from worker.forward.context import forward_context
 from worker.registry import resolve
 
 Pass = Callable[[], Tensor]  # all layers; returns the last layer's result

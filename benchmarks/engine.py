@@ -38,15 +38,15 @@ import torch
 from benchmarks.load.result import machine
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.engine import Engine, build_engine
+from worker.engine.engine import Engine, build_engine
+from worker.engine.runner import Step
 from worker.graph.base import GraphRunner
 from worker.graph.build import build_graphs
 from worker.graph.eager import EagerRunner
 from worker.models.decoder import DecoderLayer
 from worker.plan import LONG_ROWS
-from worker.req import Req
-from worker.runner import Step
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Req
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
 SAMPLINGS: dict[str, dict[str, Any]] = {

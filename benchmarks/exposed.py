@@ -53,9 +53,9 @@ from benchmarks.instruments import (
 from benchmarks.load.result import REPOSITORY, machine
 from benchmarks.throttle import Throttle
 from worker.api import Member, Stages
-from worker.build import ROLES, Worker, build_worker
 from worker.config import WorkerConfig
 from worker.transfer.base import TRANSPORTS
+from worker.worker import ROLES, Worker
 
 HOST = "127.0.0.1"
 NUM_WARM_UP = 2  # prompts of each length
@@ -76,7 +76,7 @@ def built(config: dict[str, Any], role: str) -> Worker:
     """A worker of this process that does not serve yet."""
     logging.basicConfig(level=logging.WARNING, format=f"{role} %(name)s: %(message)s")
     tree = WorkerConfig.model_validate({"role": role, **config})
-    return build_worker(tree, name=f"{role}-0", incarnation="i0", host=HOST)
+    return Worker(tree, name=f"{role}-0", incarnation="i0", host=HOST)
 
 
 def prefill(config: dict[str, Any], conn: Connection) -> None:

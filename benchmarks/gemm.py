@@ -3,14 +3,14 @@
     python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64 --json out.json
     python -m benchmarks.gemm --m 512,1024,2048,8192 --libraries cublas,cublaslt --names
     python -m benchmarks.gemm --sweep --m 64,96,128 --json out.json
-    python -m benchmarks.gemm --tune --m 96,128 --json worker/kernels/tuned/NVIDIA_H200.json
+    python -m benchmarks.gemm --tune --m 96,128 --json worker/kernels/gemm/tuned/NVIDIA_H200.json
 
 Every layer has weights of its own, so nothing but activations is ever found in the L2. The products
 are chained: each reads the output of the one before, so overlapping launches would show as wrong
 numbers, and they are checked. The floor is the weights' bytes over the read bandwidth of this run.
 More rows than this project's kernel computes are the libraries' alone; "layers" is the step without
 the head, of which a prompt needs one row. `--sweep` times many tiles: `benchmarks.gemm_sweep`;
-`--tune` searches cuBLASLt's algorithms for the table of `worker.kernels.lt_gemm`:
+`--tune` searches cuBLASLt's algorithms for the table of `worker.kernels.gemm.lt_gemm`:
 `benchmarks.gemm_tune`.
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing there.
 """
@@ -43,7 +43,7 @@ from benchmarks.gemm_step import (
 )
 from benchmarks.gemm_sweep import MAX_SWEPT_ROWS, sweep
 from benchmarks.gemm_tune import tune
-from worker.kernels.product import OWN_ROWS
+from worker.kernels.gemm.product import OWN_ROWS
 
 LARGE = 512  # rows from which on fewer replays do
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.kernels.gemm.skinny_gemm import SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.jit import HAS_TRITON, tl, triton
-from worker.kernels.skinny_gemm import SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]  # (x, w, out)
 BLOCK = 4096

@@ -29,8 +29,7 @@ from benchmarks.gemm_step import (
     spread,
     times_ms,
 )
-from worker.kernels.jit import triton
-from worker.kernels.skinny_gemm import (
+from worker.kernels.gemm.skinny_gemm import (
     AT_ONCE,
     MAX_ROWS,
     SkinnyTile,
@@ -38,6 +37,7 @@ from worker.kernels.skinny_gemm import (
     choose,
     compile_for,
 )
+from worker.kernels.jit import triton
 
 LIBRARIES = ("cublas", "cublaslt")
 MAX_SWEPT_ROWS = 128  # with 256 the kernel spills registers

@@ -24,15 +24,15 @@ from worker.api import (
     Sampling,
     Stages,
 )
-from worker.build import Worker
 from worker.cache.pool import KVPool
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
-from worker.inbound import Arrived
-from worker.meter import StepMeter
+from worker.engine.meter import StepMeter
 from worker.metrics import WorkerMetrics
 from worker.plan import Plan
+from worker.pull.inbound import Arrived
 from worker.wire import Event, Wire
+from worker.worker import Worker
 
 HANG_S = 120.0
 # A busy machine is not a dead peer.

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS
-from worker.kernels.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.kernels.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.kernels.attention.rope import rope_inv_freq, rope_table
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from worker.kernels.rope import rope_inv_freq, rope_table
 from worker.kernels.swiglu import swiglu, swiglu_ref
 from worker.plan import Tail
-from worker.sampler import SamplingRows, draw_ref, sample
+from worker.sampling.sampler import SamplingRows, draw_ref, sample
 
 REPEATS = 36  # as many as layers
 EPS = 1e-6

@@ -103,9 +103,9 @@ class WorkerActor(ProcessActor):
 
     def start(self) -> Member:
         """Load the weights and listen; may take minutes."""
-        from worker.build import build_worker  # torch: imported in this process only
+        from worker.worker import Worker  # torch: imported in this process only
 
-        self._worker = build_worker(
+        self._worker = Worker(
             self._config, name=self._name, incarnation=self._incarnation, host=self._host
         )
         return cast("Member", self._worker.start())

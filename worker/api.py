@@ -265,7 +265,7 @@ class KVReady(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Decode to prefill: these transfers still matter. Window arithmetic: worker.lease."""
+    """Decode to prefill: these transfers still matter. Window arithmetic: worker.pull.lease."""
 
     seq: int
     xfers: tuple[Xfer, ...]

@@ -170,7 +170,7 @@ class DisaggregationConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the process found itself on; `worker.machine.probe()` fills it."""
+    """What the process found itself on; `worker.engine.machine.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from worker.admission import Admission
 from worker.api import (
     Abort,
     Ack,
@@ -29,18 +28,19 @@ from worker.api import (
     TokenLogprob,
     WorkerStats,
 )
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
-from worker.fetch import PullParts
-from worker.followers import Followers
-from worker.inbound import Arrived, Inbound
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.peers import PeerConnected, PeerFailed, PrefillPeers
 from worker.plan import Drawn
-from worker.replies import Replies
-from worker.req import Phase, Req
-from worker.runner import Step
+from worker.pull.fetch import PullParts
+from worker.pull.inbound import Arrived, Inbound
+from worker.pull.peers import PeerConnected, PeerFailed, PrefillPeers
+from worker.requests.admission import Admission
+from worker.requests.replies import Replies
+from worker.requests.siblings import Siblings
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Phase, Req
 
 SWEEP_S = 0.25
 # A pull is looked at again after an eighth of the time that it has run, at once while it is young:
@@ -75,7 +75,7 @@ class DecodeLoop:
         self._inbound = Inbound(incarnation, parts, self._peers)
         self._admission = Admission(thread.me, engine, scheduler, self._inbound, self._peers)
         self._replies = Replies(thread.send, config.lease.final_resend_s)
-        self._followers = Followers()
+        self._siblings = Siblings()
         self._reqs: dict[tuple[str, int], Req] = {}
         self._pending: Step | None = None
         self._sweep_at = 0.0
@@ -90,7 +90,7 @@ class DecodeLoop:
             "fetches": self._inbound.num_fetches,
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self._replies.num_unacknowledged,
-            "followers": self._followers.num_held,
+            "siblings": self._siblings.num_held,
         }
 
     def num_peers(self) -> int:
@@ -108,7 +108,7 @@ class DecodeLoop:
             self._handle(peer, event, now)
         for arrived in self._inbound.poll(now):
             self._arrive(arrived)
-        for router, message in self._followers.due(self._reqs.values()):
+        for router, message in self._siblings.due(self._reqs.values()):
             self._admit(router, message, now)
         self._admission.resume_preempted()
         step = self._engine.launch(self._scheduler.plan(time.monotonic()))
@@ -134,7 +134,7 @@ class DecodeLoop:
             case Stop():
                 self._cut(event)
             case Abort():
-                self._followers.abort(event.req_id, event.dispatch)
+                self._siblings.abort(event.req_id, event.dispatch)
                 self._abort(self._reqs.get((event.req_id, event.dispatch)))
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
@@ -162,7 +162,7 @@ class DecodeLoop:
 
     def _admit(self, router: PeerId, message: Generate, now: float) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs or self._followers.holds(router, message, self._reqs.values()):
+        if key in self._reqs or self._siblings.holds(router, message, self._reqs.values()):
             return
         try:
             req = self._admission.admit(router, message, len(self._reqs), now)
@@ -191,7 +191,7 @@ class DecodeLoop:
         self._inbound.on_lost(peer)
         self._peers.lose(peer)
         self._replies.lost(peer)
-        self._followers.lost(peer)
+        self._siblings.lost(peer)
         for req in [each for each in self._reqs.values() if each.router == peer]:
             self._abort(req)
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 
 from worker.api import Lost, Prefill, Release, Renew, WorkerStats
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.runner import Step
 from worker.graph.base import BucketCheck
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.outbound import Outbound
 from worker.plan import Plan
-from worker.runner import Step
+from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 

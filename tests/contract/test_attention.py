@@ -19,11 +19,11 @@ from tests.support.attention_cases import EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.attention.base import ATTENTION, AttentionCaps, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
-from worker.batch import Batch, HostLengths
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.context import forward_context
 from worker.errors import Unsupported, UserError
+from worker.forward.batch import Batch, HostLengths
+from worker.forward.context import forward_context
 from worker.kernels.jit import HAS_TRITON
 from worker.registry import resolve
 

@@ -28,7 +28,7 @@ import pytest
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
-from worker.peers import measured_rate
+from worker.pull.peers import measured_rate
 from worker.registry import resolve
 from worker.transfer import mooncake_engine
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run

@@ -24,8 +24,8 @@ from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from worker.api import FinishReason, Sampling
 from worker.errors import Unsupported
-from worker.grammar import Grammars
-from worker.kernels.philox import gumbel_ref
+from worker.kernels.step.philox import gumbel_ref
+from worker.sampling.grammar import Grammars
 
 NUM = 18
 VOCAB, EOS = 1024, 2
@@ -334,7 +334,9 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
 ) -> None:
     prompts = problem_ids(2)
     limits = LLParserLimits(max_lexer_states=3)
-    with mock.patch("worker.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
+    with mock.patch(
+        "worker.sampling.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)
+    ):
         sampling = Sampling(40, 0.0, grammar=GRAMMARS["schema"])
         sent = [alone.client.submit(prompts[0], sampling)]
         sent.append(alone.client.submit(prompts[0], wishes()[0]))
@@ -406,7 +408,7 @@ def ask(client: Client, prompt: tuple[int, ...]) -> list[str]:
 
 
 def until_held(cluster: Running, num: int) -> None:
-    while cluster.workers["decode-0"].counters()["followers"] != num:
+    while cluster.workers["decode-0"].counters()["siblings"] != num:
         cluster.client.pump(0.001)
         assert cluster.workers["decode-0"].counters()["requests"] <= 1, "the first was too fast"
 

@@ -15,13 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from worker.attention.reference import ReferenceAttention
-from worker.batch import Batch
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.gloo import GlooCollective
 from worker.comm.single import SingleCollective
-from worker.context import forward_context
 from worker.errors import Unsupported
+from worker.forward.batch import Batch
+from worker.forward.context import forward_context
 from worker.models.config import read_model_spec
 from worker.models.decoder import Decoder
 from worker.models.loader import load_model

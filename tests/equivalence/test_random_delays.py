@@ -18,8 +18,8 @@ from tests.support.engines import Answer, running
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
+from worker.engine.runner import HostEvent, Step
 from worker.plan import Drawn
-from worker.runner import HostEvent, Step
 
 BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}
 LONG_S = 0.006  # longer than a message and a pull take

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer
-from worker import sampler
 from worker.api import FinishReason, Sampling
+from worker.sampling import sampler
 
 NUM_GENERATED = 480
 BATCH = 130

@@ -28,13 +28,13 @@ from worker.api import (
     RenewAck,
     Sampling,
 )
-from worker.build import Worker
 from worker.cache.book import Hold
 from worker.config import PingConfig
 from worker.prefill import PrefillLoop
 from worker.transfer.base import PullState, Run
 from worker.transfer.shm import ShmPeer
 from worker.wire import Wire
+from worker.worker import Worker
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 NUM = 6

@@ -21,10 +21,10 @@ from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.attention.base import ATTENTION
-from worker.batch import Batch, HostLengths
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.context import forward_context
+from worker.forward.batch import Batch, HostLengths
+from worker.forward.context import forward_context
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.buffers import BatchBuffers
 from worker.plan import Chunk, Plan, RowPages
-from worker.staging import DEPTH, Staging
-from worker.state import StepState
+from worker.step.buffers import BatchBuffers
+from worker.step.staging import DEPTH, Staging
+from worker.step.state import StepState
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)

@@ -11,7 +11,7 @@ from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.config import WorkerConfig
 from worker.plan import Tail
-from worker.req import Req
+from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +21,7 @@ STEPS = [0]  # launched by all schedulers of this file: an allocator wants them 
 
 
 def build(dtype: str, graph: str = "full", **engine: object) -> Any:
-    from worker.engine import build_engine
+    from worker.engine.engine import build_engine
 
     config = WorkerConfig.model_validate(
         {

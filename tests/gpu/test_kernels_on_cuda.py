@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
-from worker.kernels import step_rows
-from worker.kernels.draw import draw_triton
-from worker.kernels.gather_rows import gather_rows, gather_rows_ref
-from worker.kernels.philox import gumbel_ref
-from worker.kernels.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.kernels.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.kernels.attention.rope import rope_inv_freq, rope_table
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from worker.kernels.rope import rope_inv_freq, rope_table
+from worker.kernels.step import step_rows
+from worker.kernels.step.draw import draw_triton
+from worker.kernels.step.gather_rows import gather_rows, gather_rows_ref
+from worker.kernels.step.philox import gumbel_ref
 from worker.kernels.swiglu import swiglu, swiglu_ref
-from worker.sampler import SamplingRows, adjust, draw_ref, keep_likely
+from worker.sampling.sampler import SamplingRows, adjust, draw_ref, keep_likely
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)

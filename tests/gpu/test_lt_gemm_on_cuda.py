@@ -12,8 +12,8 @@ from benchmarks.gemm_tune import proposals
 from tests.support import products
 from tests.support.products import captured, error, weights
 from worker.kernels import product as module
-from worker.kernels.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
-from worker.kernels.product import product
+from worker.kernels.gemm.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
+from worker.kernels.gemm.product import product
 
 pytestmark = pytest.mark.gpu(1)
 BOUND = 4e-3

@@ -29,8 +29,8 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("flashinfer is not installed")
     with pytest.MonkeyPatch.context() as patch:
         if long:
-            patch.setattr("worker.buffers.LONG_ROWS", 64)
-            patch.setattr("worker.buffers.MAX_WANTED", 4)
+            patch.setattr("worker.step.buffers.LONG_ROWS", 64)
+            patch.setattr("worker.step.buffers.MAX_WANTED", 4)
         engine = build(
             "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,
             attention={"prefill": attention, "decode": "triton", "spec": "triton"},

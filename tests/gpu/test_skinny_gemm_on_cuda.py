@@ -15,9 +15,9 @@ from tests.support.products import (
     error,
     weights,
 )
-from worker.kernels.product import gated_product
-from worker.kernels.product import product as linear
-from worker.kernels.skinny_gemm import choose
+from worker.kernels.gemm.product import gated_product
+from worker.kernels.gemm.product import product as linear
+from worker.kernels.gemm.skinny_gemm import choose
 from worker.kernels.swiglu import swiglu
 
 pytest.importorskip("triton", reason="Triton is not installed")

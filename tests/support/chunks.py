@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.batch import Batch
 from worker.config import WorkerConfig
-from worker.context import forward_context
-from worker.engine import Engine, build_engine
+from worker.engine.engine import Engine, build_engine
+from worker.forward.batch import Batch
+from worker.forward.context import forward_context
 from worker.graph.base import Parts
 from worker.graph.eager import EagerRunner
 from worker.graph.piecewise import PiecewiseRunner

@@ -25,9 +25,9 @@ from worker.api import (
     TokenChunk,
     TokenLogprob,
 )
-from worker.build import Worker, build_worker
 from worker.config import PingConfig, WorkerConfig
 from worker.wire import Wire
+from worker.worker import Worker
 
 HANG_S = 120.0
 # A busy machine is not a dead peer, and a client that waits for its test is not a hung one.
@@ -205,7 +205,7 @@ def running(
         merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
         for index in range(count):
             name = f"{role}-{index}"
-            worker = build_worker(
+            worker = Worker(
                 worker_config(role, merged), name=name, incarnation=f"i{index}", host="127.0.0.1"
             )
             workers[name] = worker

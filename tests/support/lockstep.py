@@ -32,7 +32,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.decode import DecodeLoop
-from worker.engine import Engine, build_engine
+from worker.engine.engine import Engine, build_engine
 from worker.loop import LOCAL, MembersChanged
 from worker.prefill import PrefillLoop
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.api import Sampling
-from worker.buffers import BatchBuffers
-from worker.kernels import chunk_rows
 from worker.kernels.jit import HAS_TRITON
+from worker.kernels.step import chunk_rows
 from worker.plan import Chunk, Plan, RowPages, RowStart
-from worker.state import StepState
+from worker.step.buffers import BatchBuffers
+from worker.step.state import StepState
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -269,7 +269,7 @@ else:
         """Whichever of the kernel's programs is first, and whatever was uploaded before."""
         on_twin, seen = order == "twin", Counter[str]()
         op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows.chunk_rows_triton
-        monkeypatch.setattr("worker.buffers.chunk_rows", op)
+        monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
         if order == "backwards":
             _run_programs_backwards(monkeypatch, seen)
         for seed in range(60):

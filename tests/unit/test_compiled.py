@@ -81,8 +81,8 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 def test_long_steps_have_the_hidden_states_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.buffers.LONG_ROWS", 16)
-    monkeypatch.setattr("worker.buffers.MAX_WANTED", 4)
+    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.MAX_WANTED", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     parts = engine.runner.parts
     forward = forward_of(parts.model, "plain", [])

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from worker.cache.pages import PageAllocator
 from worker.config import Machine, WorkerConfig
-from worker.lease import MARGIN_S, PinLease, PullWindow
+from worker.pull.lease import MARGIN_S, PinLease, PullWindow
 
 CPU = Machine("cpu", 6, 1 << 34, "laptop")
 CUDA = Machine("cuda", 32, 1 << 37, "host")

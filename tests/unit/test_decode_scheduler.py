@@ -1,9 +1,9 @@
 """The decode scheduler under random load, against a device double and a one-request reference.
 
-The double keeps what `worker.state.StepState` keeps and applies plans as `worker.runner` does, at a
-random moment between launch and settle. A KV slot holds a hash of every token up to its own, so any
-mix-up of pages changes what a later step reads; the drawn token is a pure function of what was
-read, the seed and the position.
+The double keeps what `worker.step.state.StepState` keeps and applies plans as
+`worker.engine.runner` does, at a random moment between launch and settle. A KV slot holds a hash of
+every token up to its own, so any mix-up of pages changes what a later step reads; the drawn token
+is a pure function of what was read, the seed and the position.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
-from worker.req import Phase, Req
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Phase, Req
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -103,7 +103,7 @@ def stop_set(sampling: Sampling) -> frozenset[int]:
 
 
 class Device:
-    """Step state by row and the pages, as worker.state and worker.runner treat them."""
+    """Step state by row and the pages, as worker.step.state and worker.engine.runner treat them."""
 
     def __init__(self, num_rows: int, num_pages: int, page_size: int, max_pages: int) -> None:
         n = num_rows + 1
@@ -257,7 +257,7 @@ class Simulation:
         self.backlog.append((req, script))
 
     def place(self, req: Req) -> None:
-        """As worker.admission.Admission.place."""
+        """As worker.requests.admission.Admission.place."""
         assert req.hold is not None
         if req.num_computed_tokens == len(req.tokens) - 1:
             self.counts["cached"] += 1

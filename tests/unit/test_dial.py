@@ -13,7 +13,7 @@ import pytest
 from worker.api import Member
 from worker.cache.layout import KVLayout, KVRegion
 from worker.errors import Incompatible
-from worker.peers import NUM_READS, PeerConnected, PeerFailed, PrefillPeers
+from worker.pull.peers import NUM_READS, PeerConnected, PeerFailed, PrefillPeers
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
 from worker.transfer.layout import PoolPages
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gemm, gemm_sweep
 from benchmarks.gemm_step import MODELS, Product
-from worker.kernels.skinny_gemm import SkinnyTile
+from worker.kernels.gemm.skinny_gemm import SkinnyTile
 
 QWEN3 = MODELS["qwen3-8b"]
 

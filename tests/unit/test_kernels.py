@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from worker.errors import Unsupported
+from worker.kernels.attention.rope import RopeScaling, rope, rope_inv_freq, rope_table
+from worker.kernels.attention.store_kv import store_kv
 from worker.kernels.rms_norm import add_rms_norm, rms_norm
-from worker.kernels.rope import RopeScaling, rope, rope_inv_freq, rope_table
-from worker.kernels.store_kv import store_kv
 from worker.kernels.swiglu import swiglu
 
 

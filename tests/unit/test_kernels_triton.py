@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from worker.api import MAX_STOP_IDS
-from worker.kernels import draw, gather_rows, philox, qk_rope_store, rms_norm, step_rows, swiglu
-from worker.kernels.rope import rope_inv_freq, rope_table
-from worker.sampler import SamplingRows, draw_ref
+from worker.kernels import rms_norm, swiglu
+from worker.kernels.attention import qk_rope_store
+from worker.kernels.attention.rope import rope_inv_freq, rope_table
+from worker.kernels.step import draw, gather_rows, philox, step_rows
+from worker.sampling.sampler import SamplingRows, draw_ref
 
 pytest.importorskip("triton", reason=WHY)
 

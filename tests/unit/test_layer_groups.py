@@ -19,13 +19,13 @@ from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.engine import build_engine
-from worker.fetch import Fetch, PullParts, _ranges
+from worker.engine.engine import build_engine
+from worker.engine.runner import NEARLY_LAYERS
 from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.req import Req
-from worker.runner import NEARLY_LAYERS
+from worker.pull.fetch import Fetch, PullParts, _ranges
+from worker.schedule.req import Req
 from worker.transfer.base import PullState, Run
 from worker.transfer.layout import PoolPages
 

@@ -10,8 +10,8 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
+from worker.engine.memory import GIB, Room, alone, is_there
 from worker.errors import UserError
-from worker.memory import GIB, Room, alone, is_there
 
 SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from worker.kernels import philox
-from worker.kernels.philox import gumbel_ref, philox_ref
+from worker.kernels.step import philox
+from worker.kernels.step.philox import gumbel_ref, philox_ref
 
 # Random123, tests/kat_vectors: philox4x32 10; counter, key, result.
 KNOWN = [

@@ -29,8 +29,8 @@ from tests.support.chunks import (
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory
 from worker.config import Machine, WorkerConfig
-from worker.context import Breaks, current, forward_context
 from worker.errors import Unsupported
+from worker.forward.context import Breaks, current, forward_context
 from worker.graph.base import Padding
 from worker.graph.eager import EagerRunner
 from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseRunner, admit, chunk_buckets
@@ -225,8 +225,8 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Steps of 16 rows are long ones, of up to 4 requests."""
-    monkeypatch.setattr("worker.buffers.LONG_ROWS", 16)
-    monkeypatch.setattr("worker.buffers.MAX_WANTED", 4)
+    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.MAX_WANTED", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     parts = engine.runner.parts
     runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory())

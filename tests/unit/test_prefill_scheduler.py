@@ -10,9 +10,9 @@ import pytest
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Plan
-from worker.req import PrefillReq
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.req import PrefillReq
 
 VOCAB = 3  # few, so that prompts often share pages
 

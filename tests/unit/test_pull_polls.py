@@ -13,10 +13,10 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
 from worker.decode import LONGEST_POLL_S, SWEEP_S, YOUNG_S, poll_after_s
-from worker.fetch import PullParts
-from worker.inbound import Inbound
 from worker.metrics import WorkerMetrics
-from worker.req import Req
+from worker.pull.fetch import PullParts
+from worker.pull.inbound import Inbound
+from worker.schedule.req import Req
 from worker.transfer.base import PullState
 from worker.transfer.layout import PoolPages
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from worker.api import Chunks, FinishReason, TokenChunk
-from worker.replies import Replies
+from worker.requests.replies import Replies
 
 
 class Sent:

@@ -13,12 +13,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from worker import sampler
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.kernels.philox import gumbel_ref
+from worker.kernels.step.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.sampler import SamplingRows, logprobs, penalize, sample, unpack
-from worker.state import Extras, StepState
+from worker.sampling import sampler
+from worker.sampling.sampler import SamplingRows, logprobs, penalize, sample, unpack
+from worker.step.state import Extras, StepState
 
 VOCAB = 24
 DRAWS = 40_000

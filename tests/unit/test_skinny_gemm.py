@@ -9,8 +9,7 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
 from tests.support.products import computed, error, noise
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.skinny_gemm import (
+from worker.kernels.gemm.skinny_gemm import (
     MAX_ROWS,
     SkinnyTile,
     SkinnyWorkspace,
@@ -19,6 +18,7 @@ from worker.kernels.skinny_gemm import (
     skinny_gemm,
     skinny_gemm_ref,
 )
+from worker.kernels.jit import HAS_TRITON
 from worker.kernels.swiglu import swiglu_triton
 
 # The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.

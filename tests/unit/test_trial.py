@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import worker_config
-from worker.engine import _trial, build_engine
+from worker.engine.engine import _trial, build_engine
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from worker.batch import Batch
 from worker.cache.pool import KVPool
-from worker.context import LayerAttention
 from worker.errors import Unsupported, UserError
+from worker.forward.batch import Batch
+from worker.forward.context import LayerAttention
 from worker.registry import resolve
 
 ATTENTION: Mapping[str, str] = {

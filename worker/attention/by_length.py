@@ -9,9 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from worker.attention.base import ATTENTION, AttentionBackend, AttentionCaps
-from worker.batch import Batch
 from worker.cache.pool import KVPool
-from worker.context import current, forward_context
+from worker.forward.batch import Batch
+from worker.forward.context import current, forward_context
 from worker.registry import resolve
 
 

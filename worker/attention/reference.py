@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, check_caps
-from worker.batch import Batch
 from worker.cache.pool import KVPool
-from worker.context import current
-from worker.kernels.store_kv import store_kv
+from worker.forward.batch import Batch
+from worker.forward.context import current
+from worker.kernels.attention.store_kv import store_kv
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
 KEY_ALIGNMENT = 16

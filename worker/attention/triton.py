@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, check_caps
-from worker.batch import Batch
 from worker.cache.pool import KVPool
-from worker.context import current
 from worker.errors import Unsupported
-from worker.kernels.jit import HAS_TRITON, INTERPRETED
-from worker.kernels.paged_attention import (
+from worker.forward.batch import Batch
+from worker.forward.context import current
+from worker.kernels.attention.paged_attention import (
     PagedPlan,
     PagedTiles,
     choose,
@@ -23,7 +22,8 @@ from worker.kernels.paged_attention import (
     paged_attention,
     plan_items,
 )
-from worker.kernels.store_kv import store_kv
+from worker.kernels.attention.store_kv import store_kv
+from worker.kernels.jit import HAS_TRITON, INTERPRETED
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from worker.attention.base import Attentions
-from worker.batch import Batch
-from worker.buffers import BatchBuffers
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
+from worker.forward.batch import Batch
 from worker.models.decoder import Decoder
 from worker.plan import Tail
-from worker.state import StepState
-from worker.tail import Result
+from worker.sampling.tail import Result
+from worker.step.buffers import BatchBuffers
+from worker.step.state import StepState
 
 
 @dataclass(slots=True, frozen=True)

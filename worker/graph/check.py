@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker.batch import Batch
+from worker.forward.batch import Batch
 from worker.graph.base import BucketCheck, Parts
 from worker.plan import Chunk, Plan, Tail
-from worker.tail import Result
+from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 

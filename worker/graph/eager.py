@@ -9,11 +9,11 @@ from torch import Tensor
 
 from worker.api import MAX_LOGPROBS
 from worker.attention.base import AttentionBackend
-from worker.batch import Batch, HostLengths
-from worker.context import forward_context
+from worker.forward.batch import Batch, HostLengths
+from worker.forward.context import forward_context
 from worker.graph.base import BucketCheck, Padding, Parts
 from worker.plan import TAILS, Tail
-from worker.tail import Result, draw
+from worker.sampling.tail import Result, draw
 
 
 class EagerRunner:

@@ -17,14 +17,14 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from worker.batch import Batch
 from worker.errors import Unsupported
+from worker.forward.batch import Batch
 from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
 from worker.graph.check import check_bucket
 from worker.graph.eager import EagerRunner
 from worker.graph.segments import Capture, GraphMemory
 from worker.plan import Tail
-from worker.tail import Result
+from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.kernels.product import gated_product, product
+from worker.kernels.gemm.product import gated_product, product
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.layers.attention import attend
 

@@ -24,15 +24,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from worker.batch import Batch
-from worker.context import forward_context
+from worker.forward.batch import Batch
+from worker.forward.context import forward_context
 from worker.graph.base import BucketCheck, GraphRunner, Padding, Parts
 from worker.graph.check import check_chunk_bucket
 from worker.graph.segments import Capture, Cuts, GraphMemory
+from worker.kernels.gemm.product import MAX_STREAMED_ROWS
 from worker.kernels.launch import power_of_two
-from worker.kernels.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan, Tail
-from worker.tail import Result
+from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 

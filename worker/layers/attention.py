@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from worker.context import current
-from worker.kernels.qk_rope_store import qk_rope_store
+from worker.forward.context import current
+from worker.kernels.attention.qk_rope_store import qk_rope_store
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 

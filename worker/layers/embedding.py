@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
-from worker.kernels.product import product
+from worker.kernels.gemm.product import product
 from worker.layers.linear import empty_parameter
 from worker.layers.shard import Shard
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
-from worker.kernels.product import gated_product, product
+from worker.kernels.gemm.product import gated_product, product
 from worker.layers.shard import HeadSplit, Shard, split_even
 
 

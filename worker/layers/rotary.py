@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from worker.kernels.rope import RopeScaling, rope_inv_freq, rope_table
+from worker.kernels.attention.rope import RopeScaling, rope_inv_freq, rope_table
 
 
 class RotaryEmbedding(nn.Module):

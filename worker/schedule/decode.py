@@ -21,7 +21,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan, RowStart, Tail
-from worker.req import Phase, Req
+from worker.schedule.req import Phase, Req
 from worker.schedule.rows import RowTable
 
 

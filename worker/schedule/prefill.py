@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Chunk, Plan, RowStart
-from worker.req import PrefillReq
 from worker.schedule.pace import Pace
+from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
 
 

@@ -6,7 +6,7 @@ import heapq
 
 from worker.api import Sampling
 from worker.plan import RowPages, RowStart
-from worker.req import PrefillReq, Req
+from worker.schedule.req import PrefillReq, Req
 
 OwnsRow = Req | PrefillReq
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.batch import Batch, HostLengths
-from worker.kernels.chunk_rows import NUM_LINES, SentChunks, chunk_rows
+from worker.forward.batch import Batch, HostLengths
+from worker.kernels.attention.paged_attention import SHORT_KEYS
+from worker.kernels.gemm.product import MAX_STREAMED_ROWS
 from worker.kernels.launch import power_of_two
-from worker.kernels.paged_attention import SHORT_KEYS
-from worker.kernels.product import MAX_STREAMED_ROWS
-from worker.kernels.step_rows import read_rows
+from worker.kernels.step.chunk_rows import NUM_LINES, SentChunks, chunk_rows
+from worker.kernels.step.step_rows import read_rows
 from worker.plan import LONG_ROWS, Plan
-from worker.staging import Staging
-from worker.state import StepState
-from worker.tail import Sampled
+from worker.step.sampled import SampledRows
+from worker.step.staging import Staging
+from worker.step.state import StepState
 
 NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
 MAX_STEADY_LEN = SHORT_KEYS  # tokens of each; attention to more is better cut for what there is
@@ -191,7 +191,7 @@ class BatchBuffers:
 
     def decode(
         self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None
-    ) -> tuple[Batch, Sampled]:
+    ) -> tuple[Batch, SampledRows]:
         """One token for each of `rows` [n] i64; device work only, on shapes the host knows.
 
         Those that are inactive by now are padding, and so is row 0. `host` goes into the batch.
@@ -211,7 +211,7 @@ class BatchBuffers:
             max_seq_len_ub=max_seq_len_ub,
             host=host,
         )
-        return batch, Sampled(read.live, read.next_positions, read.valid)
+        return batch, SampledRows(read.live, read.next_positions, read.valid)
 
     def decode_lengths(self, rows: Sequence[int]) -> HostLengths:
         """Of a decode batch of `rows`, whose plan has been applied to the state."""

@@ -13,7 +13,7 @@ from worker.api import Candidate, FinishReason, PeerId, Sampling, Stages
 from worker.cache.book import Hold
 
 if TYPE_CHECKING:
-    from worker.grammar import Matcher
+    from worker.sampling.grammar import Matcher
 
 
 class Phase(Enum):
@@ -85,7 +85,7 @@ class Req:
     num_in_flight: int = 0  # launched steps that have not settled
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     finish_reason: FinishReason | None = None
-    is_follower: bool = False  # it came with Generate.after
+    is_sibling: bool = False  # it came with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
     marks: Marks = field(default_factory=Marks)
 

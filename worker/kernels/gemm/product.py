@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.kernels.gemm.lt_gemm import tuned_gemm
+from worker.kernels.gemm.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.jit import HAS_TRITON
 from worker.kernels.launch import has_dependent_launch
-from worker.kernels.lt_gemm import tuned_gemm
-from worker.kernels.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.swiglu import swiglu
 
 # Up to so many rows a product takes the time of reading its weights.

@@ -1,7 +1,7 @@
 """One token a row straight from the logits, without sorting: temperature, filters, noise, argmax.
 
-The torch twin is `worker.sampler.draw_ref`, which defines the result. A row is cut into blocks of
-the vocabulary. Three kinds of pass run over all blocks of all rows:
+The torch twin is `worker.sampling.sampler.draw_ref`, which defines the result. A row is cut into
+blocks of the vocabulary. Three kinds of pass run over all blocks of all rows:
 
   best      the largest logit of each block
   search    four bits of a threshold: the smallest logit whose likelier tokens weigh less than the
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
-from worker.kernels.philox import gumbel_block, natural_log
+from worker.kernels.step.philox import gumbel_block, natural_log
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4

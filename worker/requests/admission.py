@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.errors import Busy, UserError
-from worker.grammar import Grammars
-from worker.inbound import Inbound
-from worker.peers import PrefillPeers
-from worker.req import Req
+from worker.pull.inbound import Inbound
+from worker.pull.peers import PrefillPeers
+from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import LocalCost, prefills_locally
+from worker.schedule.req import Req
 
 # The router ends a request at its deadline; this is for a router that does not.
 DEADLINE_GRACE_S = 5.0
@@ -62,7 +62,7 @@ class Admission:
             message.sampling,
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
-            is_follower=bool(message.after),
+            is_sibling=bool(message.after),
         )
         if message.sampling.grammar:
             output = message.tokens[message.num_prompt_tokens :]
@@ -89,7 +89,7 @@ class Admission:
             kv_bytes_per_token=self._engine.layout.page_bytes // self._engine.book.page_size,
             pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
         )
-        is_rest = req.is_follower and num_uncached < self._engine.book.page_size
+        is_rest = req.is_sibling and num_uncached < self._engine.book.page_size
         if is_rest or prefills_locally(cost, candidates, config):
             self.place_locally(req, "local" if candidates else "alone")
         elif self._inbound.start(req, candidates, time.monotonic()):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from worker.api import Generate, PeerId
-from worker.req import Req
+from worker.schedule.req import Req
 
 
-class Followers:
+class Siblings:
     """Requests that wait for another one. They hold no pages."""
 
     def __init__(self) -> None:

@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from worker import memory
 from worker.api import Member
 from worker.attention.base import build_attentions
-from worker.buffers import BatchBuffers
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.single import SingleCollective
 from worker.config import WorkerConfig
+from worker.engine import memory
+from worker.engine.machine import probe
+from worker.engine.meter import StepMeter
+from worker.engine.runner import ModelRunner, Step, step_stream
 from worker.graph.base import GraphRunner, Parts
 from worker.graph.build import build_graphs
-from worker.machine import probe
-from worker.meter import StepMeter
 from worker.metrics import WorkerMetrics
 from worker.models.config import ModelSpec, read_model_spec
 from worker.models.decoder import Decoder
 from worker.models.loader import load_model
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
-from worker.runner import ModelRunner, Step, step_stream
-from worker.state import StepState
+from worker.step.buffers import BatchBuffers
+from worker.step.state import StepState
 from worker.transfer.base import TRANSPORTS, KVTransport
 
 log = logging.getLogger("kvlane.engine")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.kernels.step_rows import RowColumns
+from worker.kernels.step.step_rows import RowColumns
 from worker.plan import Plan, RowPages, RowStart
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it

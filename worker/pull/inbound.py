@@ -16,9 +16,9 @@ from worker.api import (
     Xfer,
 )
 from worker.errors import PeerLost, Revoked
-from worker.fetch import Fetch, PullParts
-from worker.peers import PrefillPeers
-from worker.req import Req
+from worker.pull.fetch import Fetch, PullParts
+from worker.pull.peers import PrefillPeers
+from worker.schedule.req import Req
 from worker.transfer.base import Peer
 
 

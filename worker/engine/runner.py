@@ -14,7 +14,8 @@ from torch import Tensor
 
 from worker.graph.base import GraphRunner, Parts
 from worker.plan import Drawn, Plan
-from worker.tail import Result, Sampled, decoding, draw
+from worker.sampling.tail import Result, draw
+from worker.step.sampled import SampledRows, decoding_rows
 
 
 class HostEvent:
@@ -255,12 +256,12 @@ class ModelRunner:
     def _draw(self, plan: Plan, hidden: Tensor, mask: Tensor | None) -> Result:
         state = self._state
         if plan.decode:
-            sampled = decoding(state, state.upload(plan.decode, torch.int64))
+            sampled = decoding_rows(state, state.upload(plan.decode, torch.int64))
         else:
             rows = state.upload(plan.sampled_rows, torch.int64)
             ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.sample]
             position = state.upload(ends, torch.int64)
-            sampled = Sampled(rows, position, torch.ones_like(rows, dtype=torch.bool))
+            sampled = SampledRows(rows, position, torch.ones_like(rows, dtype=torch.bool))
         return draw(
             self.model,
             state,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker.batch import Batch
+from worker.forward.batch import Batch
 
 
 class LayerAttention(Protocol):

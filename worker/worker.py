@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from worker.api import Member
 from worker.config import WorkerConfig
-from worker.engine import build_engine
+from worker.engine.engine import build_engine
 from worker.loop import DrainAsked, EngineThread, MembersChanged
 from worker.registry import resolve
 
@@ -71,8 +71,3 @@ class Worker:
     def join(self) -> None:
         """Wait until the loop has ended."""
         self._thread.join()
-
-
-def build_worker(config: WorkerConfig, *, name: str, incarnation: str, host: str) -> Worker:
-    """A worker that is loaded and does not serve yet; `start` begins."""
-    return Worker(config, name=name, incarnation=incarnation, host=host)

@@ -26,11 +26,11 @@ from worker.api import (
 )
 from worker.config import LeaseConfig
 from worker.errors import Busy, UserError
-from worker.lease import PinLease
 from worker.metrics import WorkerMetrics
 from worker.plan import Chunk
-from worker.req import PrefillReq
+from worker.pull.lease import PinLease
 from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.req import PrefillReq
 
 log = logging.getLogger("kvlane.outbound")
 BUSY_RETRY_S = 0.1

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from worker.api import TokenLogprob
-from worker.kernels.step_rows import leave_rows
+from worker.kernels.step.step_rows import leave_rows
 from worker.models.decoder import Decoder
 from worker.plan import Drawn, Tail
-from worker.sampler import SamplingRows, logprobs, sample
-from worker.state import StepState
+from worker.sampling.sampler import SamplingRows, logprobs, sample
+from worker.step.sampled import SampledRows
+from worker.step.state import StepState
 
 
 @dataclass(slots=True)
@@ -48,25 +49,10 @@ class Result:
         ]
 
 
-@dataclass(slots=True, frozen=True)
-class Sampled:
-    """For whom a token is drawn; index i belongs to the i-th hidden state."""
-
-    rows: Tensor  # [n] i64; 0 = nobody
-    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
-    valid: Tensor  # [n] bool; whether it counts
-
-
-def decoding(state: StepState, rows: Tensor) -> Sampled:
-    """The sampled of a decode step over `rows` [n] i64; inactive ones draw for nobody."""
-    live = rows * state.active[rows]
-    return Sampled(live, state.seq_len[live] + 1, state.active[live])
-
-
 def draw(
     model: Decoder,
     state: StepState,
-    sampled: Sampled,
+    sampled: SampledRows,
     hidden: Tensor,
     tail: Tail,
     *,

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from worker.kernels.attention.rope import rope_ref
+from worker.kernels.attention.store_kv import store_kv_ref
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
 from worker.kernels.rms_norm import rms_norm_ref
-from worker.kernels.rope import rope_ref
-from worker.kernels.store_kv import store_kv_ref
 
 MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.kernels.draw import DrawParams, draw_triton
-from worker.kernels.gather_rows import gather_rows
-from worker.kernels.philox import gumbel_ref
+from worker.kernels.step.draw import DrawParams, draw_triton
+from worker.kernels.step.gather_rows import gather_rows
+from worker.kernels.step.philox import gumbel_ref
 from worker.plan import Tail
-from worker.state import Extras, StepState
+from worker.step.state import Extras, StepState
 
 
 @dataclass(slots=True, frozen=True)

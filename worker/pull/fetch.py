@@ -22,9 +22,9 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig
 from worker.errors import OutOfPages, Revoked, TransferError, TransferTimeout
-from worker.lease import PullWindow
 from worker.metrics import WorkerMetrics
-from worker.req import Req
+from worker.pull.lease import PullWindow
+from worker.schedule.req import Req
 from worker.transfer.base import Peer, Pull, PullState
 from worker.transfer.layout import PoolPages, plan_runs
 

@@ -1,0 +1,198 @@
+"""The structure of the three packages, from their own syntax trees.
+
+    python -m tests.support.structure [REPO]          lines, rooms, arrows between rooms, floors
+    python -m tests.support.structure --decode-step   the files that one decode step runs through
+
+A room of `worker` is a folder, or a file at its root. An arrow is an import from one room to
+another, and floors are the length of the longest chain of arrows. Imports inside functions count,
+`TYPE_CHECKING` blocks do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property
+from pathlib import Path
+
+PACKAGES = ("worker", "router", "cluster")
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Tree:
+    """The modules of a checkout and what they import."""
+
+    def __init__(self, root: Path = REPOSITORY) -> None:
+        self.root = root
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        """Dotted name -> file, packages by their own name."""
+        found = {}
+        for package in PACKAGES:
+            for path in sorted((self.root / package).rglob("*.py")):
+                parts = path.relative_to(self.root).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        return found
+
+    @cached_property
+    def imports(self) -> dict[str, frozenset[str]]:
+        """Module -> every dotted name that it imports."""
+        return {
+            module: frozenset(imported(module, path, tree_of(path)))
+            for module, path in self.modules.items()
+        }
+
+    @cached_property
+    def edges(self) -> dict[str, frozenset[str]]:
+        """Module -> our own modules that it imports."""
+        return {
+            module: frozenset(name for name in names if name in self.modules and name != module)
+            for module, names in self.imports.items()
+        }
+
+    def lines(self, package: str) -> list[int]:
+        """Of each file, ascending."""
+        return sorted(
+            len(path.read_text().splitlines())
+            for module, path in self.modules.items()
+            if module.split(".")[0] == package
+        )
+
+    def rooms(self) -> dict[str, set[str]]:
+        """Room of worker -> the other rooms that it imports from."""
+        found: dict[str, set[str]] = {}
+        for module, names in self.edges.items():
+            if (room := room_of(module)) is None:
+                continue
+            others = found.setdefault(room, set())
+            others |= {other for name in names if (other := room_of(name)) not in (None, room)}
+        return found
+
+
+def room_of(module: str) -> str | None:
+    """Room of a dotted name; None: not in worker, or worker itself."""
+    package, _, rest = module.partition(".")
+    return rest.split(".")[0] if package == "worker" and rest else None
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The file's syntax tree."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def under(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run, `if TYPE_CHECKING` bodies left out."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for each in child.orelse:
+                yield from under(each)
+        else:
+            yield from under(child)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def imported(module: str, path: Path, tree: ast.Module) -> set[str]:
+    """Every dotted name that the module imports, `from a import b` as a and a.b."""
+    names: set[str] = set()
+    for node in under(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts if path.name == "__init__.py" else parts[:-1]
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, *([base] if base else [])])
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _is_import_call(node):
+            names.update(a.value for a in node.args[:1] if isinstance(a, ast.Constant))
+    return names
+
+
+def _is_import_call(node: ast.Call) -> bool:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def knots(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def num_floors(rooms: Mapping[str, Iterable[str]]) -> int:
+    """Rooms on the longest chain of arrows; there must be no circle."""
+
+    @cache
+    def height(room: str) -> int:
+        return 1 + max((height(other) for other in rooms[room]), default=0)
+
+    return max(map(height, rooms))
+
+
+def main(root: Path) -> None:
+    """Print the figures."""
+    tree = Tree(root)
+    for package in PACKAGES:
+        sizes = tree.lines(package)
+        print(
+            f"{package}: {len(sizes)} files, {sum(sizes)} lines, "
+            f"median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"
+        )
+    print(f"all: {sum(sum(tree.lines(package)) for package in PACKAGES)} lines")
+    rooms = tree.rooms()
+    num_arrows = sum(len(others) for others in rooms.values())
+    circles = knots(rooms)
+    floors = "a circle" if circles else f"{num_floors(rooms)} floors"
+    print(f"worker: {len(rooms)} rooms, {num_arrows} arrows, {floors}")
+    for circle in circles:
+        print("circle:", *circle)
+
+
+def decode_step() -> None:
+    """Print the files of worker/ that run during one step of a decode worker on a CPU."""
+    from tests.support.decode_step import files_of_a_step
+
+    files = files_of_a_step()
+    for name, num_lines in files.items():
+        print(f"{num_lines:5d} {name}")
+    print(f"one decode step: {len(files)} files, {sum(files.values())} lines")
+
+
+if __name__ == "__main__":
+    if "--decode-step" in sys.argv:
+        decode_step()
+    else:
+        main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else REPOSITORY)

@@ -1,0 +1,1 @@
+"""One engine: model, pool and graphs put together, and the launch of its steps."""

@@ -1,0 +1,1 @@
+"""What one forward pass runs on: its batch and its context."""

@@ -1,0 +1,1 @@
+"""Step state and drawing: rows read, written and sampled on the device."""

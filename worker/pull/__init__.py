@@ -1,0 +1,1 @@
+"""The pull protocol, decode's and prefill's side."""

@@ -1,0 +1,1 @@
+"""What a decode worker does with requests: admission, siblings, replies."""

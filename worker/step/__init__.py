@@ -1,0 +1,1 @@
+"""Device-resident step state, and a Plan made into a Batch."""
