@@ -251,7 +251,7 @@ class KVReady(Message, frozen=True):
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
     Comes again with every renewal, whole: decode takes from it what it has not seen. Without pages
-    it acknowledges a Prefill of which nothing is cached, or says that the rest is about to come.
+    it acknowledges a Prefill of which nothing is cached.
     """
 
     xfer: Xfer

@@ -74,13 +74,13 @@ class AttentionConfig(Section):
         return dict.fromkeys(cls.model_fields, given) if isinstance(given, str) else given
 
 
-ChunkGraph = Literal["eager", "piecewise", "compiled", "compiled_plain"]
+ChunkGraph = Literal["eager", "piecewise", "compiled"]
 
 
 class GraphConfig(Section):
     """CUDA graphs by kind of step. A bare name stands for each kind that knows it, the other kind
     is then eager: `full` replays decode steps alone, `piecewise` and `compiled` chunks alone (the
-    latter as torch.compile makes them, `compiled_plain` without its code), `eager` nothing.
+    latter as torch.compile makes them), `eager` nothing.
     """
 
     prefill: Auto | ChunkGraph = "auto"  # chunks of prompts, on either role

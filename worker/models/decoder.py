@@ -71,13 +71,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
         self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
-    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape.
 
-        wanted: see DecoderLayer.forward.
+        rows: see DecoderLayer.forward.
         """
         attended = self.attention(self.qkv(hidden), positions).flatten(1)
-        return self.output(attended if wanted is None else attended.index_select(0, wanted))
+        return self.output(attended if rows is None else attended.index_select(0, rows))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -151,21 +151,22 @@ class DecoderLayer(nn.Module):
         part: Tensor,
         residual: Tensor | None,
         positions: Tensor,
-        wanted: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of what the layer adds last, residual before that addition).
 
         part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        wanted: [n] i64; only these rows are returned, though all are attended to.
+        rows: [n] i64; hidden states of these rows alone are returned; None: of all rows. The KV of
+        all tokens is stored and attended to either way.
         """
         if residual is None:
             normed, residual = self.input_norm(part), part
         else:
             normed, residual = self.input_norm.reduce_add(part, residual)
-        part = self.attention(normed, positions, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
+        part = self.attention(normed, positions, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         normed, residual = self.post_norm.reduce_add(part, residual)
         return self.feed_forward(normed), residual
 
@@ -239,16 +240,17 @@ class Decoder(nn.Module):
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
         return self.embedding(input_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context().
 
-        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64; wanted:
-        [n] i64, rows, None for all. Returns [num_tokens, hidden_size], or [n, hidden_size].
+        hidden: [num_tokens, hidden_size] from `embed`, not changed; positions: [num_tokens] i64;
+        rows: [n] i64 of which hidden states are returned, None: of all.
+        Returns [num_tokens, hidden_size], or [n, hidden_size].
         """
         part, residual = hidden, None
         for layer in self.layers:
-            rows = wanted if layer is self.layers[-1] else None
-            part, residual = layer(part, residual, positions, rows)
+            kept = rows if layer is self.layers[-1] else None
+            part, residual = layer(part, residual, positions, kept)
         assert residual is not None, "a model has at least one layer"
         normed, _ = self.norm.reduce_add(part, residual)
         return normed
