@@ -77,10 +77,15 @@ def bits(cache: Tensor) -> Tensor:
 
 @dataclass
 class Uncaptured:
-    """Launches a forward that is not the model's own, without a graph."""
+    """Launches a forward that is not the model's own, without a graph.
+
+    It computes every row to the end; of a long step it then takes the last-token rows, unless
+    `every_row`.
+    """
 
     loaded: LoadedModel
     forward: Callable[[Tensor, Tensor], Tensor] | None
+    every_row: bool = False
 
     @torch.inference_mode()
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
@@ -89,7 +94,10 @@ class Uncaptured:
         embedded = self.loaded.model.embed(batch.input_ids)
         assert self.forward is not None
         with forward_context(batch, attention, attention.plan(batch), on_layer=on_layer):
-            return Forward(self.forward(embedded, batch.positions), "eager")
+            hidden, rows = self.forward(embedded, batch.positions), batch.last_token_rows
+        if rows is not None and not self.every_row:
+            hidden = hidden.index_select(0, rows)
+        return Forward(hidden, "eager")
 
 
 @dataclass

@@ -76,16 +76,23 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine.close()
 
 
-def test_long_steps_have_the_hidden_states_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near to eager, which multiplies fewer rows in the last layer.
+
+    How many rows a product has decides the order of its sums, on some CPUs (with AVX-512) more
+    often than on others. So equal bits are promised at equal shapes alone, by the same forward.
+    """
     monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
     monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     loaded = engine.runner.loaded
     forward = forward_of(loaded.model, "plain", [])
-    runner = PiecewiseChunks(loaded, RecordedMemory(), forward)
-    runner.capture()
+    runner = PiecewiseChunks(loaded, RecordedMemory(), forward, ROUNDED)
+    assert all(check.equal for check in runner.capture())
+    made = bench_of(engine, runner)
+    made.eager = Uncaptured(loaded, forward)
     for num_reqs, fixed_shape in ((1, False), (3, False), (3, True)):
-        check_laws(bench_of(engine, runner), [32, MAX_TOKENS], num_reqs, 5, fixed_shape=fixed_shape)
+        check_laws(made, [32, MAX_TOKENS], num_reqs, 5, fixed_shape=fixed_shape)
     engine.close()
 
 

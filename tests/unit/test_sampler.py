@@ -497,7 +497,7 @@ def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
 
 
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
-    state = StepState(4, 2, [7], CPU, num_penalties=2, vocab_size=VOCAB)
+    state = StepState(4, 2, [7], CPU, num_penalty_slots=2, vocab_size=VOCAB)
     sampling = Sampling(
         9, 0.5, 0.25, 6, 0.125, 99, stop_ids=(3,), presence_penalty=0.5, frequency_penalty=0.25,
         repetition_penalty=1.5, logit_bias=((8, 2.0),),
