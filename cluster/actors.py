@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.placement import Group
+from cluster.process import Report
 from cluster.ray_private import RAY
-from cluster.seats import Report
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
@@ -190,7 +190,7 @@ class RouterActor(ProcessActor):
 
 
 class RayProcess:
-    """`monitor.Process` over an actor handle."""
+    """`process.Process` over an actor handle."""
 
     def __init__(self, actor: Any, identity: Identity) -> None:
         self.actor = actor
@@ -202,27 +202,27 @@ class RayProcess:
         return f"node {self.identity.node_address}, pid {self.identity.pid}"
 
     async def start(self) -> Member:
-        """See monitor.Process."""
+        """See process.Process."""
         return cast("Member", await call(self.actor.start))
 
     async def run(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.run)
 
     async def tell(self, version: int, members: Sequence[Member]) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.tell, version, members)
 
     async def drain(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.drain)
 
     async def report(self) -> Report:
-        """See monitor.Process."""
+        """See process.Process."""
         return cast("Report", await call(self.actor.report))
 
     async def stop(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.stop)
 
 

@@ -15,16 +15,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from cluster.config import Config, load
 from cluster.owned import find_running
+from cluster.seats import SeatStatus
 from worker.errors import KvlaneError, UserError
-
-if TYPE_CHECKING:
-    from cluster.seats import SeatStatus
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
 # wins. A node is found dead after 1.4 s instead of 14 s with these health checks. The memory

@@ -25,8 +25,9 @@ from cluster.actors import (
     fence,
 )
 from cluster.config import Config
-from cluster.monitor import Monitor, Process
+from cluster.monitor import Monitor
 from cluster.placement import Ask, Group, live_nodes, place, remove
+from cluster.process import Process
 from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
 from cluster.seats import Event, Seat, SeatStatus, State, seats_of
@@ -64,7 +65,7 @@ class Progress:
 
 
 class RaySite:
-    """`monitor.Site` over Ray. Not thread-safe; lives in the controller's event loop."""
+    """`process.Site` over Ray. Not thread-safe; lives in the controller's event loop."""
 
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
@@ -90,7 +91,7 @@ class RaySite:
         self.config = with_transport(self.config, self._worker_nodes())
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
-        """See monitor.Site. A group whose node is gone is replaced by a new one."""
+        """See process.Site. A group whose node is gone is replaced by a new one."""
         seat = self._seats[name]
         await self._renew_group(seat)
         group = self._groups.get(name)
@@ -113,12 +114,12 @@ class RaySite:
         return RayProcess(actor, identity)
 
     async def fence(self, process: Process) -> None:
-        """See monitor.Site."""
+        """See process.Site."""
         assert isinstance(process, RayProcess)
         await fence(process)
 
     async def release(self, name: str) -> None:
-        """See monitor.Site."""
+        """See process.Site."""
         group = self._groups.pop(name, None)
         if group is not None:
             await asyncio.to_thread(remove, group.pg)

@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from cluster.config import Config
+from cluster.process import Process, Report
 from worker.api import Member, Role
-
-if TYPE_CHECKING:
-    from cluster.monitor import Process
 
 
 class State(StrEnum):
@@ -22,14 +19,6 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"  # its process is gone or about to be; a new one follows unless it is leaving
-
-
-@dataclass(slots=True, frozen=True)
-class Report:
-    """What a process says of itself when asked."""
-
-    idle: bool
-    counters: dict[str, int]
 
 
 @dataclass(slots=True, frozen=True)
