@@ -51,7 +51,7 @@ class ChatShape:
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """See `router.sse.Shape`."""
+        """See `router.prepared.Shape`."""
         said = self._said(delta)
         if not said and not delta.scored and delta.finish_reason is None:
             return None
@@ -63,7 +63,7 @@ class ChatShape:
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.sse.Shape`."""
+        """See `router.prepared.Shape`."""
         said = self._said(delta)
         content = said.content if said.content or not said.calls else None
         message = AssistantMessage(role="assistant", content=content, refusal=None)

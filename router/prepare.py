@@ -11,9 +11,9 @@ import msgspec
 from router import chat, completions
 from router.errors import ApiError, invalid
 from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
+from router.prepared import Prepared, PreparedChoice, Shape
 from router.reasoning import Reasoning
 from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
-from router.sse import Prepared, PreparedChoice, Shape
 from router.status import Front
 from router.structured import Validator, composed, think_rules, wish
 from router.tools import Format, Tools, call_rules, detected, parser, tools_of

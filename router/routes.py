@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.auth import ApiKeys
 from router.errors import ApiError, error_response
 from router.prepare import Preparer
-from router.sse import Answer, Prepared
+from router.prepared import Prepared
+from router.sse import Answer
 from router.status import Front, StatusRoutes, version
 from router.structured import Validator
 from router.tokens import Tokens

@@ -14,9 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -26,10 +24,10 @@ from router.errors import ApiError, error_response
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
 from router.metrics import by_stage
-from router.output import OutputText
+from router.prepared import Prepared
 from router.reply import Choice, Completion, StageTimes, Usage, to_json
 from router.waiting import Req
-from worker.api import FinishReason, Sampling
+from worker.api import FinishReason
 
 log = logging.getLogger("kvlane.router")
 
@@ -41,51 +39,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class Shape(Protocol):
-    """How one endpoint writes answers."""
-
-    prefix: str  # of the answer's id
-    whole_object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> Choice | None:
-        """A choice to send before the first text, if the endpoint has one."""
-        ...
-
-    def chunk(self, delta: Delta) -> Choice | None:
-        """What a chunk says of a choice's news; None when nothing is certain yet."""
-        ...
-
-    def whole(self, index: int, delta: Delta) -> Choice:
-        """A choice of a whole answer; `delta` is all of it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedChoice:
-    """One answer to compute."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    output: OutputText
-    leader: int | None = None  # an earlier choice with the same prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that has passed every check."""
-
-    shape: Shape
-    model: str
-    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
-    streamed: bool
-    num_samples: int = 1
-    num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_stages: bool = False
 
 
 class _Gone(Exception):

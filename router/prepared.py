@@ -1,0 +1,57 @@
+"""A request that has passed every check: `prepare` makes it, `sse` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.mailbox import Delta
+from router.output import OutputText
+from router.reply import Choice
+from worker.api import Sampling
+
+
+class Shape(Protocol):
+    """How one endpoint writes answers."""
+
+    prefix: str  # of the answer's id
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> Choice | None:
+        """A choice to send before the first text, if the endpoint has one."""
+        ...
+
+    def chunk(self, delta: Delta) -> Choice | None:
+        """What a chunk says of a choice's news; None when nothing is certain yet."""
+        ...
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        """A choice of a whole answer; `delta` is all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One answer to compute."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    output: OutputText
+    leader: int | None = None  # an earlier choice with the same prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has passed every check."""
+
+    shape: Shape
+    model: str
+    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
+    streamed: bool
+    num_samples: int = 1
+    num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_stages: bool = False
