@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -31,6 +30,7 @@ from cluster.ray_private import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
+from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
 
@@ -47,16 +47,6 @@ class Identity:
     node_address: str
     pid: int
     start_ticks: int
-
-
-def start_ticks(pid: int) -> int:
-    """When a process of this pid namespace began, in clock ticks since boot; 0 if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    state, *fields = stat.rpartition(")")[2].split()
-    return 0 if state in "ZX" else int(fields[18])
 
 
 class ProcessActor:
@@ -79,7 +69,7 @@ class ProcessActor:
             node_id=context.get_node_id(),
             node_address=RAY.util.get_node_ip_address(),
             pid=os.getpid(),
-            start_ticks=start_ticks(os.getpid()),
+            start_ticks=process_stat(os.getpid()).start_ticks,
         )
 
     def _is_news(self, version: int) -> bool:
@@ -313,10 +303,10 @@ async def fence(process: RayProcess) -> None:
         log.warning("pid %d on %s not fenced: %s", who.pid, who.node_address, _why(error))
 
 
-def _kill_for_certain(pid: int, ticks: int) -> bool:
+def _kill_for_certain(pid: int, start_ticks: int) -> bool:
     """Whether the process is gone; runs on its node. Waits up to half of FENCE_TIMEOUT_S."""
     deadline = time.monotonic() + FENCE_TIMEOUT_S / 2
-    while start_ticks(pid) == ticks:
+    while _is_running(pid, start_ticks):
         if time.monotonic() > deadline:
             return False
         try:
@@ -325,6 +315,15 @@ def _kill_for_certain(pid: int, ticks: int) -> bool:
             return True
         time.sleep(0.01)
     return True
+
+
+def _is_running(pid: int, start_ticks: int) -> bool:
+    """Whether this very process runs; one that has ended and is not reaped yet does not."""
+    try:
+        stat = process_stat(pid)
+    except OSError:
+        return False
+    return stat.state not in "ZX" and stat.start_ticks == start_ticks
 
 
 def _why(error: BaseException) -> str:

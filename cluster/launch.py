@@ -31,6 +31,7 @@ from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
 from cluster.resolve import bundle_of, with_devices
 from cluster.seats import seats_of
 from worker.errors import KvlaneError, UserError, WorldError
+from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.launch")
 
@@ -258,5 +259,4 @@ def _parents() -> Iterator[tuple[int, int]]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):
-                stat = (path / "stat").read_text(encoding="ascii", errors="replace")
-                yield int(path.name), int(stat.rpartition(")")[2].split()[1])
+                yield int(path.name), process_stat(int(path.name)).parent
