@@ -12,7 +12,7 @@ from router.text import Text
 from worker.errors import UserError
 
 
-class TextShape:
+class TextWriter:
     """Text completions; chunks have the same form.
 
     Args:
@@ -36,7 +36,7 @@ class TextShape:
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """See `router.prepared.Shape`."""
+        """See `router.prepared.AnswerWriter`."""
         return TextChoice(
             index=delta.index,
             text=delta.text,
@@ -45,7 +45,7 @@ class TextShape:
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.prepared.Shape`."""
+        """See `router.prepared.AnswerWriter`."""
         echo = self._echoes[delta.index] if self._echoes else ""
         return TextChoice(
             index=index,

@@ -21,7 +21,7 @@ from router.members import Members
 from router.metrics import RouterMetrics
 from router.output import OutputText
 from router.policy.base import Policy
-from router.waiting import Line, Req
+from router.waiting import Queue, Req
 from worker.api import (
     Abort,
     Ack,
@@ -73,11 +73,11 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
-        self._line = Line(wire, members, policy, config.queue_timeout_s, self._waited)
+        self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._closed = False
         metrics.watch(
-            lambda: len(self._reqs) - len(self._line),
-            lambda: len(self._line),
+            lambda: len(self._reqs) - len(self._queue),
+            lambda: len(self._queue),
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
         )
 
@@ -111,7 +111,7 @@ class Dispatcher:
             return req
         late = ApiError.of("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
-        self._line.add(req)
+        self._queue.add(req)
         return req
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
@@ -120,7 +120,7 @@ class Dispatcher:
         Tells the worker that has it. Does nothing to a request that has ended.
         """
         if not req.outcome:
-            self._line.abort(req)
+            self._queue.abort(req)
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
             self._end(req, reason, error=error)
 
@@ -133,7 +133,7 @@ class Dispatcher:
                         self._on_chunk(peer, chunk)
                 case Pong():
                     self._members.pong(peer, message.stats)
-                    self._line.place()
+                    self._queue.place()
                 case Refused():
                     self._on_refused(peer, message)
                 case Lost():
@@ -168,7 +168,7 @@ class Dispatcher:
         failed = chunk.finish_reason in FAILED
         if chunk.position > req.position and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
-            self._line.abort(req)
+            self._queue.abort(req)
             self._lose(req, "gap")
             return
         req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
@@ -210,10 +210,10 @@ class Dispatcher:
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
             return
-        self._line.leave(req, served=False)
-        self._line.pause(peer, refused.retry_after_s)
+        self._queue.leave(req, served=False)
+        self._queue.pause(peer, refused.retry_after_s)
         self._metrics.retried("refused")
-        self._line.add(req, first=True)
+        self._queue.add(req, first=True)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         known = self._members.get(peer)
@@ -243,9 +243,9 @@ class Dispatcher:
         else:
             assert req.choice is not None
             req.avoid, req.waiting_since = req.choice.decode, None
-            self._line.leave(req, served=False)
+            self._queue.leave(req, served=False)
             self._metrics.retried(cause)
-            self._line.add(req, first=True)
+            self._queue.add(req, first=True)
 
     def _waited(self, req: Req) -> None:
         """The queue timeout: say whether there is no room or nobody at all."""
@@ -269,7 +269,7 @@ class Dispatcher:
         del self._reqs[req.req_id]
         for timer in req.timers:
             timer.cancel()
-        self._line.leave(req, served=True)
+        self._queue.leave(req, served=True)
         spent = req.spent
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
         if spent is not None:
@@ -283,7 +283,7 @@ class Dispatcher:
         metrics.cached_tokens.inc(req.num_cached_tokens)
         log.info("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
-            self._line.place()
+            self._queue.place()
 
 
 def _failure(error: Error | None) -> ApiError:

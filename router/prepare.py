@@ -11,12 +11,12 @@ import msgspec
 from router import chat, completions
 from router.errors import ApiError, invalid
 from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
-from router.prepared import Prepared, PreparedChoice, Shape
+from router.prepared import AnswerWriter, Prepared, PreparedChoice
 from router.reasoning import Reasoning
 from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.status import Front
-from router.structured import Validator, composed, think_rules, wish
-from router.tools import Format, Tools, call_rules, detected, parser, tools_of
+from router.structured import Validator, composed, constraint_of, think_rules
+from router.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 
 
 class Think(Enum):
@@ -40,7 +40,7 @@ class Preparer:
         self._validator = validator
         template, config = front.text.template_source, front.config
         asked = config.tool_parser
-        self._format: Format = detected(template) if asked == "auto" else asked
+        self._format: CallFormat = detected(template) if asked == "auto" else asked
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
@@ -64,13 +64,13 @@ class Preparer:
         think = self._think(prompt)
         check_size(prompt, self._front, "messages")
         tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
-        shape = chat.ChatShape(
+        writer = chat.ChatWriter(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
         return self._prepared(
             body,
             [tokens],
-            shape,
+            writer,
             "messages",
             self._grammar(body, tools, think),
             MARKERS if tools.functions or think is not Think.NEVER else (),
@@ -88,12 +88,12 @@ class Preparer:
         for prompt in body.prompt:
             check_size(prompt, self._front, "prompt")
         prompts = completions.prompts(body, text)
-        shape = completions.TextShape(
+        writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, shape, "prompt", grammar)
+        return self._prepared(body, prompts, writer, "prompt", grammar)
 
     def check_model(self, name: str) -> None:
         """Refuse another model's name; none at all is this one's."""
@@ -134,17 +134,17 @@ class Preparer:
         return token is not None and self._validator.is_apart(token)
 
     def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> str:
-        """What the output has to follow: calls that are demanded, or the form asked for."""
-        form = wish(body)
-        if form is None and not tools.demands:
+        """What the output has to follow: calls that are demanded, or the constraint asked for."""
+        constraint = constraint_of(body)
+        if constraint is None and not tools.demands:
             return ""
         may_call = tools.demands or (tools.functions and self._format != "none")
         parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
         ways = ["calls"] if may_call else []
-        if form is not None and not tools.demands:
+        if constraint is not None and not tools.demands:
             if may_call:  # alone first, so that an error names the right one of the two
                 self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
-            parts, ways = [*parts, ("form", form.part)], ["@form", *ways]
+            parts, ways = [*parts, ("form", constraint.part)], ["@form", *ways]
         if think is not Think.NEVER:
             first = think_rules(
                 THINK,
@@ -155,7 +155,7 @@ class Preparer:
         else:
             first = ""
         grammar = composed(parts, [*rules, "body: " + " | ".join(ways)], first)
-        param = "tools" if form is None or tools.demands else form.param
+        param = "tools" if constraint is None or tools.demands else constraint.param
         self._validator.check(grammar, param)
         return grammar
 
@@ -163,7 +163,7 @@ class Preparer:
         self,
         body: GenerationBody,
         prompts: Sequence[tuple[int, ...]],
-        shape: Shape,
+        writer: AnswerWriter,
         param: str,
         grammar: str,
         markers: Sequence[str] = (),
@@ -189,7 +189,7 @@ class Preparer:
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
         options = body.stream_options
         return Prepared(
-            shape=shape,
+            writer=writer,
             model=self._front.model,
             choices=choices,
             streamed=body.stream,

@@ -12,7 +12,7 @@ from router.reply import Choice
 from worker.api import Sampling
 
 
-class Shape(Protocol):
+class AnswerWriter(Protocol):
     """How one endpoint writes answers."""
 
     prefix: str  # of the answer's id
@@ -46,7 +46,7 @@ class PreparedChoice:
 class Prepared:
     """A request that has passed every check."""
 
-    shape: Shape
+    writer: AnswerWriter
     model: str
     choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
     streamed: bool

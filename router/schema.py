@@ -76,7 +76,7 @@ class Contradiction(ValueError):
         self.field = field
 
 
-class Open(BaseModel):
+class RequestModel(BaseModel):
     """A request object: unknown fields are kept aside, null means the default."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -90,14 +90,14 @@ class Open(BaseModel):
         return {name: item for name, item in fields.items() if item is not None}
 
 
-class StreamOptions(Open):
+class StreamOptions(RequestModel):
     """What a stream says beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: usage in every chunk
 
 
-class GenerationBody(Open):
+class GenerationBody(RequestModel):
     """What both generation endpoints share."""
 
     # The limit where none is asked for, if the prompt leaves as much; None: what it leaves.
@@ -195,7 +195,7 @@ def seed_of(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") % 2**63
 
 
-class Message(Open):
+class Message(RequestModel):
     """One message of a chat; what the template knows beyond role and content passes through."""
 
     role: str
@@ -295,7 +295,7 @@ NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
 }
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-OpenT = TypeVar("OpenT", bound=Open)
+ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
@@ -319,7 +319,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     return body
 
 
-def read(model: type[OpenT], raw: bytes) -> OpenT:
+def read(model: type[ModelT], raw: bytes) -> ModelT:
     """A body that does not ask for generation.
 
     Raises:

@@ -76,7 +76,7 @@ class Answer(Response):
         self._num_open = len(prepared.choices)
         self._error: ApiError | None = None
         self._started = False
-        self._id = f"{prepared.shape.prefix}-{uuid.uuid4().hex}"
+        self._id = f"{prepared.writer.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,13 +138,13 @@ class Answer(Response):
         found: list[Delta] = []
         while self._num_open:
             found += await self._news()
-        shape, answers = self._prepared.shape, self._kept(_merged(found))
+        writer, answers = self._prepared.writer, self._kept(_merged(found))
 
         def write() -> bytes:
-            choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
+            choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
             for choice, answer in zip(choices, answers, strict=True):
                 self._account(choice, answer)
-            return to_json(self._completion(shape.whole_object, choices, self._usage()))
+            return to_json(self._completion(writer.whole_object, choices, self._usage()))
 
         body = await _written(answers, write)
         length = str(len(body)).encode()
@@ -188,13 +188,13 @@ class Answer(Response):
 
     def _events(self, deltas: Sequence[Delta], opened: set[int]) -> bytes:
         """Chunks that say what is new; the first of a choice makes it `opened`."""
-        shape, events = self._prepared.shape, list[bytes]()
+        writer, events = self._prepared.writer, list[bytes]()
         for delta in _merged(deltas):
-            opening = None if delta.index in opened else shape.opening(delta.index)
+            opening = None if delta.index in opened else writer.opening(delta.index)
             opened.add(delta.index)
             if opening is not None:
                 events.append(self._chunk([opening]))
-            chunk = shape.chunk(delta)
+            chunk = writer.chunk(delta)
             if chunk is not None:
                 self._account(chunk, delta)
                 events.append(self._chunk([chunk]))
@@ -228,7 +228,7 @@ class Answer(Response):
     def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
         if usage is None and self._prepared.continuous_usage:
             usage = self._usage()
-        completion = self._completion(self._prepared.shape.chunk_object, choices, usage)
+        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
         return b"data: %s\n\n" % to_json(completion)
 
     def _completion(self, kind: str, choices: Sequence[Choice], usage: Usage | None) -> Completion:

@@ -29,7 +29,7 @@ Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Constraint:
     """One constraint of the output and the field that asked for it."""
 
     part: Part
@@ -76,13 +76,13 @@ def _part(kind: str, value: Any, param: str) -> Part:
     return {"lark_grammar": value}
 
 
-def _response_format(value: dict[str, Any]) -> Wish | None:
+def _response_format(value: dict[str, Any]) -> Constraint | None:
     param = "response_format"
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return Wish(_schema_part({"type": "object"}, param), param)
+        return Constraint(_schema_part({"type": "object"}, param), param)
     if kind != "json_schema":
         raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
     wrapped = value.get("json_schema")
@@ -91,31 +91,31 @@ def _response_format(value: dict[str, Any]) -> Wish | None:
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
     lenient = fields.get("strict") is not True
-    return Wish(_schema_part(schema, param, lenient=lenient), param)
+    return Constraint(_schema_part(schema, param, lenient=lenient), param)
 
 
-def wish(body: GenerationBody) -> Wish | None:
+def constraint_of(body: GenerationBody) -> Constraint | None:
     """What the output of a request has to look like; None where it is free.
 
     Raises:
         ApiError: a constraint is malformed, or there is more than one.
     """
-    found: list[Wish] = []
+    found: list[Constraint] = []
     if body.response_format is not None:
         formed = _response_format(body.response_format)
         found += [] if formed is None else [formed]
     for kind in FIELDS:
         value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
         if value is not None:
-            found.append(Wish(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param), param))
     asked = body.structured_outputs or {}
     for kind in FIELDS:
         value, param = asked.get(kind), f"structured_outputs.{kind}"
         if value is not None:
-            found.append(Wish(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param), param))
     if asked.get("json_object"):
         param = "structured_outputs.json_object"
-        found.append(Wish(_schema_part({"type": "object"}, param), param))
+        found.append(Constraint(_schema_part({"type": "object"}, param), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)

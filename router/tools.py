@@ -11,13 +11,13 @@ from pydantic import Field, ValidationError
 
 from router.errors import invalid
 from router.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
-from router.schema import ChatBody, Open, refused
+from router.schema import ChatBody, RequestModel, refused
 from router.structured import Part, quoted
 
-Format = Literal["hermes", "llama3", "none"]
+CallFormat = Literal["hermes", "llama3", "none"]
 
 
-class Function(Open):
+class Function(RequestModel):
     """A function as OpenAI describes it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -26,7 +26,7 @@ class Function(Open):
     strict: bool = False
 
 
-class Tool(Open):
+class Tool(RequestModel):
     """An entry of `tools`."""
 
     type: Literal["function"]
@@ -89,7 +89,7 @@ def _chosen(choice: Any) -> str:
     return name
 
 
-def detected(template: str) -> Format:
+def detected(template: str) -> CallFormat:
     """The format in which a model calls, by its chat template; Hermes' where it does not say.
 
     A call that is demanded follows its grammar, so even a model without tools keeps to the format.
@@ -99,7 +99,7 @@ def detected(template: str) -> Format:
     return "llama3" if "<|python_tag|>" in template or "ipython" in template else "hermes"
 
 
-def parser(form: Format, tools: Tools) -> Parser:
+def parser(form: CallFormat, tools: Tools) -> Parser:
     """What takes calls out of an answer."""
     if form == "none" or not tools.functions:
         return Plain()
@@ -109,7 +109,7 @@ def parser(form: Format, tools: Tools) -> Parser:
 
 
 def call_rules(
-    form: Format, tools: Tools, is_token: Callable[[str], bool]
+    form: CallFormat, tools: Tools, is_token: Callable[[str], bool]
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and rules of the calls that are demanded (else of all): the rule `calls`.
 

@@ -80,7 +80,7 @@ class Req:
         return Asked(self.req_id, self.prompt)
 
 
-class Line:
+class Queue:
     """Owns where every request is: in the line (its choice is None) or at a worker.
 
     Args:
