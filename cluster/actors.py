@@ -1,7 +1,7 @@
-"""The Ray side of one process: a thin actor, a handle that speaks asyncio, and the fence.
+"""The Ray side of one process: a thin actor, an asyncio handle of it, and the fence.
 
-Actors never restart by themselves (max_restarts=0): their death is known in about 20 ms, and the
-monitor decides what follows. `run` blocks in one of the actor's threads for as long as it lives.
+Ray never restarts an actor of ours (max_restarts=0). It reports a death after about 20 ms, and the
+monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FENCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One process for all time: pids come back, start times do not."""
+    """Names one process for ever: a pid is used again, a pid with its start time is not."""
 
     node_id: str
     node_address: str
@@ -50,7 +50,7 @@ class Identity:
 
 
 class ProcessActor:
-    """What workers and routers have in common; one of these is the whole process."""
+    """What the actors of workers and routers share. Each of them has a process of its own."""
 
     def __init__(self, name: str, incarnation: str, level: str) -> None:
         logging.basicConfig(level=level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True)
@@ -63,7 +63,7 @@ class ProcessActor:
         return self._name  # Ray puts it before every line that the process prints
 
     def identify(self) -> Identity:
-        """Asked first, so that whatever follows can be fenced."""
+        """Which process this is. Asked first, because the fence needs it."""
         context = RAY.get_runtime_context()
         return Identity(
             node_id=context.get_node_id(),
@@ -72,8 +72,11 @@ class ProcessActor:
             start_ticks=process_stat(os.getpid()).start_ticks,
         )
 
-    def _is_news(self, version: int) -> bool:
-        """Calls of one actor may overtake each other; under the lock, True for the latest only."""
+    def _is_newer(self, version: int) -> bool:
+        """Whether the members are newer than those known: calls may overtake each other.
+
+        To be called under the lock.
+        """
         if version <= self._version:
             return False
         self._version = version
@@ -107,7 +110,7 @@ class WorkerActor(ProcessActor):
     def tell(self, version: int, members: Sequence[Member]) -> None:
         """The members from now on."""
         with self._lock:
-            if self._is_news(version):
+            if self._is_newer(version):
                 self._worker.update_members(members)
 
     def drain(self) -> None:
@@ -138,7 +141,7 @@ class RouterActor(ProcessActor):
 
     def start(self) -> Member:
         """Load tokenizer and template, listen."""
-        from router.app import RouterServer  # its libraries are wanted in this process only
+        from router.app import RouterServer  # its libraries are needed in this process only
 
         self._server = RouterServer(
             self._config.router,
@@ -159,7 +162,7 @@ class RouterActor(ProcessActor):
     def tell(self, version: int, members: Sequence[Member]) -> None:
         """The members from now on."""
         with self._lock:
-            if self._is_news(version):
+            if self._is_newer(version):
                 self._server.update_members(members)
 
     def drain(self) -> None:
@@ -248,10 +251,11 @@ def create(
     """An actor handle; Ray starts the process in the background.
 
     Args:
-        kind: the actor's class, args: its arguments.
-        name: shown by Ray's own tools.
-        group: where to; None: on the node `home`.
-        bundle: what it uses of its group.
+        kind: the actor's class.
+        args: of its constructor.
+        name: for the log.
+        group: the placement group to start in; None: start on the node `home`.
+        bundle: the resources that it uses of its group.
         home: id of the node that `serve` runs on.
     """
     strategy: Any
@@ -274,12 +278,12 @@ def create(
 
 
 async def fence(process: RayProcess) -> None:
-    """Kill, then make sure from its own node that the process is gone.
+    """Kill the process and make sure, on its own node, that it is gone.
 
-    ray.kill asks the process to end, which a stopped or wedged one never does; so a task on its
-    node sends SIGKILL to the pid, if it still is that process, and waits until it is gone.
-    Without the node there is nobody to ask: what may be left there runs no device of ours, and its
-    messages carry an old incarnation.
+    ray.kill asks the process to end, which a stopped or hung one never does. So a task on its node
+    sends SIGKILL to the pid, if that still is the same process, and waits until it is gone. On a
+    lost node no task can run. What may be left there uses no device that a new process gets, and
+    its messages carry an old incarnation.
     """
     RAY.kill(process.actor)
     who = process.identity
@@ -304,7 +308,10 @@ async def fence(process: RayProcess) -> None:
 
 
 def _kill_for_certain(pid: int, start_ticks: int) -> bool:
-    """Whether the process is gone; runs on its node. Waits up to half of FENCE_TIMEOUT_S."""
+    """SIGKILL the process, on its node, and wait for up to half of FENCE_TIMEOUT_S.
+
+    Returns whether it is gone.
+    """
     deadline = time.monotonic() + FENCE_TIMEOUT_S / 2
     while _is_running(pid, start_ticks):
         if time.monotonic() > deadline:
@@ -327,7 +334,7 @@ def _is_running(pid: int, start_ticks: int) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """The telling sentence of one of Ray's many-line messages."""
+    """The sentence of one of Ray's long messages that says what happened."""
     text = " ".join(str(error).split())
     detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
     if detail:

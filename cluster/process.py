@@ -21,7 +21,7 @@ class Report:
 
 
 class Process(Protocol):
-    """One incarnation of a worker or router, somewhere. Its death raises PeerLost everywhere."""
+    """One incarnation of a worker or router. Once it is dead, every call raises PeerLost."""
 
     @property
     def place(self) -> str:
@@ -37,11 +37,11 @@ class Process(Protocol):
         ...
 
     async def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on; older versions than the last one are ignored."""
+        """Give it the list of members; a version older than the last one is ignored."""
         ...
 
     async def drain(self) -> None:
-        """Take no new work, finish what there is."""
+        """Tell it to take no new work and to finish what it has."""
         ...
 
     async def report(self) -> Report:
@@ -49,7 +49,7 @@ class Process(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End threads and sockets; `run` returns then."""
+        """Tell it to end its threads and sockets; `run` returns then."""
         ...
 
 
@@ -57,10 +57,11 @@ class Site(Protocol):
     """Where processes come from."""
 
     async def create(self, name: str, incarnation: str) -> Process:
-        """A new process for `name`, in its old group if that still stands.
+        """Start a process for `name`, in the placement group of the one before if that exists.
 
         Raises:
-            Placement, PeerLost: no room; or it died while it began.
+            Placement: there is no room.
+            PeerLost: it died while it started.
         """
         ...
 
@@ -74,12 +75,12 @@ class Site(Protocol):
 
 
 class Links(Protocol):
-    """The data plane's view of who answers."""
+    """Pings processes; `worker.wire.Wire` is one."""
 
     def connect(self, peer: PeerId, address: str) -> None:
-        """Begin to ping."""
+        """Start to ping."""
         ...
 
     def disconnect(self, peer: PeerId) -> None:
-        """Cease to ping."""
+        """Stop pinging."""
         ...
