@@ -16,7 +16,7 @@ class TextWriter:
     """Text completions; chunks have the same form.
 
     Args:
-        echoes: what each choice says before its own text; empty when there is no echo.
+        echoes: the prompt that each choice repeats before its own text; empty without echo.
         bytes_of: of a token, for logprobs; None when none were asked for.
     """
 
@@ -27,7 +27,7 @@ class TextWriter:
     def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
         self._echoes = echoes
         self._bytes_of = bytes_of
-        self._offsets: dict[int, int] = {}  # characters of the tokens that are out
+        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
     def opening(self, index: int) -> Choice | None:
         """The prompt, if it is to be echoed."""
@@ -82,7 +82,7 @@ def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """What every choice repeats before its own text; empty without echo."""
+    """The prompt that each choice repeats before its own text; empty without echo."""
     if not body.echo:
         return []
     shown = [

@@ -1,8 +1,8 @@
 """The life of one request between the HTTP front and the decode workers.
 
-    submit -> in line -> at a worker -> tokens -> _end
-                 ^            |  refused, or lost before its first token
-                 '------------'
+    submit -> queued -> at a worker -> tokens -> _end
+                 ^           |  refused, or lost before its first token
+                 '-----------'
 
 All state belongs to the router's loop. Every request leaves through `_end`, once.
 """
@@ -42,7 +42,7 @@ from worker.wire import Event, Wire
 
 log = logging.getLogger("kvlane.router")
 
-MAX_LOSSES = 2  # a request that was present when so many workers were lost is not sent again
+MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported"})
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
@@ -54,9 +54,9 @@ class Dispatcher:
     Args:
         config: limits.
         wire: started; hands its events to `deliver`.
-        members: who is there.
+        members: the workers.
         policy: chooses among them.
-        metrics: told of every end.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Dispatcher:
         )
 
     def check_room(self, num_choices: int) -> None:
-        """Refuse at once what would exceed max_inflight.
+        """Refuse a request whose choices would exceed max_inflight.
 
         Raises:
             ApiError: 429.
@@ -99,9 +99,9 @@ class Dispatcher:
         mailbox: Mailbox,
         leader: Req | None = None,
     ) -> Req:
-        """Take a request; its deltas, the last with a finish reason, go to `mailbox`.
+        """Take a request; its deltas go to `mailbox`, the last of them with a finish reason.
 
-        It follows `leader`, a choice with the same prompt, to its worker.
+        It goes to the worker of `leader`, a choice with the same prompt, if there is one.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
         req = Req(index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
@@ -162,7 +162,7 @@ class Dispatcher:
         req = self._reqs.get(chunk.req_id)
         if req is None or req.dispatch != chunk.dispatch or req.choice is None:
             self._metrics.stale_chunks.inc()
-            if chunk.finish_reason is None:  # it works for nobody
+            if chunk.finish_reason is None:  # the worker still computes it
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
             return
         failed = chunk.finish_reason in FAILED
@@ -219,7 +219,7 @@ class Dispatcher:
         known = self._members.get(peer)
         self._members.lost(peer)
         there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
-        level = logging.WARNING if there else logging.INFO  # a drained one goes without any
+        level = logging.WARNING if there else logging.INFO  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
             self._lose(req, "worker_lost")
@@ -231,7 +231,7 @@ class Dispatcher:
             self._wire.connect(member.peer, member.address)
 
     def _lose(self, req: Req, cause: str) -> None:
-        """The worker that had `req` is lost, to everyone or to this request."""
+        """`req` has lost its worker, which is gone or has left out tokens of it."""
         req.num_losses += 1
         if req.num_losses >= MAX_LOSSES:
             message = "the request was present when two workers were lost; it is not tried again"
@@ -248,7 +248,7 @@ class Dispatcher:
             self._queue.add(req, first=True)
 
     def _waited(self, req: Req) -> None:
-        """The queue timeout: say whether there is no room or nobody at all."""
+        """The queue timeout has passed: no decode worker had room, or there is none."""
         if self._members.live("decode"):
             error = ApiError.of("busy", "no decode worker had room in time", retry_after_s=1)
         else:

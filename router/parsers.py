@@ -1,7 +1,7 @@
-"""What a model says, taken apart while it speaks: reasoning, content, tool calls.
+"""Divide a model's output, as it arrives, into content and tool calls (and see `reasoning`).
 
-Parsers take text in any pieces and hand out what is certain; the parts of an answer do not depend
-on how its text was cut. What looks like a call and is none comes out as content.
+Parsers take text in pieces of any size and return what is certain so far. The sum of what they
+return does not depend on the sizes. What looks like a call and is none becomes content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PYTHON_TAG = "<|python_tag|>"
 MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-MAX_HEAD = 512  # characters of JSON after which it is no call, if it does not look like one
+MAX_HEAD = 512  # JSON that has not begun like a call after so many characters is content
 HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -28,7 +28,7 @@ HEAD = re.compile(
 
 @dataclass(slots=True)
 class CallPart:
-    """Something new of one tool call; id and name come with its first part."""
+    """What is new of one tool call; id and name come with its first part."""
 
     index: int
     arguments: str = ""
@@ -38,7 +38,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parsed:
-    """What pieces of text turned out to be."""
+    """The content, reasoning and calls that pieces of text turned out to hold."""
 
     content: str = ""
     reasoning: str = ""
@@ -67,7 +67,7 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> Parsed:
-        """What was kept back: the text has ended."""
+        """What was held back, now that the text has ended."""
         ...
 
 
@@ -92,7 +92,7 @@ def held(text: str, marker: str) -> int:
 
 
 class _JsonEnd:
-    """Finds where a JSON object ends that comes in pieces and begins with its brace."""
+    """Finds the end of a JSON object that arrives in pieces, from its opening brace on."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -100,7 +100,7 @@ class _JsonEnd:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """Index just past the object's end in `text`; -1 while it goes on."""
+        """Index just past the object's end in `text`; -1 if it does not end there."""
         for i, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -121,7 +121,7 @@ class _JsonEnd:
 
 
 class _Call:
-    """One call: its head is awaited, its arguments are passed on as they come."""
+    """One call. It begins once its head is complete; arguments are passed on as they arrive."""
 
     def __init__(self, index: int) -> None:
         self.started = False
@@ -138,7 +138,7 @@ class _Call:
         return self._first(name, ""), found.end()
 
     def whole(self, text: str) -> Parsed | None:
-        """The call in a complete JSON text; None when it is none."""
+        """The call that a complete JSON text is; None if it is no call."""
         value = _loaded(text)
         if not isinstance(value, dict):
             return None
@@ -152,7 +152,7 @@ class _Call:
         return self._first(name, text)
 
     def arguments(self, text: str) -> tuple[Parsed, int]:
-        """More of the arguments; how much of `text` they took, all of it unless they ended."""
+        """More of the arguments, and how many characters of `text` are theirs."""
         if self._arguments is None:
             return Parsed(), 0
         end = self._arguments.feed(text)
@@ -175,7 +175,7 @@ def _loaded(text: str) -> Any:
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether a response can hold `value`: an escape may stand for half a character."""
+    """Whether `value` is text for a response; an escape may have made half a surrogate pair."""
     return isinstance(value, str) and not SURROGATE.search(value)
 
 
@@ -183,10 +183,10 @@ class Hermes:
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
 
     def __init__(self) -> None:
-        self._text = ""  # not yet understood
+        self._text = ""  # not parsed yet
         self._call: _Call | None = None
         self.num_calls = 0  # that have ended
-        self._speaks = False  # content is out since the last call
+        self._in_content = False  # content was returned since the last call
 
     def feed(self, text: str) -> Parsed:
         """See `Parser`."""
@@ -207,7 +207,7 @@ class Hermes:
         return parsed
 
     def _step(self) -> Parsed | None:
-        """One more thing that is certain; None when the rest has to wait."""
+        """The next part that is certain; None when more text is needed."""
         call = self._call
         if call is None:
             return self._content()
@@ -235,22 +235,22 @@ class Hermes:
         return Parsed()
 
     def _content(self) -> Parsed | None:
-        """White space before, between and after calls only separates them."""
-        if self.num_calls and not self._speaks:
+        """The content before a call; white space around calls only separates them."""
+        if self.num_calls and not self._in_content:
             self._text = self._text.lstrip()
         before, marker, after = self._text.partition(CALL)
         if marker:
-            self._text, self._call, self._speaks = after, _Call(self.num_calls), False
+            self._text, self._call, self._in_content = after, _Call(self.num_calls), False
             return Parsed(before.rstrip())
         cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
         if not cut:
             return None
-        text, self._text, self._speaks = self._text[:cut], self._text[cut:], True
+        text, self._text, self._in_content = self._text[:cut], self._text[cut:], True
         return Parsed(text)
 
 
 class Llama3:
-    """The answer is calls, {"name": ..., "parameters": {...}} with ; between, or it is content.
+    """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
 
     Args:
         names: of the functions; JSON with another name is content.
@@ -319,7 +319,7 @@ class Llama3:
 
 
 class FirstCallOnly:
-    """For parallel_tool_calls = false: the answer is over with its first call."""
+    """For parallel_tool_calls = false: the answer ends with its first call."""
 
     def __init__(self, inner: Hermes | Llama3) -> None:
         self._inner = inner
@@ -338,6 +338,6 @@ class FirstCallOnly:
         return self._first(self._inner.finish())
 
     def _first(self, parsed: Parsed) -> Parsed:
-        """What the token that ended the call has begun beyond it is dropped."""
+        """Drop what the token that ended the first call began after it."""
         parsed.calls = [part for part in parsed.calls if part.index == 0]
         return parsed

@@ -13,18 +13,18 @@ from worker.api import Sampling
 
 
 class AnswerWriter(Protocol):
-    """How one endpoint writes answers."""
+    """Writes the choices of an endpoint's answers; keeps what earlier chunks of a choice held."""
 
     prefix: str  # of the answer's id
     whole_object: str
     chunk_object: str
 
     def opening(self, index: int) -> Choice | None:
-        """A choice to send before the first text, if the endpoint has one."""
+        """What the endpoint sends of a choice before its first text, if anything."""
         ...
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """What a chunk says of a choice's news; None when nothing is certain yet."""
+        """What a chunk says of a delta; None when nothing is certain yet."""
         ...
 
     def whole(self, index: int, delta: Delta) -> Choice:
@@ -34,7 +34,7 @@ class AnswerWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One answer to compute."""
+    """One choice to compute."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -51,7 +51,7 @@ class Prepared:
     choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
     streamed: bool
     num_samples: int = 1
-    num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
+    num_kept: int = 1  # samples of each prompt to return: the best by mean logprob
     include_usage: bool = False
     continuous_usage: bool = False
     return_stages: bool = False

@@ -1,4 +1,4 @@
-"""Reasoning, told apart from the answer that follows it."""
+"""Separates reasoning from the answer that follows it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Reasoning:
         self._inner = inner
         self._inside: bool | None = True if inside else None  # None = not known yet
         self._text = ""
-        self._begun = False  # something of the reasoning is out
-        self._stripping = False  # at the beginning of what follows
+        self._begun = False  # some of the reasoning was returned
+        self._stripping = False  # white space before the answer is still dropped
 
     def feed(self, text: str) -> Parsed:
         """See `Parser`."""

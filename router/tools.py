@@ -1,4 +1,4 @@
-"""Tools: which functions a chat may call, and the grammar of a call that is demanded."""
+"""Tools: the functions that a chat may call, and the grammar of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tool(RequestModel):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What one request may call."""
+    """The functions of one request."""
 
     given: list[dict[str, Any]]  # as the client wrote them, for the template
     functions: tuple[Function, ...] = ()
@@ -49,7 +49,7 @@ class Tools:
 
 
 def tools_of(body: ChatBody) -> Tools:
-    """The tools of a request, none when its tool_choice says so.
+    """The tools of a request; none if tool_choice forbids calls.
 
     Raises:
         ApiError: a tool or the choice among them is malformed.
@@ -90,9 +90,9 @@ def _chosen(choice: Any) -> str:
 
 
 def detected(template: str) -> CallFormat:
-    """The format in which a model calls, by its chat template; Hermes' where it does not say.
+    """The format of a model's calls, by its chat template; "hermes" if the template has no sign.
 
-    A call that is demanded follows its grammar, so even a model without tools keeps to the format.
+    A required call follows a grammar. So even a model that does not know tools keeps to the format.
     """
     if CALL in template:
         return "hermes"
@@ -100,7 +100,7 @@ def detected(template: str) -> CallFormat:
 
 
 def parser(form: CallFormat, tools: Tools) -> Parser:
-    """What takes calls out of an answer."""
+    """A parser that takes the calls out of an answer."""
     if form == "none" or not tools.functions:
         return Plain()
     names = [function.name for function in tools.functions]
@@ -111,7 +111,7 @@ def parser(form: CallFormat, tools: Tools) -> Parser:
 def call_rules(
     form: CallFormat, tools: Tools, is_token: Callable[[str], bool]
 ) -> tuple[list[tuple[str, Part]], list[str]]:
-    """Grammars and rules of the calls that are demanded (else of all): the rule `calls`.
+    """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
     Raises:
         ApiError: the model has no format for calls.
