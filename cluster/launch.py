@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,7 +54,7 @@ class RaySession:
     local: bool
     temp_dir: OwnedDirectory | None = None
     watchdog: subprocess.Popen[bytes] | None = None  # its stdin closes when this process ends
-    closed: bool = field(default=False)
+    closed: bool = False
 
     def close(self) -> None:
         """Disconnect; a Ray of our own ends, and its processes and files with it."""

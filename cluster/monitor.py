@@ -237,9 +237,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
-        """Run it in the background. If its receiver is dead, that is only logged: the receiver's
-        own task deals with the death.
-        """
+        """Run it in the background and log a failure; a dead receiver has a task of its own."""
 
         async def logged() -> None:
             try:

@@ -48,7 +48,7 @@ class SeatStatus:
 
 @dataclass(slots=True)
 class Seat:
-    """One name; one process after the other has it, and each is an incarnation of its own.
+    """One name. Its processes come one after another; each is a new incarnation.
 
     Invariant: `member` is set from the moment the process is ready until it is found dead or has
     stopped; `process` is set from its creation until it is gone for certain.

@@ -107,7 +107,7 @@ class ChatWriter:
 
 
 def _delta(parsed: Parsed) -> DeltaMessage:
-    """Only what is new is set, so only that is written."""
+    """Only fields with something new are set, so only these are written."""
     delta = DeltaMessage()
     if parsed.content:
         delta.content = parsed.content

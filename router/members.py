@@ -22,7 +22,7 @@ class Known:
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
     num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
-    busy_until: float = 0.0  # monotonic; it has refused, and gets no request before unless `room`
+    busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before unless `room`
     room: int = 0  # requests that may be sent although it is busy
 
     @property
@@ -111,7 +111,7 @@ class Members:
             known.room += gives_room and known.busy_until > 0
 
     def max_model_lens(self) -> list[int]:
-        """Of each listed decode worker that says so: how many tokens a request may have."""
+        """The longest request, in tokens, of each listed decode worker that names it."""
         decodes = [k.member for k in self._known.values() if k.member.role == "decode"]
         return [member.max_model_len for member in decodes if member.max_model_len]
 

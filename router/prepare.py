@@ -238,5 +238,5 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, front: Front, p
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
         message += f" and {field} is {asked}"
-    fits = room > 0  # so that a shorter output would do
+    fits = room > 0  # then a shorter output would fit
     raise ApiError(400, "context_length_exceeded", message, param=field if fits else param)
