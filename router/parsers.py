@@ -1,4 +1,4 @@
-"""Divide a model's output, as it arrives, into content and tool calls (and see `reasoning`).
+"""Splits a model's output, as it arrives, into content and tool calls; see also `reasoning`.
 
 Parsers take text in pieces of any size and return what is certain so far. The sum of what they
 return does not depend on the sizes. What looks like a call and is none becomes content.

@@ -33,7 +33,7 @@ log = logging.getLogger("kvlane.router")
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-THREAD_SCORED = 256  # more tokens with logprobs are written in a thread; 4000 of them took 1.5 s
+THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,7 +42,7 @@ SSE_HEADERS = [
 
 
 class _Gone(Exception):
-    """The client has closed the connection."""
+    """The client has closed the connection, or reads nothing."""
 
 
 class Answer(Response):
@@ -271,7 +271,7 @@ async def _written(deltas: Sequence[Delta], write: Callable[[], bytes]) -> bytes
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """One delta for each choice, the sum of all of its."""
+    """One delta for each choice: the sum of its deltas."""
     piled: dict[int, list[Delta]] = {}
     for delta in deltas:
         piled.setdefault(delta.index, []).append(delta)
