@@ -57,7 +57,8 @@ class ProcessActor:
         self._name = name
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._version = -1
+        self._version = -1  # of the members that were told last
+        self._part: Any = None  # the Worker or RouterServer, from `start` on
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before every line that the process prints
@@ -72,15 +73,16 @@ class ProcessActor:
             start_ticks=process_stat(os.getpid()).start_ticks,
         )
 
-    def _is_newer(self, version: int) -> bool:
-        """Whether the members are newer than those known: calls may overtake each other.
+    def tell(self, version: int, members: Sequence[Member]) -> None:
+        """The members from now on. Calls may overtake each other: an older list is ignored."""
+        with self._lock:
+            if version > self._version:
+                self._version = version
+                self._part.update_members(members)
 
-        To be called under the lock.
-        """
-        if version <= self._version:
-            return False
-        self._version = version
-        return True
+    def drain(self) -> None:
+        """Take no new requests."""
+        self._part.drain()
 
 
 class WorkerActor(ProcessActor):
@@ -92,38 +94,27 @@ class WorkerActor(ProcessActor):
         super().__init__(name, incarnation, level)
         self._config = config
         self._host = host
-        self._worker: Any = None
 
     def start(self) -> Member:
         """Load the weights and listen; may take minutes."""
         from worker.worker import Worker  # torch: imported in this process only
 
-        self._worker = Worker(
+        self._part = Worker(
             self._config, name=self._name, incarnation=self._incarnation, host=self._host
         )
-        return cast("Member", self._worker.start())
+        return cast("Member", self._part.start())
 
     def run(self) -> None:
         """Returns once the engine has ended."""
-        self._worker.join()
-
-    def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on."""
-        with self._lock:
-            if self._is_newer(version):
-                self._worker.update_members(members)
-
-    def drain(self) -> None:
-        """Take no new requests."""
-        self._worker.drain()
+        self._part.join()
 
     def report(self) -> Report:
         """Idle or not, and the counters."""
-        return Report(idle=self._worker.idle(), counters=dict(self._worker.counters()))
+        return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
 
     def stop(self) -> None:
         """End threads and sockets."""
-        self._worker.stop()
+        self._part.stop()
 
 
 class RouterActor(ProcessActor):
@@ -136,14 +127,13 @@ class RouterActor(ProcessActor):
         self._config = config
         self._host = host
         self._port = port
-        self._server: Any = None
         self._stopped = threading.Event()
 
     def start(self) -> Member:
         """Load tokenizer and template, listen."""
         from router.app import RouterServer  # its libraries are needed in this process only
 
-        self._server = RouterServer(
+        self._part = RouterServer(
             self._config.router,
             self._config.model,
             self._config.ping,
@@ -153,31 +143,21 @@ class RouterActor(ProcessActor):
             port=self._port,
             shown=self._config.shown(),
         )
-        return cast("Member", self._server.start())
+        return cast("Member", self._part.start())
 
     def run(self) -> None:
         """Returns once it was stopped."""
         self._stopped.wait()
 
-    def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on."""
-        with self._lock:
-            if self._is_newer(version):
-                self._server.update_members(members)
-
-    def drain(self) -> None:
-        """Refuse new requests."""
-        self._server.drain()
-
     def report(self) -> Report:
         """Idle when no request is in flight."""
-        num_inflight = int(self._server.num_inflight())
+        num_inflight = int(self._part.num_inflight())
         return Report(idle=num_inflight == 0, counters={"num_inflight": num_inflight})
 
     def stop(self) -> None:
         """Close the port and all connections."""
         try:
-            self._server.stop()
+            self._part.stop()
         finally:
             self._stopped.set()
 
