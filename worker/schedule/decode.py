@@ -15,13 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
-from worker.plan import TAILS, Chunk, Drawn, Plan, RowStart, Tail
+from worker.plan import TAILS, Chunk, Drawn, Plan, Tail
 from worker.schedule.req import Phase, Req
 from worker.schedule.rows import RowTable
 
@@ -113,7 +111,7 @@ class DecodeScheduler:
             if not self._rows.can_take(req.sampling):
                 continue  # waits for a penalty slot; others may go first
             self.ready.remove(req)
-            self._take_row(req, active=True)
+            self._rows.enter(req, self._now, active=True)
             self._rows.tell_pages(req)
             req.phase = Phase.RUNNING
             self.running[req.row] = req
@@ -187,7 +185,7 @@ class DecodeScheduler:
             if not req.row:
                 if not self._rows.can_take(req.sampling):
                     continue
-                self._take_row(req, active=False)
+                self._rows.enter(req, self._now, active=False)
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
@@ -278,20 +276,6 @@ class DecodeScheduler:
                 return True
 
     # Rows and pages of one request.
-
-    def _take_row(self, req: Req, *, active: bool) -> None:
-        req.row = self._rows.take()
-        req.marks.row_at = req.marks.row_at or self._now
-        seq_len = len(req.tokens) - 1 if active else 0
-        last_token = req.tokens[-1] if active else 0
-        min_len = req.num_prompt_tokens + req.sampling.min_tokens
-        start = RowStart(req.row, req.sampling, req.max_len, min_len, active, seq_len, last_token)
-        if req.sampling.changes_logits:
-            num = req.num_prompt_tokens
-            prompt, output = tuple(req.tokens[:num]), tuple(req.tokens[num:])
-            slot = self._rows.take_penalty_slot(req.row)
-            start = msgspec.structs.replace(start, penalty_slot=slot, prompt=prompt, output=output)
-        self._rows.start(start)
 
     def _leave(self, req: Req) -> None:
         """A victim goes, with nothing of it in flight; it resumes as prompt + output."""

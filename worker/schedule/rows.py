@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+import msgspec
+
 from worker.api import Sampling
 from worker.plan import RowPages, RowStart
 from worker.schedule.req import PrefillReq, Req
@@ -39,10 +41,22 @@ class RowTable:
         """The lowest free row."""
         return heapq.heappop(self._free)
 
-    def take_penalty_slot(self, row: int) -> int:
-        """A penalty slot, which is the row's until the row is released."""
-        self._slot_of[row] = slot = self._free_slots.pop()
-        return slot
+    def enter(self, req: Req, now: float, *, active: bool) -> None:
+        """Give `req` a row, and a penalty slot if it needs one; the next plan starts it.
+
+        active: it decodes at once, because the KV of tokens[:-1] is there.
+        """
+        req.row, num = self.take(), req.num_prompt_tokens
+        req.marks.row_at = req.marks.row_at or now
+        start = RowStart(req.row, req.sampling, req.max_len, num + req.sampling.min_tokens, active)
+        fields: dict[str, object] = {}
+        if active:
+            fields |= {"seq_len": len(req.tokens) - 1, "last_token": req.tokens[-1]}
+        if req.sampling.changes_logits:
+            self._slot_of[req.row] = slot = self._free_slots.pop()
+            prompt, output = tuple(req.tokens[:num]), tuple(req.tokens[num:])
+            fields |= {"penalty_slot": slot, "prompt": prompt, "output": output}
+        self.start(msgspec.structs.replace(start, **fields))
 
     def start(self, start: RowStart) -> None:
         """Say in the next plan how the row begins."""
