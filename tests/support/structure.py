@@ -21,10 +21,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Tree:
-    """The modules of a checkout and what they import."""
+    """The modules of a checkout and what they import.
 
-    def __init__(self, root: Path = REPOSITORY) -> None:
-        self.root = root
+    Args:
+        root: of the checkout.
+        for_types: with what `if TYPE_CHECKING` imports.
+    """
+
+    def __init__(self, root: Path = REPOSITORY, *, for_types: bool = False) -> None:
+        self.root, self._for_types = root, for_types
 
     @cached_property
     def modules(self) -> dict[str, Path]:
@@ -40,7 +45,7 @@ class Tree:
     def imports(self) -> dict[str, frozenset[str]]:
         """Module -> every dotted name that it imports."""
         return {
-            module: frozenset(imported(module, path, tree_of(path)))
+            module: frozenset(imported(module, path, tree_of(path), for_types=self._for_types))
             for module, path in self.modules.items()
         }
 
@@ -83,15 +88,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def under(node: ast.AST) -> Iterator[ast.AST]:
+def under(root: ast.AST) -> Iterator[ast.AST]:
     """The nodes that run, `if TYPE_CHECKING` bodies left out."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
-            for each in child.orelse:
-                yield from under(each)
-        else:
-            yield from under(child)
+    left = [root]
+    while left:
+        node = left.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            hidden = isinstance(child, ast.If) and _is_type_checking(child.test)
+            left += child.orelse if hidden else [child]
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -99,10 +104,13 @@ def _is_type_checking(test: ast.expr) -> bool:
     return name == "TYPE_CHECKING"
 
 
-def imported(module: str, path: Path, tree: ast.Module) -> set[str]:
-    """Every dotted name that the module imports, `from a import b` as a and a.b."""
+def imported(module: str, path: Path, tree: ast.Module, *, for_types: bool = False) -> set[str]:
+    """Every dotted name that the module imports, `from a import b` as a and a.b.
+
+    for_types: with what `if TYPE_CHECKING` imports.
+    """
     names: set[str] = set()
-    for node in under(tree):
+    for node in ast.walk(tree) if for_types else under(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -136,8 +136,9 @@ def test_rooms_of_worker_import_from_rooms_below() -> None:
     none_of(breaches)
 
 
-def test_no_import_cycle() -> None:
-    none_of([" ".join(knot) for knot in knots(tree().edges)])
+@pytest.mark.parametrize("for_types", [False, True])
+def test_no_import_cycle(for_types: bool) -> None:
+    none_of([" ".join(knot) for knot in knots(Tree(for_types=for_types).edges)])
 
 
 def test_the_lowest_floor_is_free_of_torch_even_indirectly() -> None:
@@ -261,6 +262,8 @@ def test_the_walk_sees_what_runs_and_only_that() -> None:
     assert {"worker.api", "ray.util", "worker.decode", "torch.nn"} <= names
     assert {"worker.cache.sibling", "worker.cache.sub.name", "worker.up.other"} <= names
     assert not {"ray", "torch"} & names
+    typed = imported("worker.x", Path("x.py"), ast.parse(SAMPLE), for_types=True)
+    assert {"ray", "torch"} <= typed
     package = imported("worker.cache", Path("cache/__init__.py"), ast.parse("from . import pages"))
     assert "worker.cache.pages" in package
 
