@@ -47,15 +47,16 @@ class AttentionBackend(LayerAttention, Protocol):
     def plan(self, batch: Batch) -> object:
         """What all layers of one pass share; goes into forward_context(). Never waits.
 
-        With `static_plan` False it may reuse buffers of the plan two steps back, so that one has to
-        be through by then: the engine's loops settle a step before they launch the one after next.
+        Without `static_plan` it may reuse the buffers of the plan two steps back, so that step must
+        be over. The engine's loops see to it: they settle a step before they launch the one after
+        next.
         """
         ...
 
     def variant(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> Hashable:
-        """Of the kernel that a batch with such bounds is launched with; None: there is but one.
+        """Names the kernel that a batch with such bounds is launched with; None: there is only one.
 
         The first launch of a variant may wait for a compiler.
         """

@@ -71,13 +71,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
         self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
-    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, last_rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape.
 
-        wanted: see DecoderLayer.forward.
+        last_rows: see DecoderLayer.forward.
         """
         attended = self.attention(self.qkv(hidden), positions).flatten(1)
-        return self.output(attended if wanted is None else attended.index_select(0, wanted))
+        return self.output(attended if last_rows is None else attended.index_select(0, last_rows))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward; each hands its ranks' parts to the norm that follows."""
+    """Attention and feed-forward; the norm that follows each of them adds up the ranks' parts."""
 
     def __init__(
         self,
@@ -151,21 +151,21 @@ class DecoderLayer(nn.Module):
         part: Tensor,
         residual: Tensor | None,
         positions: Tensor,
-        wanted: Tensor | None = None,
+        last_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(this rank's part of what the layer adds last, residual before that addition).
+        """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
         part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        wanted: [n] i64; only these rows are returned, though all are attended to.
+        last_rows: [n] i64; after attention only these rows are computed and returned; None: all.
         """
         if residual is None:
             normed, residual = self.input_norm(part), part
         else:
             normed, residual = self.input_norm.reduce_add(part, residual)
-        part = self.attention(normed, positions, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
+        part = self.attention(normed, positions, last_rows)
+        if last_rows is not None:
+            residual = residual.index_select(0, last_rows)
         normed, residual = self.post_norm.reduce_add(part, residual)
         return self.feed_forward(normed), residual
 
@@ -239,15 +239,16 @@ class Decoder(nn.Module):
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
         return self.embedding(input_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, last_rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context().
 
-        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64; wanted:
-        [n] i64, rows, None for all. Returns [num_tokens, hidden_size], or [n, hidden_size].
+        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64;
+        last_rows: [n] i64, the rows that the last layer returns, None for all. Returns
+        [num_tokens, hidden_size], or [n, hidden_size].
         """
         part, residual = hidden, None
         for layer in self.layers:
-            rows = wanted if layer is self.layers[-1] else None
+            rows = last_rows if layer is self.layers[-1] else None
             part, residual = layer(part, residual, positions, rows)
         assert residual is not None, "a model has at least one layer"
         normed, _ = self.norm.reduce_add(part, residual)

@@ -32,7 +32,7 @@ from worker.transfer.base import (
     process_start_ticks,
 )
 
-# The budget of a poll is looked at between copies of at most COPY_BYTES (about 0.1 ms each).
+# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms each).
 COPY_BYTES = 1 << 20
 MAX_POLL_BYTES = 8 << 20
 
@@ -208,7 +208,7 @@ def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
     """Map a peer's region, read-only."""
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
-        # Asked before opening: to open what is not a memfd, a pipe say, might block.
+        # Checked before opening: opening anything else, such as a pipe, might block.
         target = os.readlink(path)
         if not target.startswith("/memfd:"):
             raise Incompatible(f"region {region.name!r} of pid {pid} is {target}, not a memfd")
@@ -233,8 +233,8 @@ def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
 def _check_process(endpoint: Endpoint) -> None:
     """Make sure that the pid still is the announced process, and not a later one.
 
-    Looked at after the memory was opened: a process that has the right start time now has had the
-    pid all along.
+    Called after the memory was opened: if the process of that pid has the right start time now, it
+    also had the pid when the memory was opened.
     """
     try:
         start_ticks = process_start_ticks(endpoint.pid)
