@@ -17,7 +17,7 @@ log = logging.getLogger("kvlane.config")
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-MEMORY_FRACTION = 0.85  # of the GPUs, or the part of one, that a worker has to itself
+MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
 
 
 class Section(BaseModel):
@@ -53,8 +53,9 @@ class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
-    # Layer groups that can be announced one by one; auto: 1 on CPU; on CUDA up to 4, where they
-    # divide the layers, and announced one by one where that saves more than it costs.
+    # Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
+    # CUDA the largest number up to 4 that divides the layers; steps announce them one by one where
+    # that pays.
     num_groups: Auto | PositiveInt = "auto"
 
 
@@ -78,13 +79,14 @@ ChunkGraph = Literal["eager", "piecewise", "compiled", "compiled_plain"]
 
 
 class GraphConfig(Section):
-    """CUDA graphs by kind of step. A bare name stands for each kind that knows it, the other kind
-    is then eager: `full` replays decode steps alone, `piecewise` and `compiled` chunks alone (the
-    latter as torch.compile makes them, `compiled_plain` without its code), `eager` nothing.
+    """CUDA graphs by kind of step: `full` replays decode steps, `piecewise` and `compiled` chunks.
+
+    The graphs of `compiled` hold what torch.compile made of the layers; `eager` has no graphs. A
+    bare name stands for the kind that knows it, and the other kind is then eager.
     """
 
     prefill: Auto | ChunkGraph = "auto"  # chunks of prompts, on either role
-    decode: Auto | Literal["eager", "full"] = "auto"  # auto on CUDA: what replays; on CPU: eager
+    decode: Auto | Literal["eager", "full"] = "auto"  # auto: full on CUDA if it decodes
 
     @model_validator(mode="before")
     @classmethod
@@ -107,10 +109,10 @@ class EngineConfig(Section):
     cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
-    # Tokens of one prefill step (chunk) at most; auto: 512, of a prefill worker on CUDA 2048. One
-    # whose graphs were measured takes those of a bucket, up to 4096.
+    # Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
+    # prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096.
     max_prefill_tokens: Auto | PositiveInt = "auto"
-    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
+    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved a request at admission
     penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
     prefix_cache: bool = True
     attention: AttentionConfig = AttentionConfig()
