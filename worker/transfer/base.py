@@ -168,7 +168,7 @@ def host_key() -> str:
 
 
 def process_start_ticks(pid: int) -> int:
-    """When `pid` started, in clock ticks since boot: tells it from later processes of that pid.
+    """When `pid` started, in clock ticks since boot: tells a process from a later one of its pid.
 
     Raises:
         OSError: there is no such process.
