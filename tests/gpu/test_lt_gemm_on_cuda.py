@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks.gemm_tune import proposals
 from tests.support import products
 from tests.support.products import captured, error, weights
-from worker.kernels import product as module
+from worker.kernels.gemm import product as module
 from worker.kernels.gemm.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
 from worker.kernels.gemm.product import product
 
