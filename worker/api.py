@@ -239,7 +239,7 @@ class Prefill(Message, frozen=True):
 
 
 class PrefillRefused(Message, frozen=True):
-    """Prefill to decode: no room or draining; decode walks on to its next candidate."""
+    """Prefill to decode: no room or draining; decode asks its next candidate."""
 
     xfer: Xfer
     error: Error

@@ -140,12 +140,12 @@ class TransportConfig(Section):
 
 
 class LeaseConfig(Section):
-    """Lease windows (ARCHITECTURE section 4). Decode's must end before prefill's."""
+    """Lease windows (ARCHITECTURE section 4). Decode's window must end before prefill's."""
 
     decode_window_s: float = Field(default=9.0, gt=0)  # from decode's last renewal
-    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of it
+    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of that renewal
     renew_s: float = Field(default=2.0, gt=0)
-    final_resend_s: float = Field(default=1.0, gt=0)  # final chunks go again until acknowledged
+    final_resend_s: float = Field(default=1.0, gt=0)  # for final chunks without an Ack
 
     @model_validator(mode="after")
     def _ordered(self) -> LeaseConfig:
@@ -172,7 +172,7 @@ class DisaggregationConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the process found itself on; `worker.engine.machine.probe()` fills it."""
+    """The machine of this process; `worker.engine.machine.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int
@@ -193,7 +193,7 @@ class WorkerConfig(Section):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
 
     def resolved(self, machine: Machine, *, model_max_len: int, model_dtype: str) -> WorkerConfig:
-        """A new tree without `auto`, but for num_pages and num_groups: they need the layout.
+        """A new tree without `auto`, except num_pages and num_groups, which need the layout.
 
         Idempotent.
 

@@ -36,7 +36,7 @@ from worker.config import PingConfig
 log = logging.getLogger("kvlane.wire")
 
 Event = tuple[PeerId, AnyMessage | Lost]
-_Place = tuple[int, int]  # of a frame: its link, and its number on it from 1 on
+_Place = tuple[int, int]  # of a frame: its link, and its number on that link from 1 on
 SEND_QUEUE_FRAMES = 10_000
 CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
@@ -103,7 +103,7 @@ class Wire:
     def close(self) -> None:
         """Send what is queued (up to half a second), close every socket, end the thread.
 
-        Whatever is asked of the wire afterwards does nothing.
+        Calls after this one do nothing.
         """
         with self._posting:
             if self._closing:
@@ -216,7 +216,7 @@ class _Links:
     def send(self, peer_id: PeerId, frame: bytes, *, answer: bool = False) -> None:
         """Send, or lose the peer. An unknown peer was lost before, and its Lost was delivered.
 
-        An answer that cannot be sent does not lose the peer, whose last messages may be unread.
+        An answer that cannot be sent does not lose the peer: its last messages may be unread yet.
         """
         peer = self._peers.get(peer_id)
         if peer is None:
@@ -305,7 +305,7 @@ class _Links:
             self.send(sender, encode(pong), answer=True)
 
     def _meet(self, sender: PeerId, link: int) -> None:
-        """Know the sender, who connected to us; a newer link than the known one replaces it."""
+        """Register the sender, which connected to us; a newer link replaces the known one."""
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
             self._lose(sender, "it has connected anew")

@@ -1,4 +1,4 @@
-"""What attention over the paged cache promises, and who offers it."""
+"""The contract of attention over the paged cache, and the backends that keep it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class AttentionBackend(LayerAttention, Protocol):
     """
 
     caps: ClassVar[AttentionCaps]
-    # True: plan() only enqueues device work on shapes that host bounds give, so that a graph may
-    # hold it together with forward(). False: plan() reads batch.host, so it cannot be captured, and
-    # a batch whose lengths the host does not know (windows of speculation) cannot be served.
+    # True: plan() only enqueues device work whose shapes follow from host bounds, so a graph may
+    # hold plan() and forward(). False: plan() reads batch.host, so it cannot be captured, and
+    # batches whose lengths the host does not know (windows of speculation) cannot be served.
     static_plan: ClassVar[bool]
 
     def plan(self, batch: Batch) -> object:

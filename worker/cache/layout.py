@@ -120,7 +120,7 @@ class KVLayout:
 class MemoryRegion:
     """One region's memory, as a transport registers it.
 
-    Group g of page p of n starts at address + (g·n + p)·group_bytes.
+    Of n pages, group g of page p starts at address + (g·n + p)·group_bytes.
     """
 
     name: str

@@ -67,9 +67,9 @@ class PrefixTree:
         Returns:
             (node, refused, displaced). node: the deepest of that prefix. refused: those of `pages`
             whose prefix the tree already holds in a locked page; they stay the caller's.
-            displaced: unlocked pages of the tree that the caller's replaced, to be freed. They
-            are replaced because reservations count on every evictable page: kept in the tree,
-            they would be locked together with `node`.
+            displaced: unlocked pages of the tree that the caller's replaced, to be freed. Kept in
+            the tree, they would be locked with `node`, but reservations count on every page that
+            can be evicted.
         """
         assert len(tokens) >= len(pages) * self.page_size
         node = self.root

@@ -1,9 +1,9 @@
 """KV between processes of one host: map the peer's memfd, copy with the CPU.
 
 The peer's pool memory is a memfd; /proc/<pid>/fd/<fd> opens it from another process of the same
-user and pid namespace. Nothing has a name in /dev/shm, so nothing can be left there, and the kernel
-frees the memory when the last process that maps it ends: a pull from a peer that was killed goes on
-and says OK. The mapping is read-only, so we cannot harm the peer either.
+user and pid namespace. Nothing has a name in /dev/shm, so nothing can be left there. The kernel
+frees the memory when the last process that maps it ends, so a pull from a killed peer goes on and
+says OK. The mapping is read-only, so we cannot harm the peer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ShmPull:
         self.error: str | None = None
         self._peer = peer
         self._runs = tuple(runs)
-        self._next = 0  # the first run that is not copied whole
-        self._copied = 0  # bytes of that run which are
+        self._next = 0  # the first run that is not fully copied
+        self._copied = 0  # bytes of that run that are copied
         self._state = PullState.RUNNING
 
     @property
@@ -69,13 +69,13 @@ class ShmPull:
         return self._state
 
     def cancel(self) -> None:
-        """Nothing is under way between polls, so the pull is over now."""
+        """End the pull now: between polls no copy is under way."""
         if self._state is PullState.RUNNING:
             self._state = PullState.FAILED
             self.error = "cancelled"
 
     def _copy(self, max_bytes: int) -> int:
-        """Copy the next bytes of the current run; how many."""
+        """Copy the next bytes of the current run; returns how many."""
         run = self._runs[self._next]
         num_bytes = min(max_bytes, run.num_bytes - self._copied)
         here, there = run.local_offset + self._copied, run.remote_offset + self._copied
