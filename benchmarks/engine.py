@@ -40,9 +40,9 @@ from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
 from worker.engine.engine import Engine, build_engine
 from worker.engine.runner import Step
-from worker.graph.base import GraphRunner
+from worker.graph.base import ChunkGraphs
 from worker.graph.build import build_graphs
-from worker.graph.eager import EagerRunner
+from worker.graph.eager import EagerChunks
 from worker.models.decoder import DecoderLayer
 from worker.plan import LONG_ROWS
 from worker.schedule.decode import DecodeScheduler
@@ -93,6 +93,7 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+        self.path = ""  # of the last step that was waited for
 
     def admit(self, batch: int, prompt_len: int, sampling: Sampling, seed: int) -> list[Req]:
         """Requests with random prompts, to be prefilled by this engine."""
@@ -118,7 +119,9 @@ class Bench:
         while num_left or pending is not None:
             step = engine.launch(scheduler.plan())
             if pending is not None:
-                for req, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+                drawn = engine.settle(pending)
+                self.path = pending.path
+                for req, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
                         scheduler.finish(req, reason)
                         num_left -= 1
@@ -180,7 +183,7 @@ def device() -> str:
 
 def floor_ms(engine: Engine, batch: int, options: argparse.Namespace, bandwidth: float) -> float:
     """Milliseconds to read the weights a step needs, and the mean KV of `batch` requests."""
-    model = engine.runner.model
+    model = engine.runner.loaded.model
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if model.head is not model.embedding:
         weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
@@ -208,7 +211,7 @@ def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: f
 
     In long steps the last layer multiplies next to no rows once it has stored its KV.
     """
-    model = engine.runner.model
+    model = engine.runner.loaded.model
     layers = sum(p.numel() for p in model.layers.parameters())
     last, head = model.layers[-1], model.head.weight
     assert isinstance(last, DecoderLayer)
@@ -221,7 +224,7 @@ def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: f
 
 def first_token_ms(
     bench: Bench,
-    graphs: dict[str, GraphRunner],
+    graphs: dict[str, ChunkGraphs],
     batch: int,
     num_tokens: int,
     options: argparse.Namespace,
@@ -231,30 +234,36 @@ def first_token_ms(
     The graphs take turns: a GPU at the limit of its power is slower the longer it works.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    paths: dict[str, str] = {}
     for number in range(options.repeat + 2):
         sampling = Sampling(1, ignore_eos=True, seed=number, **SAMPLINGS[options.sampling])
-        for name, graph in graphs.items():
-            bench.engine.runner.graph = graph
+        for name, chunks in graphs.items():
+            use(bench.engine, chunks)
             took_s = bench.generate(batch, num_tokens, 1, sampling, seed=number)
             times[name].append(1e3 * took_s)
+            paths[name] = bench.path
     return {
         # the first ones warm up
-        name: {"path": graph.path, "median_ms": statistics.median(of[2:]), "times_ms": of[2:]}
-        for (name, graph), of in zip(graphs.items(), times.values(), strict=True)
+        name: {"path": paths[name], "median_ms": statistics.median(of[2:]), "times_ms": of[2:]}
+        for name, of in times.items()
     }
 
 
-def graphs_of(engine: Engine, options: argparse.Namespace) -> dict[str, GraphRunner]:
+def use(engine: Engine, chunks: ChunkGraphs) -> None:
+    """Launch the engine's chunks by these."""
+    engine.runner.graphs = dataclasses.replace(engine.runner.graphs, chunks=chunks)
+
+
+def graphs_of(engine: Engine, options: argparse.Namespace) -> dict[str, ChunkGraphs]:
     """The engine's own launch of chunks, those of `--graph` that it is not, and eager; by name."""
-    parts = engine.runner.parts
-    found = {str(parts.config.engine.graph.prefill): engine.runner.graph}
+    loaded = engine.runner.loaded
+    found = {str(loaded.config.graph.prefill): engine.runner.graphs.chunks}
     for name in options.graph.split(",")[1:]:
         graph = GraphConfig.model_validate({"prefill": name, "decode": "eager"})
-        engine_config = parts.config.engine.model_copy(update={"graph": graph})
-        config = parts.config.model_copy(update={"engine": engine_config})
-        found[name] = build_graphs(dataclasses.replace(parts, config=config))
+        config = loaded.config.model_copy(update={"graph": graph})
+        found[name] = build_graphs(dataclasses.replace(loaded, config=config)).chunks
         found[name].capture()
-    return {"eager": EagerRunner(parts)} | found
+    return {"eager": EagerChunks(loaded)} | found
 
 
 def measure_prefill(
@@ -262,8 +271,8 @@ def measure_prefill(
 ) -> list[dict[str, Any]]:
     """A row for each number of tokens; prints them."""
     engine = bench.engine
-    own, graphs = engine.runner.graph, graphs_of(engine, options)
-    speed = product_speed(engine.runner.model.embedding.weight.dtype)
+    own, graphs = engine.runner.graphs.chunks, graphs_of(engine, options)
+    speed = product_speed(engine.runner.loaded.model.embedding.weight.dtype)
     print(f"{speed / 1e12:.1f} T operations/s; milliseconds until the first token is on the host")
     heads = "".join(f"{name:>14}      min      max" for name in graphs)
     print(f"batch tokens{heads}    floor")
@@ -281,10 +290,10 @@ def measure_prefill(
     if options.profile:
         one = Sampling(1, ignore_eos=True, temperature=0.0)
         for name, graph in graphs.items():
-            engine.runner.graph = graph
+            use(engine, graph)
             path = options.profile.with_suffix(f".{name}{options.profile.suffix}")
             profile(path, lambda: bench.generate(1, options.tokens[0], 1, one, seed=99))
-    engine.runner.graph = own
+    use(engine, own)
     for graph in graphs.values():
         if graph is not own:
             graph.close()

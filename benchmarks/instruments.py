@@ -98,10 +98,10 @@ class StampingMeter(StepMeter):
         super().__init__(metrics)
         self._steps: list[Settled] = []
 
-    def settled(self, plan: Plan) -> None:
+    def settled(self, plan: Plan, path: str) -> None:
         """See StepMeter.settled."""
         at = time.monotonic()
-        super().settled(plan)
+        super().settled(plan, path)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         self._steps.append(Settled(at, num_tokens))
 

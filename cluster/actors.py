@@ -1,7 +1,7 @@
-"""The Ray side of one process: a thin actor, a handle that speaks asyncio, and the fence.
+"""The Ray side of one process: a thin actor, an asyncio handle of it, and the fence.
 
-Actors never restart by themselves (max_restarts=0): their death is known in about 20 ms, and the
-monitor decides what follows. `run` blocks in one of the actor's threads for as long as it lives.
+Ray never restarts an actor of ours (max_restarts=0). It reports a death after about 20 ms, and the
+monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -26,11 +25,12 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.placement import Group
+from cluster.process import Report
 from cluster.ray_private import RAY
-from cluster.seats import Report
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
+from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
 
@@ -41,7 +41,7 @@ FENCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One process for all time: pids come back, start times do not."""
+    """Names one process for ever: a pid is used again, a pid with its start time is not."""
 
     node_id: str
     node_address: str
@@ -49,45 +49,40 @@ class Identity:
     start_ticks: int
 
 
-def start_ticks(pid: int) -> int:
-    """When a process of this pid namespace began, in clock ticks since boot; 0 if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    state, *fields = stat.rpartition(")")[2].split()
-    return 0 if state in "ZX" else int(fields[18])
-
-
 class ProcessActor:
-    """What workers and routers have in common; one of these is the whole process."""
+    """What the actors of workers and routers share. Each of them has a process of its own."""
 
     def __init__(self, name: str, incarnation: str, level: str) -> None:
         logging.basicConfig(level=level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True)
         self._name = name
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._version = -1
+        self._version = -1  # of the members that were told last
+        self._part: Any = None  # the Worker or RouterServer, from `start` on
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before every line that the process prints
 
     def identify(self) -> Identity:
-        """Asked first, so that whatever follows can be fenced."""
+        """Which process this is. Asked first, because the fence needs it."""
         context = RAY.get_runtime_context()
         return Identity(
             node_id=context.get_node_id(),
             node_address=RAY.util.get_node_ip_address(),
             pid=os.getpid(),
-            start_ticks=start_ticks(os.getpid()),
+            start_ticks=process_stat(os.getpid()).start_ticks,
         )
 
-    def _is_news(self, version: int) -> bool:
-        """Calls of one actor may overtake each other; under the lock, True for the latest only."""
-        if version <= self._version:
-            return False
-        self._version = version
-        return True
+    def tell(self, version: int, members: Sequence[Member]) -> None:
+        """The members from now on. Calls may overtake each other: an older list is ignored."""
+        with self._lock:
+            if version > self._version:
+                self._version = version
+                self._part.update_members(members)
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self._part.drain()
 
 
 class WorkerActor(ProcessActor):
@@ -99,38 +94,27 @@ class WorkerActor(ProcessActor):
         super().__init__(name, incarnation, level)
         self._config = config
         self._host = host
-        self._worker: Any = None
 
     def start(self) -> Member:
         """Load the weights and listen; may take minutes."""
         from worker.worker import Worker  # torch: imported in this process only
 
-        self._worker = Worker(
+        self._part = Worker(
             self._config, name=self._name, incarnation=self._incarnation, host=self._host
         )
-        return cast("Member", self._worker.start())
+        return cast("Member", self._part.start())
 
     def run(self) -> None:
         """Returns once the engine has ended."""
-        self._worker.join()
-
-    def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on."""
-        with self._lock:
-            if self._is_news(version):
-                self._worker.update_members(members)
-
-    def drain(self) -> None:
-        """Take no new requests."""
-        self._worker.drain()
+        self._part.join()
 
     def report(self) -> Report:
         """Idle or not, and the counters."""
-        return Report(idle=self._worker.idle(), counters=dict(self._worker.counters()))
+        return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
 
     def stop(self) -> None:
         """End threads and sockets."""
-        self._worker.stop()
+        self._part.stop()
 
 
 class RouterActor(ProcessActor):
@@ -143,14 +127,13 @@ class RouterActor(ProcessActor):
         self._config = config
         self._host = host
         self._port = port
-        self._server: Any = None
         self._stopped = threading.Event()
 
     def start(self) -> Member:
         """Load tokenizer and template, listen."""
-        from router.app import RouterServer  # its libraries are wanted in this process only
+        from router.app import RouterServer  # its libraries are needed in this process only
 
-        self._server = RouterServer(
+        self._part = RouterServer(
             self._config.router,
             self._config.model,
             self._config.ping,
@@ -160,37 +143,27 @@ class RouterActor(ProcessActor):
             port=self._port,
             shown=self._config.shown(),
         )
-        return cast("Member", self._server.start())
+        return cast("Member", self._part.start())
 
     def run(self) -> None:
         """Returns once it was stopped."""
         self._stopped.wait()
 
-    def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on."""
-        with self._lock:
-            if self._is_news(version):
-                self._server.update_members(members)
-
-    def drain(self) -> None:
-        """Refuse new requests."""
-        self._server.drain()
-
     def report(self) -> Report:
         """Idle when no request is in flight."""
-        num_inflight = int(self._server.num_inflight())
+        num_inflight = int(self._part.num_inflight())
         return Report(idle=num_inflight == 0, counters={"num_inflight": num_inflight})
 
     def stop(self) -> None:
         """Close the port and all connections."""
         try:
-            self._server.stop()
+            self._part.stop()
         finally:
             self._stopped.set()
 
 
 class RayProcess:
-    """`monitor.Process` over an actor handle."""
+    """`process.Process` over an actor handle."""
 
     def __init__(self, actor: Any, identity: Identity) -> None:
         self.actor = actor
@@ -202,27 +175,27 @@ class RayProcess:
         return f"node {self.identity.node_address}, pid {self.identity.pid}"
 
     async def start(self) -> Member:
-        """See monitor.Process."""
+        """See process.Process."""
         return cast("Member", await call(self.actor.start))
 
     async def run(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.run)
 
     async def tell(self, version: int, members: Sequence[Member]) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.tell, version, members)
 
     async def drain(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.drain)
 
     async def report(self) -> Report:
-        """See monitor.Process."""
+        """See process.Process."""
         return cast("Report", await call(self.actor.report))
 
     async def stop(self) -> None:
-        """See monitor.Process."""
+        """See process.Process."""
         await call(self.actor.stop)
 
 
@@ -258,10 +231,11 @@ def create(
     """An actor handle; Ray starts the process in the background.
 
     Args:
-        kind: the actor's class, args: its arguments.
-        name: shown by Ray's own tools.
-        group: where to; None: on the node `home`.
-        bundle: what it uses of its group.
+        kind: the actor's class.
+        args: of its constructor.
+        name: for the log.
+        group: the placement group to start in; None: start on the node `home`.
+        bundle: the resources that it uses of its group.
         home: id of the node that `serve` runs on.
     """
     strategy: Any
@@ -284,12 +258,12 @@ def create(
 
 
 async def fence(process: RayProcess) -> None:
-    """Kill, then make sure from its own node that the process is gone.
+    """Kill the process and make sure, on its own node, that it is gone.
 
-    ray.kill asks the process to end, which a stopped or wedged one never does; so a task on its
-    node sends SIGKILL to the pid, if it still is that process, and waits until it is gone.
-    Without the node there is nobody to ask: what may be left there runs no device of ours, and its
-    messages carry an old incarnation.
+    ray.kill asks the process to end, which a stopped or hung one never does. So a task on its node
+    sends SIGKILL to the pid, if that still is the same process, and waits until it is gone. On a
+    lost node no task can run. What may be left there uses no device that a new process gets, and
+    its messages carry an old incarnation.
     """
     RAY.kill(process.actor)
     who = process.identity
@@ -313,10 +287,13 @@ async def fence(process: RayProcess) -> None:
         log.warning("pid %d on %s not fenced: %s", who.pid, who.node_address, _why(error))
 
 
-def _kill_for_certain(pid: int, ticks: int) -> bool:
-    """Whether the process is gone; runs on its node. Waits up to half of FENCE_TIMEOUT_S."""
+def _kill_for_certain(pid: int, start_ticks: int) -> bool:
+    """SIGKILL the process, on its node, and wait for up to half of FENCE_TIMEOUT_S.
+
+    Returns whether it is gone.
+    """
     deadline = time.monotonic() + FENCE_TIMEOUT_S / 2
-    while start_ticks(pid) == ticks:
+    while _is_running(pid, start_ticks):
         if time.monotonic() > deadline:
             return False
         try:
@@ -327,8 +304,17 @@ def _kill_for_certain(pid: int, ticks: int) -> bool:
     return True
 
 
+def _is_running(pid: int, start_ticks: int) -> bool:
+    """Whether this very process runs; one that has ended and is not reaped yet does not."""
+    try:
+        stat = process_stat(pid)
+    except OSError:
+        return False
+    return stat.state not in "ZX" and stat.start_ticks == start_ticks
+
+
 def _why(error: BaseException) -> str:
-    """The telling sentence of one of Ray's many-line messages."""
+    """The sentence of one of Ray's long messages that says what happened."""
     text = " ".join(str(error).split())
     detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
     if detail:

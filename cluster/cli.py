@@ -15,16 +15,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from cluster.config import Config, load
 from cluster.owned import find_running
+from cluster.seats import SeatStatus
 from worker.errors import KvlaneError, UserError
-
-if TYPE_CHECKING:
-    from cluster.seats import SeatStatus
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
 # wins. A node is found dead after 1.4 s instead of 14 s with these health checks. The memory
@@ -128,16 +126,16 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    # On a cluster that we join, only the nodes of workers and routers need it.
+    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
     if not address and not config.model.directory.is_dir():
         raise UserError(f"model.path: there is no directory {config.model.directory}")
     auth_mode = _prepare_environment("" if address else "disabled")
-    # Nothing has begun, so Ctrl-C just ends us; imports may swallow a KeyboardInterrupt.
+    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
 
     around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
-    # A stream of its own: what Ray's threads print to stderr cannot end up within our lines.
+    # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
         return serve(config, around, out)
 

@@ -45,10 +45,11 @@ class RoleConfig(Section):
     """The workers of one role."""
 
     replicas: int = Field(default=1, ge=0)
-    num_cpus: float = Field(default=1, ge=0)  # reserved in Ray, a worker
-    # Reserved in Ray, a worker; 0.5: half of one. auto: none on CPU, else one, or what part fits.
+    num_cpus: float = Field(default=1, ge=0)  # reserved in Ray for each worker
+    # Reserved in Ray for each worker; 0.5 is half a GPU. auto: none on CPUs, else 1; where the
+    # machine has too few, the part of one that fits.
     num_gpus: Auto | NonNegativeFloat = "auto"
-    resources: Resources = Field(default_factory=dict)  # Ray's custom resources, a worker
+    resources: Resources = Field(default_factory=dict)  # Ray's custom ones, for each worker
     engine: EngineConfig = EngineConfig()
 
 
@@ -65,9 +66,8 @@ class LocalRayConfig(Section):
 
     num_cpus: Auto | NonNegativeInt = "auto"  # auto: the machine's, or more if workers need more
     num_gpus: Auto | NonNegativeInt = "auto"  # auto: what Ray finds
-    object_store_bytes: int = Field(
-        default=100_000_000, ge=80_000_000
-    )  # kvlane itself stores nothing
+    # kvlane stores nothing there.
+    object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
 
 
 class ClusterConfig(Section):
@@ -77,8 +77,8 @@ class ClusterConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535)  # of the first router; 0: any free one
     placement_timeout_s: float = Field(default=30.0, gt=0)
     start_timeout_s: float = Field(default=900.0, gt=0)  # one worker: wait for its GPU, warm-up, …
-    drain_timeout_s: float = Field(default=5.0, ge=0)  # what Ctrl-C leaves running requests
-    stop_timeout_s: float = Field(default=5.0, gt=0)  # then a worker is killed
+    drain_timeout_s: float = Field(default=5.0, ge=0)  # for running requests, after Ctrl-C
+    stop_timeout_s: float = Field(default=5.0, gt=0)  # for a process to stop; then it is killed
     restart_backoff_s: float = Field(default=0.5, gt=0)  # doubles with every early death in a row
     max_restart_backoff_s: float = Field(default=30.0, gt=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -92,7 +92,7 @@ class ClusterConfig(Section):
 
 
 class Config(Section):
-    """All there is to say about one cluster."""
+    """The whole configuration of one cluster."""
 
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
@@ -120,7 +120,7 @@ class Config(Section):
         return self.prefill if role == "prefill" else self.decode
 
     def worker(self, role: WorkerRole) -> WorkerConfig:
-        """What one worker of `role` is told; `auto` leaves stay as they are."""
+        """The configuration of one worker of `role`; values that are `auto` stay `auto`."""
         return WorkerConfig(
             role=role,
             model=self.model,
@@ -133,12 +133,13 @@ class Config(Section):
         )
 
     def shown(self) -> dict[str, Any]:
-        """The tree in plain types, for `config`, GET /config and Helm."""
+        """The tree in plain types, for the `config` command, GET /config and Helm."""
         return self.model_dump(mode="json")
 
 
-def load(path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] | None = None
-) -> Config:  # fmt: skip
+def load(
+    path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> Config:
     """Build the tree from its sources.
 
     Args:
@@ -193,7 +194,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], key: str, value: object) -> None:
-    """Set the leaf at a dotted path, making sections on the way."""
+    """Set the leaf at a dotted path; sections on the way are made."""
     *parents, leaf = key.split(".")
     node = tree
     for i, name in enumerate(parents):
@@ -205,7 +206,7 @@ def _put(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def _explain(error: ValidationError) -> tuple[list[str], list[str]]:
-    """(paths, lines), one entry per field; alternatives of a union are joined by 'or'."""
+    """(paths, lines), one entry per field; messages of a union's alternatives joined by 'or'."""
     problems: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
         path = _path(entry["loc"])
@@ -222,7 +223,7 @@ def _explain(error: ValidationError) -> tuple[list[str], list[str]]:
 
 
 def _path(loc: Iterable[int | str]) -> str:
-    """The part of a pydantic location that is ours: names of unions' branches are dropped."""
+    """A path in our tree from a pydantic location, which also names a union's alternatives."""
     section: type[BaseModel] | None = Config
     names: list[str] = []
     for part in loc:

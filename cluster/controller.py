@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.actors import (
     LOG_FORMAT,
@@ -25,8 +24,9 @@ from cluster.actors import (
     fence,
 )
 from cluster.config import Config
-from cluster.monitor import Monitor, Process
+from cluster.monitor import Monitor
 from cluster.placement import Ask, Group, live_nodes, place, remove
+from cluster.process import Process
 from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
 from cluster.seats import Event, Seat, SeatStatus, State, seats_of
@@ -49,14 +49,14 @@ class Home:
 
     node_id: str
     address: str  # of the node
-    local: bool  # serve started this Ray, so that one node is all there will ever be
+    local: bool  # `serve` started this Ray: no other node will join
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What `serve` shows and waits for."""
 
-    events: tuple[Event, ...]  # after the ones that were seen
+    events: tuple[Event, ...]  # those that `serve` has not seen
     starting: tuple[str, ...]  # names that are not ready
     waiting: str  # what placement waits for, or ""
     urls: tuple[str, ...]  # of the routers that are ready
@@ -64,7 +64,7 @@ class Progress:
 
 
 class RaySite:
-    """`monitor.Site` over Ray. Not thread-safe; lives in the controller's event loop."""
+    """`process.Site` over Ray. Not thread-safe; lives in the controller's event loop."""
 
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
@@ -74,10 +74,10 @@ class RaySite:
         self._seats = {seat.name: seat for seat in seats_of(config)}
 
     async def open(self) -> None:
-        """Room for everybody; then the choices that depend on where that is.
+        """Reserve room for all seats, and decide what depends on where they are.
 
         Raises:
-            Placement: something does not fit; nothing is held then.
+            Placement: something does not fit; nothing stays reserved.
         """
         nodes = await asyncio.to_thread(live_nodes)
         num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
@@ -90,7 +90,7 @@ class RaySite:
         self.config = with_transport(self.config, self._worker_nodes())
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
-        """See monitor.Site. A group whose node is gone is replaced by a new one."""
+        """See process.Site. A group whose node is gone is replaced by a new one."""
         seat = self._seats[name]
         await self._renew_group(seat)
         group = self._groups.get(name)
@@ -113,12 +113,12 @@ class RaySite:
         return RayProcess(actor, identity)
 
     async def fence(self, process: Process) -> None:
-        """See monitor.Site."""
+        """See process.Site."""
         assert isinstance(process, RayProcess)
         await fence(process)
 
     async def release(self, name: str) -> None:
-        """See monitor.Site."""
+        """See process.Site."""
         group = self._groups.pop(name, None)
         if group is not None:
             await asyncio.to_thread(remove, group.pg)
@@ -190,7 +190,7 @@ class RaySite:
 
 
 class Controller:
-    """Ray actor around a Monitor and the Wire that watches over it. Every method is a coroutine."""
+    """Ray actor around a Monitor and the Wire that pings for it. Every method is a coroutine."""
 
     def __init__(self, config: Config, home: Home) -> None:
         logging.basicConfig(
@@ -209,7 +209,7 @@ class Controller:
         """Place and start everything; returns when all of it is ready.
 
         Raises:
-            Placement, UserError, WorldError: it cannot be; the message is for the user.
+            Placement, UserError, WorldError: the cluster cannot start; the message is for the user.
         """
         await self._site.open()
         loop = asyncio.get_running_loop()
@@ -228,7 +228,7 @@ class Controller:
         await monitor.start()
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
-        """This loop is alive: a wire whose owner is silent for ping.stall_s ceases to ping."""
+        """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
         wire.beat()
         loop.call_later(BEAT_S, self._beat, loop, wire)
 
@@ -253,17 +253,13 @@ class Controller:
         """One row a name."""
         return [] if self._monitor is None else await self._monitor.status()
 
-    async def config(self) -> dict[str, Any]:
-        """The tree in force."""
-        return self._site.config.shown()
-
     async def drain(self, name: str | None, timeout_s: float | None) -> bool:
         """Drain one name, or everything, in which case `serve` ends too.
 
         Returns whether all work was finished in time.
 
         Raises:
-            UserError: no such name, or still starting.
+            UserError: no such name, or the cluster is still being placed.
         """
         if self._monitor is None:
             raise UserError("the cluster is still being placed")
@@ -274,7 +270,7 @@ class Controller:
         return idle
 
     async def stop(self, drain_timeout_s: float) -> bool:
-        """End everything; whether all requests were finished in `drain_timeout_s`."""
+        """End everything; returns whether all requests were finished in `drain_timeout_s`."""
         idle = True
         if self._monitor is not None:
             idle = await self._monitor.stop(drain_timeout_s)

@@ -1,8 +1,10 @@
 """Start a Ray of our own or join one, and leave nothing behind.
 
-What a local start leaves is: nothing. Every process is a descendant of `serve`, which is their
-subreaper, so those that lost their parent come back to it and are killed at the end; Ray's files
-are in one directory that is removed. Import this module only after `prepare_environment`.
+Every process of our own Ray is a descendant of `serve`, and `serve` is their subreaper: a process
+whose parent has died becomes a child of `serve`, so that all of them can be killed at the end.
+Ray's files are in one directory, which is removed.
+
+Import this module only after `cli` has prepared the environment: Ray reads it when imported.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +33,13 @@ from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
 from cluster.resolve import bundle_of, with_devices
 from cluster.seats import seats_of
 from worker.errors import KvlaneError, UserError, WorldError
+from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.launch")
 
 PR_SET_CHILD_SUBREAPER = 36
-# Below it: 16 characters of our directory and up to 64 of Ray's socket names, of the 107 allowed.
+# The path of a socket has 107 characters at most. Below this root our directory takes 16 of them,
+# and Ray's names up to 64.
 MAX_TEMP_PATH = 27
 SHORT_TEMP = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
@@ -49,11 +53,11 @@ class RaySession:
     address: str
     local: bool
     temp_dir: OwnedDirectory | None = None
-    watchdog: subprocess.Popen[bytes] | None = None  # sweeps when its stdin, ours, is closed
-    closed: bool = field(default=False)
+    watchdog: subprocess.Popen[bytes] | None = None  # its stdin closes when this process ends
+    closed: bool = False
 
     def close(self) -> None:
-        """Disconnect; a Ray of our own ends, with every process and file of it."""
+        """Disconnect; a Ray of our own ends, and its processes and files with it."""
         if self.closed:
             return
         self.closed = True
@@ -70,9 +74,9 @@ class RaySession:
 
 
 def start_local(config: Config, temp_root: Path) -> RaySession:
-    """A Ray of our own, with room for what `config` asks for and nothing that it does not need.
+    """Start a Ray of our own, with the resources that `config` asks for.
 
-    Ray listens on free ports of 127.0.0.1 only, without a dashboard.
+    It listens on free ports of 127.0.0.1 only, and has no dashboard.
 
     Raises:
         WorldError: Ray did not start.
@@ -196,13 +200,13 @@ def wait_for(reference: Any, timeout_s: float | None = None) -> Any:
 
 
 def over(reference: Any, timeout_s: float) -> bool:
-    """Whether a call is over, waited for at most so long. Signals are seen in between."""
+    """Wait for a call, but at most `timeout_s`; whether it is over. Signals are served then."""
     ready, _ = RAY.wait([reference], timeout=timeout_s)
     return bool(ready)
 
 
 def num_cpus(config: Config) -> int:
-    """CPUs to tell Ray of: the machine's, or more if more are asked for (they are only a count)."""
+    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
     config = with_devices(config, has_gpus=False)
     needed = sum(bundle_of(config, seat).get("CPU", 0.0) for seat in seats_of(config))
     return max(os.cpu_count() or 1, int(-(-needed // 1)))
@@ -212,14 +216,17 @@ def num_cpus(config: Config) -> int:
 
 
 def start_watchdog(directory: Path) -> subprocess.Popen[bytes]:
-    """Cleans up after us should we get SIGKILL; lives for as long as its stdin is held open."""
+    """Start `watchdog.py`, which cleans up if this process gets SIGKILL.
+
+    It waits for the end of its stdin, which this process holds open.
+    """
     script = Path(__file__).with_name("watchdog.py")
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # whatever a terminal sends
+        start_new_session=True,  # Ctrl-C in a terminal must not reach it
     )
 
 
@@ -242,7 +249,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """SIGKILL all processes below this one, and reap them. They are all ours: we began them."""
+    """SIGKILL all processes below this one, and reap them. This process started all of them."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
@@ -258,5 +265,4 @@ def _parents() -> Iterator[tuple[int, int]]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):
-                stat = (path / "stat").read_text(encoding="ascii", errors="replace")
-                yield int(path.name), int(stat.rpartition(")")[2].split()[1])
+                yield int(path.name), process_stat(int(path.name)).parent

@@ -1,10 +1,9 @@
-"""Keeps the cluster as it was asked for: one task a name, from its creation to its last breath.
+"""Keeps a process running for every name of the cluster: one task a name.
 
-Plain asyncio, without Ray: where processes come from is a `Site`, what one incarnation can be told
-is a `Process`, and `Links` says which of them went silent (`worker.wire.Wire` is one).
+Plain asyncio without Ray: the protocols in `process` are all that it knows of its surroundings.
 
-When a process dies, its peers are told first; then it is made sure that the old process is really
-gone, because its devices and its memory are about to be used again; then the name is filled again.
+When a process dies, the others are told first. Then the monitor makes sure that it is really gone
+(the fence), because the next process uses the same devices and memory. Then it starts that one.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cluster.config import ClusterConfig
-from cluster.seats import Event, Report, Seat, SeatStatus, State, backoff_s, live_members
+from cluster.process import Links, Process, Report, Site
+from cluster.seats import Event, Seat, SeatStatus, State, backoff_s, live_members
 from worker.api import Member, PeerId
 from worker.errors import KvlaneError, Placement, UserError, WorldError
 
@@ -26,82 +26,17 @@ T = TypeVar("T")
 
 MAX_EARLY_DEATHS = 3  # of one name while the cluster starts; then starting fails
 POLL_S = 0.1
-PINGED = "tcp://"  # scheme of the addresses that answer pings; a router has none
+PINGED = "tcp://"  # scheme of the addresses that answer pings; a router's is http://
 REPORT_TIMEOUT_S = 2.0
 
 
-class Process(Protocol):
-    """One incarnation of a worker or router, somewhere. Its death raises PeerLost everywhere."""
-
-    @property
-    def place(self) -> str:
-        """Where it runs, for people: node and pid."""
-        ...
-
-    async def start(self) -> Member:
-        """Load and listen. Raises UserError if what was asked for cannot work."""
-        ...
-
-    async def run(self) -> None:
-        """Returns when it was stopped; raises PeerLost as soon as it has died."""
-        ...
-
-    async def tell(self, version: int, members: Sequence[Member]) -> None:
-        """The members from now on; older versions than the last one are ignored."""
-        ...
-
-    async def drain(self) -> None:
-        """Take no new work, finish what there is."""
-        ...
-
-    async def report(self) -> Report:
-        """Whether it is idle, and its counters."""
-        ...
-
-    async def stop(self) -> None:
-        """End threads and sockets; `run` returns then."""
-        ...
-
-
-class Site(Protocol):
-    """Where processes come from."""
-
-    async def create(self, name: str, incarnation: str) -> Process:
-        """A new process for `name`, in its old group if that still stands.
-
-        Raises:
-            Placement, PeerLost: no room; or it died while it began.
-        """
-        ...
-
-    async def fence(self, process: Process) -> None:
-        """Returns when the process is gone for certain, or its node is."""
-        ...
-
-    async def release(self, name: str) -> None:
-        """Give back what was reserved for `name`."""
-        ...
-
-
-class Links(Protocol):
-    """The data plane's view of who answers."""
-
-    def connect(self, peer: PeerId, address: str) -> None:
-        """Begin to ping."""
-        ...
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Cease to ping."""
-        ...
-
-
 class Monitor:
-    """All names of one cluster and the tasks that keep them filled.
+    """All seats of one cluster, and the tasks that keep a process running in each.
 
     Args:
-        seats: every name; they are this object's from now on.
-        site: makes processes.
-        links: pings them; whoever owns it calls `lost`.
+        seats: one for every name; from now on only this object changes them.
+        site: starts processes.
+        links: pings them; its owner calls `lost` when one does not answer.
         config: timeouts and back-off.
     """
 
@@ -114,7 +49,6 @@ class Monitor:
         self._links = links
         self._config = config
         self._version = 0
-        self._began_at = time.monotonic()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background()
         self._up = False
@@ -140,10 +74,10 @@ class Monitor:
         return list(self._seats.values())
 
     def lost(self, peer: PeerId, reason: str) -> None:
-        """The data plane hears nothing of `peer` any more: treat it as dead."""
+        """`peer` does not answer pings any more: treat it as dead."""
         for seat in self._seats.values():
-            answers = seat.member is not None and seat.member.peer == peer
-            if answers and not seat.silent.done():
+            is_meant = seat.member is not None and seat.member.peer == peer
+            if is_meant and not seat.silent.done():
                 seat.silent.set_result(reason)
 
     async def status(self) -> list[SeatStatus]:
@@ -153,7 +87,9 @@ class Monitor:
         return [seat.status(report) for seat, report in zip(seats, reports, strict=True)]
 
     async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
-        """Finish what these names do, stop and remove them. Returns whether all became idle.
+        """Let these names finish their work, then stop and remove them.
+
+        Returns whether all of them became idle in time.
 
         Raises:
             UserError: no such name.
@@ -168,7 +104,7 @@ class Monitor:
         return all(idle)
 
     async def stop(self, drain_timeout_s: float | None) -> bool:
-        """Routers first, then workers: drain for so long (None: no limit), then end them."""
+        """Drain for at most `drain_timeout_s` (None: no limit), then stop; routers go first."""
         self._up = True  # nothing that dies from now on is a failure to start
         idle = True
         for is_router in (True, False):
@@ -179,7 +115,7 @@ class Monitor:
     # One seat.
 
     async def _keep(self, seat: Seat) -> None:
-        """Fill the seat until it is given up."""
+        """Start one process after the other, until the seat is leaving or starting has failed."""
         deaths_in_a_row = 0
         while not seat.leaving:
             ready_at, error = await self._live(seat)
@@ -202,7 +138,10 @@ class Monitor:
             await asyncio.sleep(delay_s)
 
     async def _live(self, seat: Seat) -> tuple[float, KvlaneError]:
-        """One incarnation, until its process is gone: (when it became ready or 0, why it ended)."""
+        """Run one incarnation until its process is gone.
+
+        Returns when it became ready (0: never), and why it ended.
+        """
         seat.begin(secrets.token_hex(4))
         began_at, ready_at = time.monotonic(), 0.0
         try:
@@ -229,7 +168,7 @@ class Monitor:
         self._publish()
 
     def _leave(self, seat: Seat) -> None:
-        """Out of the members, and all others know it at once."""
+        """Take the seat out of the members and tell all others at once."""
         member, seat.member, seat.state = seat.member, None, State.LOST
         if member is not None:
             self._note(seat, "stopping" if seat.leaving else "lost")
@@ -249,7 +188,7 @@ class Monitor:
     # The end of a seat.
 
     async def _finish(self, seat: Seat, timeout_s: float | None) -> bool:
-        """Drain; False if it was not idle in time."""
+        """Drain; False if it did not become idle in time."""
         seat.leaving = True
         process = seat.reachable
         if process is None:
@@ -271,9 +210,9 @@ class Monitor:
         return True  # it died; nothing is left to wait for
 
     async def _remove(self, seat: Seat) -> None:
-        """Stop the process, gently at first; the seat is forgotten when it is gone."""
+        """Ask the process to stop, kill it if it does not, and forget the seat."""
         task = self._tasks.pop(seat.name, None)
-        if task is None:  # somebody else does it
+        if task is None:  # another call is removing it
             await seat.gone.wait()
             return
         if seat.reachable is not None:
@@ -288,7 +227,7 @@ class Monitor:
 
     def _note(self, seat: Seat, text: str) -> None:
         log.debug("%s: %s", seat.name, text)  # `serve` prints the event
-        self.events.append(Event(time.monotonic() - self._began_at, seat.name, seat.state, text))
+        self.events.append(Event(seat.name, seat.state, text))
 
 
 class Background:
@@ -298,7 +237,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
-        """Run beside; a dead receiver is its own task's business, so that is only logged."""
+        """Run it in the background and log a failure; a dead receiver has a task of its own."""
 
         async def logged() -> None:
             try:
@@ -313,21 +252,21 @@ class Background:
 
 
 async def until_over(seat: Seat, process: Process, stop_timeout_s: float) -> None:
-    """Returns when it was stopped; raises WorldError when it is dead or silent."""
+    """Returns when the process was stopped; raises WorldError when it is dead or silent."""
     run = asyncio.create_task(process.run())
     try:
         await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
         if not run.done():
             raise WorldError(f"it does not answer ({seat.silent.result()})")
         run.result()
-        if seat.stopping is not None:  # it goes on a little after the engine has ended
+        if seat.stopping is not None:  # the call returns a little after the engine has ended
             await asyncio.wait((seat.stopping,), timeout=stop_timeout_s)
     finally:
         run.cancel()
 
 
 async def fence(site: Site, seat: Seat) -> None:
-    """The seat's process is gone when this returns, even if the task was cancelled."""
+    """Make sure that the seat's process is gone; a cancellation waits until it is."""
     if seat.process is None:
         return
     work = asyncio.create_task(site.fence(seat.process))
@@ -344,7 +283,7 @@ async def fence(site: Site, seat: Seat) -> None:
 
 
 async def report_of(seat: Seat) -> Report | None:
-    """What it says of itself, if it is ready and answers quickly."""
+    """The process's report; None if it is not ready or does not answer quickly."""
     process = seat.reachable
     if process is None:
         return None
@@ -356,7 +295,7 @@ async def report_of(seat: Seat) -> Report | None:
 
 
 async def in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
-    """Its result. Raises WorldError if there is none after `timeout_s`."""
+    """The result of `work`. Raises WorldError if there is none after `timeout_s`."""
     try:
         return await asyncio.wait_for(work, timeout_s)
     except TimeoutError:
@@ -364,7 +303,7 @@ async def in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
 
 
 def start_failure(seat: Seat, error: KvlaneError) -> KvlaneError:
-    """The error that ends `serve`: of the same family, with the name of who met it."""
+    """The error that ends `serve`: of the same class, with the name of the process."""
     for kind in (UserError, Placement):
         if isinstance(error, kind):
             return kind(f"{seat.name}: {error}")

@@ -1,6 +1,6 @@
-"""Files that say "this process lives": each is held by a lock that ends with its owner.
+"""Files that show whether their owner lives: it holds a lock on them, which ends with it.
 
-A lock, not a pid: containers and pid namespaces that share a directory do not share pids.
+Not a pid: containers and pid namespaces that share a directory do not share pids.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OwnedDirectory:
 
     @classmethod
     def make(cls, root: Path) -> OwnedDirectory:
-        """A new one below `root`; dead ones that this user left there are removed first."""
+        """A new one below `root`. Those that killed processes of this user left are removed."""
         root.mkdir(parents=True, exist_ok=True)
         for path in root.glob(f"{PREFIX}*/{LOCK}"):
             if path.stat().st_uid == os.getuid() and not is_held(path):
@@ -98,7 +98,7 @@ def find_running(runtime_dir: Path, address: str = "") -> Running:
 
 
 def all_running(runtime_dir: Path) -> list[Running]:
-    """Every `serve` of this user; what dead ones left is removed."""
+    """Every `serve` of this user; the files of dead ones are removed."""
     found: list[Running] = []
     for path in sorted(runtime_dir.glob("serve-*.json")):
         if not is_held(path):

@@ -1,7 +1,8 @@
-"""Room in the Ray cluster: one placement group for every process that needs any.
+"""Room in the Ray cluster: one placement group for every process that reserves resources.
 
-Ray keeps a group that cannot be placed pending for ever and says nothing. So all groups are asked
-for at once, waited for with a deadline, and a failure says what was asked and what each node has.
+Ray keeps a group that cannot be placed pending for ever and says nothing. So all groups are
+created at once and waited for with a deadline. A failure says what each process needs and what
+each node has.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live node of the Ray cluster; resources without Ray's own bookkeeping entries."""
+    """A live node of the Ray cluster, and its resources without Ray's internal ones."""
 
     node_id: str
     address: str
@@ -40,7 +41,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A placement group that stands, and where."""
+    """A placed placement group and its node."""
 
     pg: PlacementGroup
     node: Node
@@ -56,10 +57,10 @@ def place(
     """Reserve room for all asks, or for none. Blocks for up to `timeout_s`.
 
     Args:
-        asks: one group each.
+        asks: each gets a group.
         timeout_s: for all of them together.
-        can_grow: nodes may still join; else what these could never hold fails at once.
-        waiting: told, now and then, what is missing.
+        can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
+        waiting: called now and then with what is still waited for.
 
     Raises:
         Placement: something does not fit; the message says what and why. No group is left.
@@ -74,7 +75,7 @@ def place(
             missing = [ask for ask in missing if not groups[ask.name].wait(POLL_S)]
             waited_s = time.monotonic() - began_at
             if not missing:
-                return {name: _standing(name, pg) for name, pg in groups.items()}
+                return {name: _placed(name, pg) for name, pg in groups.items()}
             if waited_s > timeout_s:
                 raise Placement(explain(missing, live_nodes(), waited_s))
             waiting(f"waiting for room for {', '.join(ask.name for ask in missing)}")
@@ -95,7 +96,7 @@ def node_of(pg: PlacementGroup) -> str:
     return str(table.get("bundles_to_node_id", {}).get(0, ""))
 
 
-def _standing(name: str, pg: PlacementGroup) -> Group:
+def _placed(name: str, pg: PlacementGroup) -> Group:
     held_by = node_of(pg)
     for node in live_nodes():
         if node.node_id == held_by:
@@ -169,7 +170,7 @@ def _fits(wanted: Mapping[str, float], have: Mapping[str, float]) -> bool:
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without node labels, memory, and what Ray adds for groups that stand."""
+    """Without node labels, memory, and what Ray adds for placed groups."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

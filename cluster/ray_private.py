@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants, state, worker
 
-# Ray's annotations are partial: strict typing ends at this name, results are cast behind it.
+# Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
 
 
@@ -22,7 +22,7 @@ def stay_on_loopback() -> None:
 
 
 def silence_worker_deaths() -> None:
-    """No page of advice for each dead worker on our terminal: the monitor says it in a line."""
+    """Keep Ray from printing a page of advice for each dead worker; the monitor prints a line."""
 
     def ignore(*_: object) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Decisions that need to know the cluster: devices before placement, the transport after it.
+"""Decides `auto` values that depend on the cluster: devices before placement, transport after it.
 
-Each returns a new tree and logs what it chose and why. What needs to know the machine is decided in
-the worker (`WorkerConfig.resolved`).
+Each function returns a new tree and logs what it chose and why. Values that depend on the machine
+are decided in the worker (`WorkerConfig.resolved`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from worker.config import MEMORY_FRACTION
 
 log = logging.getLogger("kvlane.config")
 
-GRAIN = 10_000  # of a resource: the parts of one that Ray tells apart
+GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
 def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = None) -> Config:
-    """`num_gpus` without `auto`, and so `engine.device` where no GPU is reserved, and
-    `engine.memory_fraction` where a part of one is.
+    """Decide `num_gpus`; also `engine.device` where no GPU is reserved, and
+    `engine.memory_fraction` where a part of a GPU is.
 
     Args:
         config: as the user wrote it.
         has_gpus: some node of the Ray cluster has a GPU.
-        local_gpus: how many there will ever be; None: nodes may join. Workers share them if they
-            are too few.
+        local_gpus: all GPUs if no node can join, else None. Workers share them if there are too
+            few.
     """
     each = 1.0 if local_gpus is None else _share(config, local_gpus)
     for role in ROLES:
@@ -53,7 +53,7 @@ def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = N
 
 
 def _share(config: Config, local_gpus: float) -> float:
-    """GPUs of each worker that leaves their number to us: 1, or the half, third, … that fits."""
+    """GPUs of each worker whose num_gpus is auto: 1, or the half, third, … that fits."""
     num_workers = 0
     for part in map(config.role, ROLES):
         if part.num_gpus != "auto":
@@ -61,12 +61,12 @@ def _share(config: Config, local_gpus: float) -> float:
         elif part.engine.device != "cpu":
             num_workers += part.replicas
     if local_gpus <= 0 or num_workers <= local_gpus:
-        return 1.0  # or too few whatever we do, which is for the placement to say
+        return 1.0  # where even sharing cannot help, the placement says so
     return GRAIN // math.ceil(num_workers / local_gpus) / GRAIN
 
 
 def with_transport(config: Config, nodes: Collection[str]) -> Config:
-    """`transport` without `auto`: shm and nvlink only where they can reach everybody.
+    """Decide the transport; shm and nvlink only where they reach every worker.
 
     Args:
         config: with devices decided.
@@ -87,13 +87,13 @@ def with_transport(config: Config, nodes: Collection[str]) -> Config:
 
 
 def bundle_of(config: Config, seat: Seat) -> dict[str, float]:
-    """What a seat reserves in Ray; zeros left out, so a router's may be empty."""
+    """What a seat reserves in Ray, without zeros; empty for a router that reserves nothing."""
     if seat.role == "router":
         wanted = {"CPU": config.routers.num_cpus, **config.routers.resources}
     else:
         assert seat.role != "controller"
         part = config.role(seat.role)
-        assert part.num_gpus != "auto", "devices come first"
+        assert part.num_gpus != "auto", "with_devices comes first"
         wanted = {"CPU": part.num_cpus, "GPU": part.num_gpus, **part.resources}
     return {name: amount for name, amount in wanted.items() if amount > 0}
 

@@ -1,4 +1,4 @@
-"""The book of a cluster: its names, what fills them, what the others are told. No Ray, no I/O."""
+"""The names of a cluster, and the state of the process that each of them has. No Ray, no I/O."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from cluster.config import Config
+from cluster.process import Process, Report
 from worker.api import Member, Role
-
-if TYPE_CHECKING:
-    from cluster.monitor import Process
 
 
 class State(StrEnum):
-    """Where a name stands."""
+    """State of a name's process."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    LOST = "lost"  # its process is gone or about to be; a new one follows unless it is leaving
-
-
-@dataclass(slots=True, frozen=True)
-class Report:
-    """What a process says of itself when asked."""
-
-    idle: bool
-    counters: dict[str, int]
+    LOST = "lost"  # dead or being killed; a new process follows unless the seat is leaving
 
 
 @dataclass(slots=True, frozen=True)
 class Event:
     """One line of progress."""
 
-    at_s: float  # since the monitor began
     name: str
     state: State
     text: str
@@ -60,10 +48,10 @@ class SeatStatus:
 
 @dataclass(slots=True)
 class Seat:
-    """One name, which a succession of incarnations fills.
+    """One name. Its processes come one after another; each is a new incarnation.
 
-    Invariant: `member` is set from the moment its process is ready until it is found dead or has
-    stopped; `process` from its creation until it is gone for certain.
+    Invariant: `member` is set from the moment the process is ready until it is found dead or has
+    stopped; `process` is set from its creation until it is gone for certain.
     """
 
     name: str
@@ -71,26 +59,26 @@ class Seat:
     state: State = State.STARTING
     incarnation: str = ""
     restarts: int = 0
-    leaving: bool = False  # not to be filled again
+    leaving: bool = False  # it gets no further process
     member: Member | None = None
     process: Process | None = None
-    stopping: asyncio.Task[None] | None = None  # the call that ends it, under way
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and not filled again
-    silent: asyncio.Future[str] = field(init=False)  # resolved by the data plane with a reason
+    stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
+    silent: asyncio.Future[str] = field(init=False)  # the reason, once pings are not answered
 
     @property
     def reachable(self) -> Process | None:
-        """Its process, if that is ready."""
+        """The process, if it is ready."""
         return self.process if self.member is not None else None
 
     def begin(self, incarnation: str) -> None:
-        """A new incarnation takes the seat."""
+        """A new incarnation starts."""
         assert self.process is None, f"{self.name} is taken"
         self.incarnation, self.state = incarnation, State.STARTING
         self.silent = asyncio.get_running_loop().create_future()
 
     def status(self, report: Report | None) -> SeatStatus:
-        """This seat as a row."""
+        """This seat as a row of `status`."""
         member = self.member
         return SeatStatus(
             name=self.name,
@@ -117,7 +105,7 @@ def seats_of(config: Config) -> list[Seat]:
 
 
 def live_members(seats: Iterable[Seat]) -> list[Member]:
-    """Everyone who can be talked to. A draining one still serves what it has begun."""
+    """Those that are ready. A draining one is among them: it still serves what it has begun."""
     return [seat.member for seat in seats if seat.member is not None]
 
 

@@ -57,11 +57,11 @@ class Screen:
         self._said_at = time.monotonic()
 
     def live(self, text: str) -> None:
-        """What is going on just now."""
+        """Show what is going on at present."""
         if self._tty:
             shown = f"  … {text} ({time.monotonic() - self._said_at:.0f} s)" if text else ""
             if shown != self._live:
-                self._out.write(f"\r\x1b[K{shown}\r")  # lines of Ray then begin at the left
+                self._out.write(f"\r\x1b[K{shown}\r")  # so that a line of Ray begins at the left
                 self._out.flush()
                 self._live = shown
         elif text and time.monotonic() - self._said_at > LINE_EVERY_S:
@@ -71,7 +71,7 @@ class Screen:
 class Signals:
     """The first SIGINT or SIGTERM asks for an end, the second one enforces it.
 
-    While Ray starts or is joined, which cannot be asked, the first one interrupts.
+    While Ray starts or is joined nothing looks at `asked`, so the first one interrupts that.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Signals:
     def _on_signal(self, number: int, frame: object) -> None:
         again, self.asked = self.asked, True
         if self.session is None:
-            raise KeyboardInterrupt  # should Ray swallow it, `asked` ends us a little later
+            raise KeyboardInterrupt  # if Ray swallows it, `asked` ends `serve` a little later
         if again:
             self._now()
 
@@ -96,12 +96,12 @@ class Signals:
             self.state.remove()
         if self.session is not None and self.session.local:
             self.session.kill()
-        # In a cluster that we joined, Ray ends what we own as soon as this process is gone.
+        # In a Ray cluster that we joined, Ray ends our processes as soon as this one is gone.
         os._exit(EXIT_INTERRUPTED)
 
 
 class Stopped(Exception):
-    """A signal asked for the end while something was waited for."""
+    """A signal has asked for the end."""
 
 
 def serve(config: Config, around: Surroundings, out: TextIO) -> int:
@@ -194,7 +194,7 @@ def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
 
 
 def _stop(controller: Any, config: Config, screen: Screen) -> None:
-    """Ask the controller to end everything; if it cannot, closing the session does."""
+    """Ask the controller to end everything. What it cannot end, closing the session does."""
     cluster = config.cluster
     reference = controller.stop.remote(cluster.drain_timeout_s)
     limit_s = 2 * (cluster.drain_timeout_s + cluster.stop_timeout_s) + STOP_MARGIN_S

@@ -1,9 +1,9 @@
-"""What is left of a `serve` that got SIGKILL: `python watchdog.py DIRECTORY`, a script of its own.
+"""Cleans up after a `serve` that got SIGKILL. A script of its own: `python watchdog.py DIRECTORY`.
 
-Ray's own processes end with `serve`, but its two agents of a node go on for a minute, because they
-wait for a GCS that is gone (measured: 60 s, a constant in Ray). This process waits for the end of
-its stdin, which `serve` holds open for as long as it lives; then it kills whoever still writes into
-Ray's directory and removes that. When `serve` ends in order, it ends this process first.
+Ray's processes end with `serve`, except the two agents of a node: they wait 60 s for a GCS that is
+gone (measured; a constant in Ray). `serve` holds the stdin of this process open for as long as it
+lives. When stdin ends, this process kills every process that still writes into Ray's directory,
+and removes the directory. A `serve` that ends by itself kills this process with all others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-GRACE_S = 2.0  # what Ray ends by itself has ended by then
+GRACE_S = 2.0  # by then, what ends with Ray has ended
 TIMEOUT_S = 10.0
 
 
@@ -23,7 +23,7 @@ def writers(directory: str) -> list[int]:
     """Pids of processes that have a file below `directory` open for writing."""
     found: list[int] = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # gone, or somebody else's
+        with contextlib.suppress(OSError):  # gone, or another user's
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 writes = os.lstat(entry.path).st_mode & 0o200
                 if writes and os.readlink(entry.path).startswith(directory + "/"):
@@ -33,7 +33,7 @@ def writers(directory: str) -> list[int]:
 
 
 def main(directory: str) -> None:
-    """Wait for the end of stdin, then leave nothing."""
+    """Wait for the end of stdin, then kill and remove what is left."""
     sys.stdin.buffer.read()
     time.sleep(GRACE_S)
     deadline = time.monotonic() + TIMEOUT_S

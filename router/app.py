@@ -1,4 +1,4 @@
-"""The router as a process part: its thread, its loop, its HTTP socket and its wire."""
+"""The router: one thread with its asyncio loop, its HTTP socket and its wire."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
-    """Says when it accepts connections."""
+    """Sets `ready` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
         super().__init__(config)
@@ -50,12 +50,12 @@ class RouterServer:
 
     Args:
         config: the router's section.
-        model: whose tokenizer, template and limits apply.
-        ping: of the data plane.
-        name: outlives restarts.
-        incarnation: does not.
+        model: the model whose tokenizer, template and limits apply.
+        ping: how the wire pings.
+        name: stays the same when the router is started again.
+        incarnation: new with every start.
         host: to listen on.
-        port: to listen on, nobody else's; 0 takes a free one.
+        port: to listen on, alone; 0 takes a free one.
         shown: the resolved configuration, for GET /config.
 
     Raises:
@@ -90,7 +90,7 @@ class RouterServer:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        # These belong to the loop, and stand while _ready is set.
+        # Set by the router's thread.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._front: Front | None = None
         self._server: uvicorn.Server | None = None
@@ -105,7 +105,7 @@ class RouterServer:
             UserError: the address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:  # never a port that somebody else has: the kernel would share requests out
+        try:  # without SO_REUSEPORT: the kernel would divide requests between two owners of a port
             listener = socket.create_server(
                 (self._host, self._port), family=family, backlog=BACKLOG
             )
@@ -140,7 +140,7 @@ class RouterServer:
         self._post(self._apply_members)
 
     def drain(self) -> None:
-        """Answer new requests with 503; those that run finish."""
+        """Answer new requests with 503; running ones finish."""
         self._post(self._begin_drain)
 
     def num_inflight(self) -> int:
@@ -209,7 +209,7 @@ class RouterServer:
             application(self._front),
             log_config=None,
             access_log=False,
-            log_level=logging.WARNING,  # what it says at its start and end, the monitor says too
+            log_level=logging.WARNING,  # start and end are logged by the monitor
             server_header=False,
             lifespan="off",
             ws="none",

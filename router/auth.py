@@ -1,4 +1,4 @@
-"""API keys: who may use the endpoints that cost something."""
+"""API keys: who may generate and tokenize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEARER = b"bearer "
 
 
 def read_keys(path: str) -> tuple[bytes, ...]:
-    """The keys of a file, one a line; empty lines do not count. No path, no keys.
+    """The keys of a file, one a line; empty lines do not count. Without a path there are none.
 
     Raises:
         UserError: the file cannot be read or holds no key.
@@ -33,7 +33,7 @@ def read_keys(path: str) -> tuple[bytes, ...]:
 
 
 class ApiKeys:
-    """Lets only requests with one of `keys` as their bearer token through to guarded paths."""
+    """Passes requests for guarded paths on only if their bearer token is one of `keys`."""
 
     def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
         self._app = app

@@ -9,7 +9,7 @@ from typing import Any, cast
 from router.errors import invalid
 from router.logprobs import BytesOf, chat_logprobs
 from router.mailbox import Delta
-from router.parsers import Parser, Said
+from router.parsers import Parsed, Parser
 from router.reply import (
     AssistantMessage,
     ChatChoice,
@@ -27,7 +27,7 @@ from worker.api import FinishReason
 from worker.errors import UserError
 
 
-class ChatShape:
+class ChatWriter:
     """Chat completions and their chunks.
 
     Args:
@@ -51,32 +51,32 @@ class ChatShape:
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """See `router.sse.Shape`."""
-        said = self._said(delta)
-        if not said and not delta.scored and delta.finish_reason is None:
+        """See `router.prepared.AnswerWriter`."""
+        parsed = self._parsed(delta)
+        if not parsed and not delta.scored and delta.finish_reason is None:
             return None
         return ChunkChoice(
             index=delta.index,
-            delta=_delta(said),
+            delta=_delta(parsed),
             logprobs=self._logprobs(delta),
             finish_reason=self._reason(delta),
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.sse.Shape`."""
-        said = self._said(delta)
-        content = said.content if said.content or not said.calls else None
+        """See `router.prepared.AnswerWriter`."""
+        parsed = self._parsed(delta)
+        content = parsed.content if parsed.content or not parsed.calls else None
         message = AssistantMessage(role="assistant", content=content, refusal=None)
-        if said.reasoning:
-            message.reasoning_content = said.reasoning
-        if said.calls:
+        if parsed.reasoning:
+            message.reasoning_content = parsed.reasoning
+        if parsed.calls:
             message.tool_calls = [
                 ToolCall(
                     id=call.id,
                     type="function",
                     function=FunctionCall(name=call.name, arguments=call.arguments),
                 )
-                for call in said.calls
+                for call in parsed.calls
             ]
         reason = self._reason(delta)
         assert reason is not None
@@ -84,16 +84,16 @@ class ChatShape:
             index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
         )
 
-    def _said(self, delta: Delta) -> Said:
+    def _parsed(self, delta: Delta) -> Parsed:
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._parser()
-        said = parser.feed(delta.text) if delta.text else Said()
+        parsed = parser.feed(delta.text) if delta.text else Parsed()
         if delta.finish_reason is not None:
-            said += parser.finish()
-        if said.calls:
+            parsed += parser.finish()
+        if parsed.calls:
             self._called.add(delta.index)
-        return said
+        return parsed
 
     def _reason(self, delta: Delta) -> str | None:
         if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
@@ -106,14 +106,14 @@ class ChatShape:
         return chat_logprobs(delta.scored, self._bytes_of)
 
 
-def _delta(said: Said) -> DeltaMessage:
-    """Only what is new is set, so only that is written."""
+def _delta(parsed: Parsed) -> DeltaMessage:
+    """Only fields with something new are set, so only these are written."""
     delta = DeltaMessage()
-    if said.content:
-        delta.content = said.content
-    if said.reasoning:
-        delta.reasoning_content = said.reasoning
-    if said.calls:
+    if parsed.content:
+        delta.content = parsed.content
+    if parsed.reasoning:
+        delta.reasoning_content = parsed.reasoning
+    if parsed.calls:
         delta.tool_calls = [
             ToolCallDelta(
                 index=part.index,
@@ -123,7 +123,7 @@ def _delta(said: Said) -> DeltaMessage:
             )
             if part.id
             else ToolCallDelta(index=part.index, function=FunctionCall(arguments=part.arguments))
-            for part in said.calls
+            for part in parsed.calls
         ]
     return delta
 

@@ -12,11 +12,11 @@ from router.text import Text
 from worker.errors import UserError
 
 
-class TextShape:
+class TextWriter:
     """Text completions; chunks have the same form.
 
     Args:
-        echoes: what each choice says before its own text; empty when there is no echo.
+        echoes: the prompt that each choice repeats before its own text; empty without echo.
         bytes_of: of a token, for logprobs; None when none were asked for.
     """
 
@@ -27,7 +27,7 @@ class TextShape:
     def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
         self._echoes = echoes
         self._bytes_of = bytes_of
-        self._offsets: dict[int, int] = {}  # characters of the tokens that are out
+        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
     def opening(self, index: int) -> Choice | None:
         """The prompt, if it is to be echoed."""
@@ -36,7 +36,7 @@ class TextShape:
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """See `router.sse.Shape`."""
+        """See `router.prepared.AnswerWriter`."""
         return TextChoice(
             index=delta.index,
             text=delta.text,
@@ -45,7 +45,7 @@ class TextShape:
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.sse.Shape`."""
+        """See `router.prepared.AnswerWriter`."""
         echo = self._echoes[delta.index] if self._echoes else ""
         return TextChoice(
             index=index,
@@ -82,7 +82,7 @@ def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """What every choice repeats before its own text; empty without echo."""
+    """The prompt that each choice repeats before its own text; empty without echo."""
     if not body.echo:
         return []
     shown = [

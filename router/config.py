@@ -14,17 +14,13 @@ class RouterConfig(Section):
 
     policy: str = "least_loaded"  # how workers are chosen: a name of router.policy.POLICIES
     request_timeout_s: float = Field(default=600.0, gt=0)  # from arrival to the last token
-    queue_timeout_s: float = Field(
-        default=60.0, ge=0
-    )  # waiting for a decode worker, then 429 or 503
-    max_inflight: int = Field(default=4096, ge=1)  # choices in work at a time; beyond: 429 at once
-    # An HTTP connection is closed that is idle, or whose client reads nothing, for so long.
+    queue_timeout_s: float = Field(default=60.0, ge=0)  # wait for a decode worker; then 429 or 503
+    max_inflight: int = Field(default=4096, ge=1)  # choices that have not ended; then 429 at once
+    # An HTTP connection is closed when it is idle, or its client reads nothing, for so long.
     keep_alive_s: float = Field(default=120.0, gt=0)
     max_body_bytes: int = Field(default=32 << 20, ge=1)  # a larger request body gets 413
-    sse_ping_s: float = Field(
-        default=15.0, gt=0
-    )  # a comment line on a stream that is silent this long
+    sse_ping_s: float = Field(default=15.0, gt=0)  # a stream silent for so long gets a comment line
     stop_timeout_s: float = Field(default=5.0, gt=0)  # at shutdown, for clients that do not read
     api_key_file: str = ""  # keys, one a line, read at the start; "" = everyone is served
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"  # auto: by the chat template
-    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # how <think> is told apart
+    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # qwen3: <think>…</think>

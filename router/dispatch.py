@@ -1,8 +1,8 @@
 """The life of one request between the HTTP front and the decode workers.
 
-    submit -> in line -> at a worker -> tokens -> _end
-                 ^            |  refused, or lost before its first token
-                 '------------'
+    submit -> queued -> at a worker -> tokens -> _end
+                 ^           |  refused, or lost before its first token
+                 '-----------'
 
 All state belongs to the router's loop. Every request leaves through `_end`, once.
 """
@@ -21,7 +21,7 @@ from router.members import Members
 from router.metrics import RouterMetrics
 from router.output import OutputText
 from router.policy.base import Policy
-from router.waiting import Line, Req
+from router.waiting import Queue, Req
 from worker.api import (
     Abort,
     Ack,
@@ -42,7 +42,7 @@ from worker.wire import Event, Wire
 
 log = logging.getLogger("kvlane.router")
 
-MAX_LOSSES = 2  # a request that was present when so many workers were lost is not sent again
+MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported"})
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
@@ -54,9 +54,9 @@ class Dispatcher:
     Args:
         config: limits.
         wire: started; hands its events to `deliver`.
-        members: who is there.
+        members: the workers.
         policy: chooses among them.
-        metrics: told of every end.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
-        self._line = Line(wire, members, policy, config.queue_timeout_s, self._waited)
+        self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._closed = False
         metrics.watch(
-            lambda: len(self._reqs) - len(self._line),
-            lambda: len(self._line),
+            lambda: len(self._reqs) - len(self._queue),
+            lambda: len(self._queue),
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
         )
 
     def check_room(self, num_choices: int) -> None:
-        """Refuse at once what would exceed max_inflight.
+        """Refuse a request whose choices would exceed max_inflight.
 
         Raises:
             ApiError: 429.
@@ -99,9 +99,9 @@ class Dispatcher:
         mailbox: Mailbox,
         leader: Req | None = None,
     ) -> Req:
-        """Take a request; its deltas, the last with a finish reason, go to `mailbox`.
+        """Take a request; its deltas go to `mailbox`, the last of them with a finish reason.
 
-        It follows `leader`, a choice with the same prompt, to its worker.
+        It goes to the worker of `leader`, a choice with the same prompt, if there is one.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
         req = Req(index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
@@ -111,7 +111,7 @@ class Dispatcher:
             return req
         late = ApiError.of("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
-        self._line.add(req)
+        self._queue.add(req)
         return req
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
@@ -120,7 +120,7 @@ class Dispatcher:
         Tells the worker that has it. Does nothing to a request that has ended.
         """
         if not req.outcome:
-            self._line.abort(req)
+            self._queue.abort(req)
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
             self._end(req, reason, error=error)
 
@@ -133,7 +133,7 @@ class Dispatcher:
                         self._on_chunk(peer, chunk)
                 case Pong():
                     self._members.pong(peer, message.stats)
-                    self._line.place()
+                    self._queue.place()
                 case Refused():
                     self._on_refused(peer, message)
                 case Lost():
@@ -162,13 +162,13 @@ class Dispatcher:
         req = self._reqs.get(chunk.req_id)
         if req is None or req.dispatch != chunk.dispatch or req.choice is None:
             self._metrics.stale_chunks.inc()
-            if chunk.finish_reason is None:  # it works for nobody
+            if chunk.finish_reason is None:  # the worker still computes it
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
             return
         failed = chunk.finish_reason in FAILED
         if chunk.position > req.position and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
-            self._line.abort(req)
+            self._queue.abort(req)
             self._lose(req, "gap")
             return
         req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
@@ -210,16 +210,16 @@ class Dispatcher:
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
             return
-        self._line.leave(req, served=False)
-        self._line.pause(peer, refused.retry_after_s)
+        self._queue.leave(req, served=False)
+        self._queue.pause(peer, refused.retry_after_s)
         self._metrics.retried("refused")
-        self._line.add(req, first=True)
+        self._queue.add(req, first=True)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         known = self._members.get(peer)
         self._members.lost(peer)
         there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
-        level = logging.WARNING if there else logging.INFO  # a drained one goes without any
+        level = logging.WARNING if there else logging.INFO  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
             self._lose(req, "worker_lost")
@@ -231,7 +231,7 @@ class Dispatcher:
             self._wire.connect(member.peer, member.address)
 
     def _lose(self, req: Req, cause: str) -> None:
-        """The worker that had `req` is lost, to everyone or to this request."""
+        """`req` has lost its worker, which is gone or has left out tokens of it."""
         req.num_losses += 1
         if req.num_losses >= MAX_LOSSES:
             message = "the request was present when two workers were lost; it is not tried again"
@@ -243,12 +243,12 @@ class Dispatcher:
         else:
             assert req.choice is not None
             req.avoid, req.waiting_since = req.choice.decode, None
-            self._line.leave(req, served=False)
+            self._queue.leave(req, served=False)
             self._metrics.retried(cause)
-            self._line.add(req, first=True)
+            self._queue.add(req, first=True)
 
     def _waited(self, req: Req) -> None:
-        """The queue timeout: say whether there is no room or nobody at all."""
+        """The queue timeout has passed: no decode worker had room, or there is none."""
         if self._members.live("decode"):
             error = ApiError.of("busy", "no decode worker had room in time", retry_after_s=1)
         else:
@@ -269,7 +269,7 @@ class Dispatcher:
         del self._reqs[req.req_id]
         for timer in req.timers:
             timer.cancel()
-        self._line.leave(req, served=True)
+        self._queue.leave(req, served=True)
         spent = req.spent
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
         if spent is not None:
@@ -283,7 +283,7 @@ class Dispatcher:
         metrics.cached_tokens.inc(req.num_cached_tokens)
         log.info("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
-            self._line.place()
+            self._queue.place()
 
 
 def _failure(error: Error | None) -> ApiError:

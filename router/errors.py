@@ -2,16 +2,16 @@
 
 status  code                     when
 400     invalid_value            a field is wrong; `param` names it
-400     unsupported              a valid wish that is not built
+400     unsupported              a valid field or value that is not supported yet
 400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
 401     invalid_api_key          keys are configured and the request has none of them
 404     model_not_found          another model's name
 413     body_too_large           request body over the limit
 429     busy                     no room until the queue timeout; Retry-After
 502     worker_lost, transfer_*  the worker that had the request is gone
-503     no_worker, draining      nobody to do it at present; Retry-After
-504     timeout                  the request's own deadline has passed
-500     internal_error           our mistake, or a request that was present at two crashes
+503     no_worker, draining      no worker at present, or the router is draining; Retry-After
+504     timeout                  the request was not finished in time
+500     internal_error           our mistake, or a request whose workers were lost twice
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STATUS = {
 
 
 class ApiError(KvlaneError):
-    """Ends one HTTP request. Built with the helpers below, or from a worker's typed error."""
+    """Ends one HTTP request."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
-    """400: a valid wish that this build cannot meet."""
+    """400: a valid field or value that is not supported yet."""
     return ApiError(400, "unsupported", message, param=param)
 
 

@@ -1,4 +1,4 @@
-"""How what happens to the choices of one HTTP request reaches the task that answers it."""
+"""Carries what happens to the choices of one HTTP request to the task that answers it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from router.errors import ApiError
 from worker.api import FinishReason, PeerId, Stages, TokenLogprob
 
-Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens and what the model thought of them
+Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens with their logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
     """Where the time of one choice went; durations in seconds."""
 
-    router_queue_s: float  # in the router's line
+    router_queue_s: float  # in the router's queue
     stages: Stages  # at the workers, until the first token
     decode_s: float  # from the first token to the last
     first_token_s: float  # from arrival to the first token, by the router's clock
@@ -24,7 +24,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of one choice. The last one has a finish reason; with ERROR comes the error."""
+    """What is new of one choice. The last has a finish reason; if that is ERROR, also the error."""
 
     index: int
     text: str = ""
@@ -49,17 +49,17 @@ class Mailbox:
         self._ready = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """Add news."""
+        """Add a delta."""
         self._deltas.append(delta)
         if self._streamed or delta.finish_reason is not None:
             self._ready.set()
 
     def nudge(self) -> None:
-        """Wake the reader although there may be nothing."""
+        """Wake the reader, even if there is no delta."""
         self._ready.set()
 
     async def get(self) -> list[Delta]:
-        """Wait for news and take all of it; empty after a nudge."""
+        """Wait for deltas and take all of them; there may be none after a nudge."""
         await self._ready.wait()
         self._ready.clear()
         deltas, self._deltas = self._deltas, []

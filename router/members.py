@@ -1,7 +1,7 @@
 """What the router knows of the cluster's members: the controller's list, Pongs, its own counts.
 
-Loop thread only. Pongs are up to an interval old, so what this router has sent since then is
-counted on top of what a Pong said.
+Loop thread only. A Pong may be as old as the ping interval. So the requests that this router has
+sent since then are added to the figures of the Pong.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Known:
 
     member: Member
     stats: WorkerStats = field(default_factory=WorkerStats)
-    live: bool = False  # has answered a Pong, and is not lost since
+    live: bool = False  # has sent a Pong, and was not lost since
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
-    num_proposed_tokens: int = 0  # prompts for which it became first candidate since the Pong
-    busy_until: float = 0.0  # monotonic; it has refused, wait unless there is room
-    room: int = 0  # requests that may be tried although it is busy
+    num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
+    busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before unless `room`
+    room: int = 0  # requests that may be sent although it is busy
 
     @property
     def peer(self) -> PeerId:
@@ -38,16 +38,15 @@ class Known:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that wait there, as far as we can know."""
+        """Prompt tokens that wait there, as far as this router can know."""
         return self.stats.num_queued_tokens + self.num_proposed_tokens
 
 
 class Members:
-    """The table of members. `update` takes the controller's view, the others what is observed."""
+    """The table of members. `update` takes the controller's list, the others what was observed."""
 
     def __init__(self) -> None:
         self._known: dict[PeerId, Known] = {}
-        self._linked_roles: tuple[Role, ...] = ("prefill", "decode")
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
         """Take the whole new list.
@@ -62,29 +61,25 @@ class Members:
             del self._known[member.peer]
         for member in added:
             self._known[member.peer] = Known(member)
-        return [m for m in added if self._is_worker(m)], [m for m in removed if self._is_worker(m)]
+        return [m for m in added if _is_worker(m)], [m for m in removed if _is_worker(m)]
 
     def get(self, peer: PeerId) -> Known | None:
         """The member of this address, while the controller lists it."""
         return self._known.get(peer)
 
-    def pong(self, peer: PeerId, stats: WorkerStats | None) -> bool:
-        """A member has answered. Returns whether a waiting request may be tried there."""
+    def pong(self, peer: PeerId, stats: WorkerStats | None) -> None:
+        """A member has answered a ping."""
         known = self._known.get(peer)
         if known is None:
-            return False
-        came_alive = not known.live
+            return
         known.live = True
         if stats is not None:
             known.stats = stats
             known.num_sent_at_pong = known.num_sent
             known.num_proposed_tokens = 0
-        if known.member.role != "decode":
-            return False
         free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
         if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
             known.room = max(known.room, free_rows)
-        return came_alive or known.room > 0
 
     def lost(self, peer: PeerId) -> None:
         """A member has stopped answering; it counts again from its next Pong on."""
@@ -93,13 +88,13 @@ class Members:
             self._known[peer] = Known(known.member)
 
     def refused(self, peer: PeerId, until: float) -> None:
-        """A decode worker had no room; it is left alone until then, or until it shows room."""
+        """A decode worker had no room: it gets no request until then, or until it has room."""
         known = self._known.get(peer)
         if known is not None:
             known.busy_until, known.room = max(known.busy_until, until), 0
 
     def sent(self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float) -> None:
-        """A request goes to `peer`, which will probably ask `candidate` for its prompt."""
+        """A request goes to `peer`, which will probably let `candidate` compute the prompt."""
         known = self._known[peer]
         known.num_sent += 1
         if known.busy_until > now:
@@ -109,14 +104,14 @@ class Members:
             prefill.num_proposed_tokens += num_tokens
 
     def left(self, peer: PeerId, *, gives_room: bool) -> None:
-        """A request is no longer at `peer`; with `gives_room` another may be tried there."""
+        """A request is no longer at `peer`; with `gives_room` another may be sent there."""
         known = self._known.get(peer)
         if known is not None and known.num_sent > 0:
             known.num_sent -= 1
             known.room += gives_room and known.busy_until > 0
 
     def max_model_lens(self) -> list[int]:
-        """What each listed decode worker says one request may be long, in tokens."""
+        """The longest request, in tokens, of each listed decode worker that names it."""
         decodes = [k.member for k in self._known.values() if k.member.role == "decode"]
         return [member.max_model_len for member in decodes if member.max_model_len]
 
@@ -133,12 +128,13 @@ class Members:
         ]
 
     def open_prefill(self) -> list[Known]:
-        """Prefill workers that may be proposed."""
+        """Prefill workers that may become candidates of a request."""
         return [known for known in self.live("prefill") if not known.stats.draining]
 
     def all(self) -> list[Known]:
-        """Everyone the controller lists."""
+        """Every member that the controller lists."""
         return list(self._known.values())
 
-    def _is_worker(self, member: Member) -> bool:
-        return member.role in self._linked_roles
+
+def _is_worker(member: Member) -> bool:
+    return member.role in ("prefill", "decode")

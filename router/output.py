@@ -1,6 +1,6 @@
-"""Tokens to text, one step at a time: incremental detokenizers and the search for stop strings.
+"""Tokens to text as they arrive: incremental detokenizers and the search for stop strings.
 
-Both are linear in what passes through them, whatever the length of the answer.
+Both take time in proportion to the new tokens, however long the answer already is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 5  # of the prompt: what decides whether a first space is kept
+CONTEXT_TOKENS = 5  # of the prompt's end: they decide whether the answer's first space is kept
 MAX_WINDOW_TOKENS = 16  # bytes that make no character after so many tokens never will
 
 
@@ -19,11 +19,11 @@ class Detokenizer(Protocol):
     """Turns tokens into text so that the pieces add up to the text of all tokens at once."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The characters that these tokens complete; bytes of an unfinished one are kept."""
+        """The characters that these tokens complete; bytes of an unfinished one are held back."""
         ...
 
     def finish(self) -> str:
-        """What is still kept, as replacement characters."""
+        """What is still held back, as replacement characters."""
         ...
 
 
@@ -73,11 +73,11 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For every other vocabulary: decodes a short window twice and takes the difference.
 
-    Invariant: text of _tokens[:_num_done] is out; _tokens[0] is where a decode may begin.
+    Invariant: the text of _tokens[:_num_done] was returned; decoding may begin at _tokens[0].
 
     Args:
         decode: text of a list of tokens, special ones included.
-        prompt: what came before; its end is the first window's context.
+        prompt: its end is the context of the first window.
         skip: tokens that leave no text.
     """
 
@@ -123,7 +123,7 @@ class WindowDetokenizer:
 
 
 class _Automaton:
-    """Knuth, Morris, Pratt: how much of one stop string the text so far ends with."""
+    """How much of one stop string the text so far ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -161,7 +161,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Text that may go out now, and whether a stop string was found; nothing may follow it."""
+        """Text that may be sent now, and whether a stop string was found; then nothing follows."""
         ends = [(automaton.feed(piece), -len(automaton.stop)) for automaton in self._automata]
         found = min((end for end in ends if end[0] >= 0), default=None)
         text = self._held + piece
@@ -175,7 +175,7 @@ class StopMatcher:
         return text[:cut], False
 
     def finish(self) -> str:
-        """What was held back: the text has ended, so it begins no stop string."""
+        """What was held back; the text has ended, so it is not the beginning of a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -192,14 +192,14 @@ class Piece:
 class OutputText:
     """The text of one answer: detokenizer, then stop strings.
 
-    The text ends before the stop string; the token that completed it is the last that counts, so
-    the result does not depend on how tokens were grouped on their way here.
+    The text ends before the stop string, and the token that completes it is the last that counts.
+    So the result does not depend on how many tokens arrive at a time.
 
     Args:
         detokenizer: fresh, for this answer.
         stops: stop strings, none empty.
         min_tokens: neither stop strings nor `over` end the text within so many first tokens.
-        over: gets the text, token by token, and says when the answer is whole.
+        over: gets the text of each token, and says when the answer is complete.
     """
 
     def __init__(

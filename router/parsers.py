@@ -1,7 +1,7 @@
-"""What a model says, taken apart while it speaks: reasoning, content, tool calls.
+"""Splits a model's output, as it arrives, into content and tool calls; see also `reasoning`.
 
-Parsers take text in any pieces and hand out what is certain; the parts of an answer do not depend
-on how its text was cut. What looks like a call and is none comes out as content.
+Parsers take text in pieces of any size and return what is certain so far. The sum of what they
+return does not depend on the sizes. What looks like a call and is none becomes content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PYTHON_TAG = "<|python_tag|>"
 MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-MAX_HEAD = 512  # characters of JSON after which it is no call, if it does not look like one
+MAX_HEAD = 512  # JSON that has not begun like a call after so many characters is content
 HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -28,7 +28,7 @@ HEAD = re.compile(
 
 @dataclass(slots=True)
 class CallPart:
-    """Something new of one tool call; id and name come with its first part."""
+    """What is new of one tool call; id and name come with its first part."""
 
     index: int
     arguments: str = ""
@@ -37,14 +37,14 @@ class CallPart:
 
 
 @dataclass(slots=True)
-class Said:
-    """What pieces of text turned out to be."""
+class Parsed:
+    """The content, reasoning and calls that pieces of text turned out to hold."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[CallPart] = field(default_factory=list[CallPart])
 
-    def __iadd__(self, other: Said) -> Said:
+    def __iadd__(self, other: Parsed) -> Parsed:
         self.content += other.content
         self.reasoning += other.reasoning
         for part in other.calls:
@@ -62,25 +62,25 @@ class Said:
 class Parser(Protocol):
     """One answer's parser."""
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """What `text` adds."""
         ...
 
-    def finish(self) -> Said:
-        """What was kept back: the text has ended."""
+    def finish(self) -> Parsed:
+        """What was held back, now that the text has ended."""
         ...
 
 
 class Plain:
     """Everything is content."""
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """See `Parser`."""
-        return Said(text)
+        return Parsed(text)
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """See `Parser`."""
-        return Said()
+        return Parsed()
 
 
 def held(text: str, marker: str) -> int:
@@ -92,7 +92,7 @@ def held(text: str, marker: str) -> int:
 
 
 class _JsonEnd:
-    """Finds where a JSON object ends that comes in pieces and begins with its brace."""
+    """Finds the end of a JSON object that arrives in pieces, from its opening brace on."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -100,7 +100,7 @@ class _JsonEnd:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """Index just past the object's end in `text`; -1 while it goes on."""
+        """Index just past the object's end in `text`; -1 if it does not end there."""
         for i, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -121,24 +121,24 @@ class _JsonEnd:
 
 
 class _Call:
-    """One call: its head is awaited, its arguments are passed on as they come."""
+    """One call. It begins once its head is complete; arguments are passed on as they arrive."""
 
     def __init__(self, index: int) -> None:
         self.started = False
         self._index = index
         self._arguments: _JsonEnd | None = None
 
-    def head(self, text: str) -> tuple[Said, int]:
+    def head(self, text: str) -> tuple[Parsed, int]:
         """The first part, and where in `text` the arguments begin; or nothing, and 0."""
         found = HEAD.match(text)
         name = _loaded(found.group(1)) if found else None
         if found is None or not _is_text(name):
-            return Said(), 0
+            return Parsed(), 0
         self.started, self._arguments = True, _JsonEnd()
         return self._first(name, ""), found.end()
 
-    def whole(self, text: str) -> Said | None:
-        """The call in a complete JSON text; None when it is none."""
+    def whole(self, text: str) -> Parsed | None:
+        """The call that a complete JSON text is; None if it is no call."""
         value = _loaded(text)
         if not isinstance(value, dict):
             return None
@@ -151,20 +151,20 @@ class _Call:
         self.started = True
         return self._first(name, text)
 
-    def arguments(self, text: str) -> tuple[Said, int]:
-        """More of the arguments; how much of `text` they took, all of it unless they ended."""
+    def arguments(self, text: str) -> tuple[Parsed, int]:
+        """More of the arguments, and how many characters of `text` are theirs."""
         if self._arguments is None:
-            return Said(), 0
+            return Parsed(), 0
         end = self._arguments.feed(text)
         if end >= 0:
             self._arguments = None
         taken = end if end >= 0 else len(text)
         part = CallPart(self._index, text[:taken])
-        return Said(calls=[part] if taken else []), taken
+        return Parsed(calls=[part] if taken else []), taken
 
-    def _first(self, name: str, arguments: str) -> Said:
+    def _first(self, name: str, arguments: str) -> Parsed:
         call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return Said(calls=[CallPart(self._index, arguments, call_id, name)])
+        return Parsed(calls=[CallPart(self._index, arguments, call_id, name)])
 
 
 def _loaded(text: str) -> Any:
@@ -175,7 +175,7 @@ def _loaded(text: str) -> Any:
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether a response can hold `value`: an escape may stand for half a character."""
+    """Whether `value` is text for a response; an escape may have made half a surrogate pair."""
     return isinstance(value, str) and not SURROGATE.search(value)
 
 
@@ -183,74 +183,74 @@ class Hermes:
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
 
     def __init__(self) -> None:
-        self._text = ""  # not yet understood
+        self._text = ""  # not parsed yet
         self._call: _Call | None = None
         self.num_calls = 0  # that have ended
-        self._speaks = False  # content is out since the last call
+        self._in_content = False  # content was returned since the last call
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """See `Parser`."""
         self._text += text
-        said = Said()
+        parsed = Parsed()
         while (step := self._step()) is not None:
-            said += step
-        return said
+            parsed += step
+        return parsed
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """See `Parser`."""
-        said, call = Said(), self._call
+        parsed, call = Parsed(), self._call
         if call is None:
-            said.content = self._text
+            parsed.content = self._text
         elif not call.started:
-            said = call.whole(self._text) or Said(CALL + self._text)
+            parsed = call.whole(self._text) or Parsed(CALL + self._text)
         self._text, self._call = "", None
-        return said
+        return parsed
 
-    def _step(self) -> Said | None:
-        """One more thing that is certain; None when the rest has to wait."""
+    def _step(self) -> Parsed | None:
+        """The next part that is certain; None when more text is needed."""
         call = self._call
         if call is None:
             return self._content()
         if not call.started:
-            said, start = call.head(self._text)
+            parsed, start = call.head(self._text)
             if call.started:
                 self._text = self._text[start:]
-                return said
+                return parsed
             body, end, rest = self._text.partition(CALL_END)
             if not end:
                 return None
             self._text, self._call = rest, None
-            said = call.whole(body) or Said(CALL + body + CALL_END)
+            parsed = call.whole(body) or Parsed(CALL + body + CALL_END)
             self.num_calls += call.started
-            return said
-        said, taken = call.arguments(self._text)
+            return parsed
+        parsed, taken = call.arguments(self._text)
         self._text = self._text[taken:]
-        if said:
-            return said
+        if parsed:
+            return parsed
         _, end, rest = self._text.partition(CALL_END)
         if not end:
             return None
         self.num_calls += 1
         self._text, self._call = rest, None
-        return Said()
+        return Parsed()
 
-    def _content(self) -> Said | None:
-        """White space before, between and after calls only separates them."""
-        if self.num_calls and not self._speaks:
+    def _content(self) -> Parsed | None:
+        """The content before a call; white space around calls only separates them."""
+        if self.num_calls and not self._in_content:
             self._text = self._text.lstrip()
         before, marker, after = self._text.partition(CALL)
         if marker:
-            self._text, self._call, self._speaks = after, _Call(self.num_calls), False
-            return Said(before.rstrip())
+            self._text, self._call, self._in_content = after, _Call(self.num_calls), False
+            return Parsed(before.rstrip())
         cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
         if not cut:
             return None
-        text, self._text, self._speaks = self._text[:cut], self._text[cut:], True
-        return Said(text)
+        text, self._text, self._in_content = self._text[:cut], self._text[cut:], True
+        return Parsed(text)
 
 
 class Llama3:
-    """The answer is calls, {"name": ..., "parameters": {...}} with ; between, or it is content.
+    """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
 
     Args:
         names: of the functions; JSON with another name is content.
@@ -263,23 +263,23 @@ class Llama3:
         self.num_calls = 0  # that have ended
         self._is_content = False
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """See `Parser`."""
         if self._is_content:
-            return Said(text)
+            return Parsed(text)
         self._text += text
-        said = Said()
+        parsed = Parsed()
         while (step := self._step()) is not None:
-            said += step
-        return said
+            parsed += step
+        return parsed
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """See `Parser`."""
         rest, self._text = self._text, ""
         between = self.num_calls > 0 or self._call is not None
-        return Said("" if between and not rest.strip(" \r\n\t;}") else rest)
+        return Parsed("" if between and not rest.strip(" \r\n\t;}") else rest)
 
-    def _step(self) -> Said | None:
+    def _step(self) -> Parsed | None:
         if self._call is not None:
             return self._more(self._call)
         text = self._text.lstrip(" \r\n\t;" if self.num_calls else None)
@@ -289,37 +289,37 @@ class Llama3:
         if not text.startswith("{"):
             return self._give_up()
         call = _Call(self.num_calls)
-        said, start = call.head(text)
+        parsed, start = call.head(text)
         if not call.started:
             end = _JsonEnd().feed(text)
             if end < 0:
                 return None if len(text) < MAX_HEAD else self._give_up()
-            said, start = call.whole(text[:end]) or Said(), end
-        if not said.calls or said.calls[0].name not in self._names:
+            parsed, start = call.whole(text[:end]) or Parsed(), end
+        if not parsed.calls or parsed.calls[0].name not in self._names:
             return self._give_up()
         self._text, self._call = text[start:], call
-        return said
+        return parsed
 
-    def _more(self, call: _Call) -> Said | None:
-        said, taken = call.arguments(self._text)
+    def _more(self, call: _Call) -> Parsed | None:
+        parsed, taken = call.arguments(self._text)
         self._text = self._text[taken:]
-        if said:
-            return said
+        if parsed:
+            return parsed
         rest = self._text.lstrip()
         if not rest:
             return None
         self.num_calls += 1
         self._call = None
         self._text = rest.removeprefix("}")
-        return Said()
+        return Parsed()
 
-    def _give_up(self) -> Said | None:
+    def _give_up(self) -> Parsed | None:
         self._is_content, text, self._text = True, self._text, ""
-        return Said(text)
+        return Parsed(text)
 
 
 class FirstCallOnly:
-    """For parallel_tool_calls = false: the answer is over with its first call."""
+    """For parallel_tool_calls = false: the answer ends with its first call."""
 
     def __init__(self, inner: Hermes | Llama3) -> None:
         self._inner = inner
@@ -329,15 +329,15 @@ class FirstCallOnly:
         """Whether the first call has ended."""
         return self._inner.num_calls > 0
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """See `Parser`."""
         return self._first(self._inner.feed(text))
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """See `Parser`."""
         return self._first(self._inner.finish())
 
-    def _first(self, said: Said) -> Said:
-        """What the token that ended the call has begun beyond it is dropped."""
-        said.calls = [part for part in said.calls if part.index == 0]
-        return said
+    def _first(self, parsed: Parsed) -> Parsed:
+        """Drop what the token that ended the first call began after it."""
+        parsed.calls = [part for part in parsed.calls if part.index == 0]
+        return parsed

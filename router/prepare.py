@@ -1,4 +1,4 @@
-"""Requests made ready: every check between a body and the first token. Runs on any thread."""
+"""From an HTTP body to a `Prepared` request: checks, template, tokenizer, grammar. Any thread."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import msgspec
 from router import chat, completions
 from router.errors import ApiError, invalid
 from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
+from router.prepared import AnswerWriter, Prepared, PreparedChoice
 from router.reasoning import Reasoning
 from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
-from router.sse import Prepared, PreparedChoice, Shape
 from router.status import Front
-from router.structured import Validator, composed, think_rules, wish
-from router.tools import Format, Tools, call_rules, detected, parser, tools_of
+from router.structured import Validator, composed, constraint_of, think_rules
+from router.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 
 
 class Think(Enum):
-    """What a prompt leaves of reasoning to its answer."""
+    """Whether an answer begins with reasoning."""
 
     NEVER = "never"
     MAYBE = "maybe"  # the answer may open it
-    OPENED = "opened"  # the prompt has
+    OPENED = "opened"  # the prompt has opened it
 
 
 class Preparer:
@@ -40,16 +40,15 @@ class Preparer:
         self._validator = validator
         template, config = front.text.template_source, front.config
         asked = config.tool_parser
-        self._format: Format = detected(template) if asked == "auto" else asked
+        self._format: CallFormat = detected(template) if asked == "auto" else asked
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
     def chat(self, raw: bytes) -> Prepared:
         """POST /v1/chat/completions.
 
-        Raises:
-            ApiError: as all methods here: what is wrong, and which field.
-            UserError: likewise.
+        Raises, as all methods here do:
+            ApiError, UserError: what is wrong, and in which field.
         """
         body = parse(ChatBody, raw)
         self.check_model(body.model)
@@ -64,13 +63,13 @@ class Preparer:
         think = self._think(prompt)
         check_size(prompt, self._front, "messages")
         tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
-        shape = chat.ChatShape(
+        writer = chat.ChatWriter(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
         return self._prepared(
             body,
             [tokens],
-            shape,
+            writer,
             "messages",
             self._grammar(body, tools, think),
             MARKERS if tools.functions or think is not Think.NEVER else (),
@@ -88,21 +87,21 @@ class Preparer:
         for prompt in body.prompt:
             check_size(prompt, self._front, "prompt")
         prompts = completions.prompts(body, text)
-        shape = completions.TextShape(
+        writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, shape, "prompt", grammar)
+        return self._prepared(body, prompts, writer, "prompt", grammar)
 
     def check_model(self, name: str) -> None:
-        """Refuse another model's name; none at all is this one's."""
+        """Refuse the name of another model; an empty name means this one."""
         if name and name != self._front.model:
             message = f"the model {name!r} does not exist; {self._front.model!r} is served here"
             raise ApiError(404, "model_not_found", message, param="model")
 
     def _think(self, prompt: str) -> Think:
-        """Whether an answer to `prompt` reasons first; templates may open or close it already."""
+        """Whether an answer begins with reasoning; a template may have opened or closed it."""
         if not self._reasons:
             return Think.NEVER
         end = prompt.rstrip()
@@ -117,7 +116,7 @@ class Preparer:
         return make if tools.functions or think is not Think.NEVER else Plain
 
     def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
-        """Says when an answer that may hold one call is over; None if it may hold more."""
+        """A function that says when the only call allowed has ended; None if more are allowed."""
         calls = parser(self._format, tools)
         if not isinstance(calls, FirstCallOnly):
             return None
@@ -131,20 +130,21 @@ class Preparer:
 
     def _is_token(self, mark: str) -> bool:
         token = self._front.text.token_of(mark)
-        return token is not None and self._validator.is_apart(token)
+        return token is not None and self._validator.is_special(token)
 
     def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> str:
-        """What the output has to follow: calls that are demanded, or the form asked for."""
-        form = wish(body)
-        if form is None and not tools.demands:
+        """The grammar of the output, of required calls or of the constraint; empty without any."""
+        constraint = constraint_of(body)
+        if constraint is None and not tools.demands:
             return ""
         may_call = tools.demands or (tools.functions and self._format != "none")
         parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
-        ways = ["calls"] if may_call else []
-        if form is not None and not tools.demands:
-            if may_call:  # alone first, so that an error names the right one of the two
+        alternatives = ["calls"] if may_call else []
+        if constraint is not None and not tools.demands:
+            if may_call:  # checked alone first, so that an error names the right field
                 self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
-            parts, ways = [*parts, ("form", form.part)], ["@form", *ways]
+            parts = [*parts, ("form", constraint.part)]
+            alternatives = ["@form", *alternatives]
         if think is not Think.NEVER:
             first = think_rules(
                 THINK,
@@ -154,8 +154,8 @@ class Preparer:
             )
         else:
             first = ""
-        grammar = composed(parts, [*rules, "body: " + " | ".join(ways)], first)
-        param = "tools" if form is None or tools.demands else form.param
+        grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
+        param = "tools" if constraint is None or tools.demands else constraint.param
         self._validator.check(grammar, param)
         return grammar
 
@@ -163,7 +163,7 @@ class Preparer:
         self,
         body: GenerationBody,
         prompts: Sequence[tuple[int, ...]],
-        shape: Shape,
+        writer: AnswerWriter,
         param: str,
         grammar: str,
         markers: Sequence[str] = (),
@@ -189,7 +189,7 @@ class Preparer:
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
         options = body.stream_options
         return Prepared(
-            shape=shape,
+            writer=writer,
             model=self._front.model,
             choices=choices,
             streamed=body.stream,
@@ -206,7 +206,7 @@ def _thinking(inner: Parser, think: Think) -> Parser:
 
 
 def check_size(prompt: str | list[int], front: Front, param: str) -> None:
-    """Refuse a text that is too long however it is cut into tokens, before it is cut.
+    """Refuse, before it is tokenized, a text that has too many tokens however it is tokenized.
 
     Raises:
         ApiError: 400.
@@ -218,25 +218,25 @@ def check_size(prompt: str | list[int], front: Front, param: str) -> None:
 
 
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, front: Front, param: str) -> int:
-    """How long the output may become.
+    """How many tokens the output may have.
 
     Args:
-        num_prompt_tokens: how long the prompt is.
-        body: how long the client wants the output to become, if it says.
-        front: knows the limit.
+        num_prompt_tokens: of this choice.
+        body: may name a limit.
+        front: has the limit of prompt and output together.
         param: the field that holds the prompt.
 
     Raises:
-        ApiError: 400, there is no prompt or it leaves less than what is asked.
+        ApiError: 400, the prompt is empty or leaves less room than the body asks for.
     """
     limit = front.max_model_len
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty", param)
     room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
     if room >= (asked or 1):
-        return asked or min(room, body.usual_max_tokens or room)
+        return asked or min(room, body.default_max_tokens or room)
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
         message += f" and {field} is {asked}"
-    fits = room > 0  # so that a shorter output would do
+    fits = room > 0  # then a shorter output would fit
     raise ApiError(400, "context_length_exceeded", message, param=field if fits else param)

@@ -1,8 +1,8 @@
-"""Reasoning, told apart from the answer that follows it."""
+"""Separates reasoning from the answer that follows it."""
 
 from __future__ import annotations
 
-from router.parsers import THINK, THINK_END, Parser, Said, held
+from router.parsers import THINK, THINK_END, Parsed, Parser, held
 
 
 class Reasoning:
@@ -17,10 +17,10 @@ class Reasoning:
         self._inner = inner
         self._inside: bool | None = True if inside else None  # None = not known yet
         self._text = ""
-        self._begun = False  # something of the reasoning is out
-        self._stripping = False  # at the beginning of what follows
+        self._begun = False  # some of the reasoning was returned
+        self._stripping = False  # white space before the answer is still dropped
 
-    def feed(self, text: str) -> Said:
+    def feed(self, text: str) -> Parsed:
         """See `Parser`."""
         if self._inside is False:
             return self._rest(text)
@@ -28,45 +28,45 @@ class Reasoning:
         if self._inside is None:
             start = self._text.lstrip()
             if len(start) < len(THINK) and THINK.startswith(start):
-                return Said()
+                return Parsed()
             self._inside = start.startswith(THINK)
             if not self._inside:
                 return self._rest(self._take())
             self._text = start.removeprefix(THINK)
         return self._reasoning()
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """See `Parser`."""
-        said = Said()
+        parsed = Parsed()
         if self._inside:
-            said.reasoning = self._trimmed(self._take())
+            parsed.reasoning = self._trimmed(self._take())
         else:
-            said += self._rest(self._take())
-        said += self._inner.finish()
-        return said
+            parsed += self._rest(self._take())
+        parsed += self._inner.finish()
+        return parsed
 
-    def _reasoning(self) -> Said:
+    def _reasoning(self) -> Parsed:
         reasoning, marker, rest = self._text.partition(THINK_END)
         if marker:
             self._inside, self._stripping, self._text = False, True, ""
-            said = Said(reasoning=self._trimmed(reasoning))
-            said += self._rest(rest)
-            return said
+            parsed = Parsed(reasoning=self._trimmed(reasoning))
+            parsed += self._rest(rest)
+            return parsed
         keep = held(reasoning, THINK_END)
         shown = reasoning[: len(reasoning) - keep].rstrip()
         self._text = reasoning[len(shown) :]
-        return Said(reasoning=self._trimmed(shown, end=False))
+        return Parsed(reasoning=self._trimmed(shown, end=False))
 
     def _trimmed(self, text: str, *, end: bool = True) -> str:
         text = text if self._begun else text.lstrip()
         self._begun = self._begun or bool(text)
         return text.rstrip() if end else text
 
-    def _rest(self, text: str) -> Said:
+    def _rest(self, text: str) -> Parsed:
         if self._stripping:
             text = text.lstrip()
             self._stripping = not text
-        return self._inner.feed(text) if text else Said()
+        return self._inner.feed(text) if text else Parsed()
 
     def _take(self) -> str:
         text, self._text = self._text, ""

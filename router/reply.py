@@ -1,7 +1,7 @@
-"""HTTP bodies: what is answered.
+"""Bodies of HTTP responses.
 
-They hold every field that OpenAI's published schema requires, nulls included; they are written with
-`to_json`, which leaves out what was not set on purpose.
+`to_json` writes the fields that were set, and only those. So a field that OpenAI's published schema
+requires is set even where it is null.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, SerializeAsAny
 
 
 def to_json(body: BaseModel) -> bytes:
-    """The bytes of a response; fields that were never set are left out."""
+    """The bytes of a response, without the fields that were never set."""
     return body.model_dump_json(exclude_unset=True).encode()
 
 
@@ -56,7 +56,7 @@ class ContentLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Every token of a chat's answer, whatever became of it: content, reasoning or a call."""
+    """Every token of a chat's answer, whether it is content, reasoning or a call."""
 
     content: list[ContentLogprob]
     refusal: None
@@ -72,7 +72,7 @@ class TextLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """Which function, and its arguments as JSON text; in a chunk, what is new of them."""
+    """The function's name and its arguments as JSON text; in a chunk, what is new of both."""
 
     name: str = ""
     arguments: str
@@ -118,7 +118,8 @@ class DeltaMessage(BaseModel):
 class StageTimes(BaseModel):
     """Where the time of one choice went, in seconds; each stage begins where the one before ends.
 
-    What they lack of first_token_s was spent on the way between router and worker.
+    All stages before `decode` together are shorter than first_token_s; the difference is the time
+    that messages took between router and worker.
     """
 
     router_queue_s: float
@@ -165,7 +166,7 @@ class TextChoice(Choice):
 
 
 class Completion(BaseModel):
-    """Any of the four answers; `object` says which, `choices` holds what belongs to it."""
+    """Any of the four bodies; `object` says which, `choices` holds the choices of that kind."""
 
     id: str
     object: str

@@ -1,4 +1,4 @@
-"""The OpenAI surface: its routes, every check that can end in a 4xx, the form of errors."""
+"""The HTTP routes, and the form in which errors are answered."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.auth import ApiKeys
 from router.errors import ApiError, error_response
 from router.prepare import Preparer
-from router.sse import Answer, Prepared
+from router.prepared import Prepared
+from router.sse import Answer
 from router.status import Front, StatusRoutes, version
 from router.structured import Validator
 from router.tokens import Tokens
 from worker.errors import UserError
 
 THREAD_BODY_BYTES = 8 << 10  # a larger body is parsed and tokenized off the loop; 64 KiB took 70 ms
-# What may take long to prepare. A name may be spelled with escapes, so these count too.
+# Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
 REQUEST_ID = b"x-request-id"
 NOT_SERVED = (
@@ -41,12 +42,12 @@ Prepare = Callable[[bytes], Prepared]
 
 
 def is_slow(raw: bytes) -> bool:
-    """Whether a body could keep the loop from its other requests."""
+    """Whether preparing a body could hold the loop up for other requests."""
     return len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_WORDS)
 
 
 class Routes:
-    """Generation and models."""
+    """Generation, models and tokenization."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -63,7 +64,7 @@ class Routes:
         return await self._generate(request, self._preparer.completion)
 
     async def models(self) -> Response:
-        """GET /v1/models: the one that is served."""
+        """GET /v1/models: the model that is served."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def one_model(self, name: str) -> Response:
@@ -73,19 +74,19 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        return JSONResponse(await self._apart(await self._body(request), self._tokens.tokenize))
+        return JSONResponse(await self._run(await self._body(request), self._tokens.tokenize))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return JSONResponse(await self._apart(await self._body(request), self._tokens.detokenize))
+        return JSONResponse(await self._run(await self._body(request), self._tokens.detokenize))
 
     async def not_served(self, request: Request) -> Response:
-        """OpenAI's endpoints for what this server is not."""
+        """Endpoints of OpenAI's API that this server does not have."""
         message = f"{request.url.path} is not served: this server generates text only"
         raise ApiError(404, "unsupported", message)
 
-    async def _apart(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
-        """What takes long runs in a thread: large bodies, and those with a grammar to build."""
+    async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
+        """Run `work`, in a thread if it may take long: a large body, or a grammar to build."""
         return await asyncio.to_thread(work, raw) if is_slow(raw) else work(raw)
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
@@ -93,7 +94,7 @@ class Routes:
         try:
             if front.draining:
                 raise ApiError.of("draining", "the router is draining", retry_after_s=1)
-            prepared = await self._apart(await self._body(request), prepare)
+            prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except (ApiError, UserError) as error:
             front.metrics.ended(error.code)

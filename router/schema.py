@@ -1,6 +1,6 @@
-"""HTTP bodies: what is asked, and the one table of what is not built.
+"""Bodies of HTTP requests, and the one table of fields that are not supported yet.
 
-Requests accept unknown fields, as vLLM does; null means the default. Answers: `router.reply`.
+Unknown fields are accepted, as in vLLM; null means the default. Responses: `router.reply`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
 MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
-FORMS = ("list[", "dict[", "[key]")  # how pydantic tells the forms of a value apart
+FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
 MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-4  # below it is greedy: its reciprocal must fit a float32
+MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 ItemT = TypeVar("ItemT")
-# A list that is given up at its first wrong item: collecting the errors of a body of 4 MB of them
-# took 15 s and 2.7 GB.
+# A list whose check stops at the first wrong item. Collecting the errors of all items took 15 s and
+# 2.7 GB for a body of 4 MB.
 Many = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
@@ -45,14 +45,14 @@ def _listed(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    """Refuses a mapping with too many entries before it looks at them."""
+    """Refuses a mapping with too many entries before they are checked."""
     if isinstance(value, dict) and len(cast("dict[Any, Any]", value)) > MAX_BIASES:
         raise ValueError(f"must have at most {MAX_BIASES} entries")
     return cast("Any", value)
 
 
 def _prompts(value: Any) -> Any:
-    """Normalises the four forms of `prompt` to a list of strings or of id lists."""
+    """Normalises the four forms of `prompt` to a list of strings or of lists of ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -69,15 +69,15 @@ def _prompts(value: Any) -> Any:
 
 
 class Contradiction(ValueError):
-    """Two fields that cannot both be meant; `field` is the one to change."""
+    """Two fields contradict each other; `field` is the one to change."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
 
 
-class Open(BaseModel):
-    """A request object: unknown fields are kept aside, null means the default."""
+class RequestModel(BaseModel):
+    """A model of a request: unknown fields are kept, null means the default."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -90,18 +90,18 @@ class Open(BaseModel):
         return {name: item for name, item in fields.items() if item is not None}
 
 
-class StreamOptions(Open):
+class StreamOptions(RequestModel):
     """What a stream says beside the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: usage in every chunk
 
 
-class GenerationBody(Open):
+class GenerationBody(RequestModel):
     """What both generation endpoints share."""
 
-    # The limit where none is asked for, if the prompt leaves as much; None: what it leaves.
-    usual_max_tokens: ClassVar[int | None] = None
+    # Output tokens where the body names no limit; None: as many as the prompt leaves room for.
+    default_max_tokens: ClassVar[int | None] = None
 
     model: str = ""
     stream: bool = False
@@ -135,26 +135,26 @@ class GenerationBody(Open):
 
     @property
     def asked_max_tokens(self) -> tuple[int | None, str]:
-        """The explicit limit of the output, if there is one, and the field that has it."""
+        """The limit of output tokens that the body names, if any, and the field that has it."""
         return self.max_tokens, "max_tokens"
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives to report beside each token; -1 = no logprobs."""
+        """Alternatives to report for each token; -1: no logprobs."""
         return -1
 
     @property
     def num_samples(self) -> int:
-        """Answers to compute for each prompt, of which `n` are given back."""
+        """Answers to compute for each prompt, of which `n` are returned."""
         return self.n
 
     def sampling(self, max_tokens: int, vocab_size: int, grammar: str = "") -> Sampling:
-        """The wire's form.
+        """The sampling parameters as workers get them.
 
         Args:
             max_tokens: the limit that applies to this prompt.
-            vocab_size: ids of the model.
-            grammar: what the output must follow.
+            vocab_size: of the model.
+            grammar: the output must follow it; empty: none.
 
         Raises:
             ApiError: fields contradict each other or name ids that do not exist.
@@ -166,7 +166,7 @@ class GenerationBody(Open):
                 raise invalid(f"{name} must be in [0, {vocab_size})", name)
         for name, asked in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if grammar and asked:
-                raise invalid(f"{name} contradicts an output that ends by its form", name)
+                raise invalid(f"{name} contradicts structured output, which has its own end", name)
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Sampling(
             max_tokens=max_tokens,
@@ -195,8 +195,8 @@ def seed_of(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") % 2**63
 
 
-class Message(Open):
-    """One message of a chat; what the template knows beyond role and content passes through."""
+class Message(RequestModel):
+    """One message of a chat; fields that only the template knows are passed to it."""
 
     role: str
     content: str | Many[dict[str, Any]] = ""
@@ -245,7 +245,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    usual_max_tokens: ClassVar[int | None] = 16  # OpenAI's default, and vLLM's
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's default, and vLLM's
 
     prompt: Annotated[Many[str] | Many[Many[int]], BeforeValidator(_prompts)]
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -275,8 +275,8 @@ class CompletionBody(GenerationBody):
 
 Fields = Mapping[str, Any]
 
-# Fields that would change the output and are not built. Each row says when the value is harmless;
-# building one means deleting its row and adding the field above.
+# Fields that would change the output and are not supported yet. Each row says which values change
+# nothing. Whoever builds one deletes its row and adds the field above.
 NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
     "use_beam_search": lambda value, _: not value,
     "allowed_token_ids": lambda value, _: not value,
@@ -295,14 +295,14 @@ NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
 }
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-OpenT = TypeVar("OpenT", bound=Open)
+ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
     """The request body of an endpoint.
 
     Raises:
-        ApiError: 400, naming the field: not JSON, a wrong value, or a wish that is not built.
+        ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
     """
     try:
         body = model.model_validate_json(raw)
@@ -319,7 +319,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     return body
 
 
-def read(model: type[OpenT], raw: bytes) -> OpenT:
+def read(model: type[ModelT], raw: bytes) -> ModelT:
     """A body that does not ask for generation.
 
     Raises:
@@ -332,7 +332,7 @@ def read(model: type[OpenT], raw: bytes) -> OpenT:
 
 
 def refused(error: ValidationError, prefix: str = "") -> ApiError:
-    """The 400 for the first thing that is wrong; `prefix` is where the value stands."""
+    """The 400 for the first error; `prefix` is the path of the value that was checked."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg']}")
@@ -344,7 +344,7 @@ def refused(error: ValidationError, prefix: str = "") -> ApiError:
 
 
 def _path(loc: Sequence[int | str]) -> list[str]:
-    """Where a value is wrong; what follows the name of a form of it says only which form."""
+    """The path of the wrong field, up to where pydantic names an alternative of a union."""
     parts = [str(part) for part in loc]
     forms = [i for i, part in enumerate(parts) if i and (part == "str" or part.startswith(FORMS))]
     return parts[: forms[0]] if forms else parts

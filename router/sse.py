@@ -1,8 +1,8 @@
 """Answers: one HTTP request from its dispatch to the last byte, streamed or whole.
 
-Nothing is sent until the first news, so that a request which fails before its first token gets an
-HTTP status. From then on a stream ends in exactly one of two ways: finish chunks for every choice,
-or one error event; `[DONE]` follows both. A stream is never just cut.
+Nothing is sent before the first delta, so that a request which fails before its first token gets an
+HTTP status of its own. A stream then ends in exactly one of two ways: with finish chunks for all
+choices, or with one error event; `[DONE]` follows both. A stream is never just cut.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -26,16 +24,16 @@ from router.errors import ApiError, error_response
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
 from router.metrics import by_stage
-from router.output import OutputText
+from router.prepared import Prepared
 from router.reply import Choice, Completion, StageTimes, Usage, to_json
 from router.waiting import Req
-from worker.api import FinishReason, Sampling
+from worker.api import FinishReason
 
 log = logging.getLogger("kvlane.router")
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-THREAD_SCORED = 256  # tokens with logprobs written at a time; 4000 of them took the loop 1.5 s
+THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,62 +41,17 @@ SSE_HEADERS = [
 ]
 
 
-class Shape(Protocol):
-    """How one endpoint writes answers."""
-
-    prefix: str  # of the answer's id
-    whole_object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> Choice | None:
-        """A choice to send before the first text, if the endpoint has one."""
-        ...
-
-    def chunk(self, delta: Delta) -> Choice | None:
-        """What a chunk says of a choice's news; None when nothing is certain yet."""
-        ...
-
-    def whole(self, index: int, delta: Delta) -> Choice:
-        """A choice of a whole answer; `delta` is all of it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedChoice:
-    """One answer to compute."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    output: OutputText
-    leader: int | None = None  # an earlier choice with the same prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that has passed every check."""
-
-    shape: Shape
-    model: str
-    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
-    streamed: bool
-    num_samples: int = 1
-    num_kept: int = 1  # of the samples of each prompt, the best by mean logprob
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_stages: bool = False
-
-
 class _Gone(Exception):
-    """The client has closed the connection."""
+    """The client has closed the connection, or reads nothing."""
 
 
 class Answer(Response):
     """Runs a prepared request; aborts what is left of it when the client goes.
 
     Args:
-        prepared: what to run.
-        dispatcher: runs it.
-        ping_s: a comment line is sent on a stream that is silent for so long.
+        prepared: the request.
+        dispatcher: runs its choices.
+        ping_s: a stream that is silent for so long gets a comment line.
         patience_s: a client that reads nothing for so long counts as gone.
         closed: called once, when nothing of the request is left.
     """
@@ -123,11 +76,11 @@ class Answer(Response):
         self._num_open = len(prepared.choices)
         self._error: ApiError | None = None
         self._started = False
-        self._id = f"{prepared.shape.prefix}-{uuid.uuid4().hex}"
+        self._id = f"{prepared.writer.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The whole life of the answer, as an ASGI application."""
+        """Run the request from submission to the last byte, as an ASGI application."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             for index, choice in enumerate(self._prepared.choices):
@@ -162,12 +115,12 @@ class Answer(Response):
         for req in self._reqs:
             self._dispatcher.give_up(req)
 
-    async def _news(self) -> list[Delta]:
-        """The next deltas, up to an error, which is raised by the next call.
+    async def _deltas(self) -> list[Delta]:
+        """The next deltas. An error among them ends the list, and the next call raises it.
 
         Raises:
-            ApiError: a choice has failed, and so has the request.
-            _Gone: the client is.
+            ApiError: a choice has failed, and with it the request.
+            _Gone: the client has closed the connection.
         """
         if self._error is not None:
             raise self._error
@@ -175,7 +128,7 @@ class Answer(Response):
         for i, delta in enumerate(deltas):
             if delta.error is not None:
                 self._error = delta.error
-                return deltas[:i] or await self._news()
+                return deltas[:i] or await self._deltas()
             if delta.finish_reason is FinishReason.ABORT:
                 raise _Gone
             self._num_open -= delta.finish_reason is not None
@@ -184,14 +137,14 @@ class Answer(Response):
     async def _whole(self, send: Send) -> None:
         found: list[Delta] = []
         while self._num_open:
-            found += await self._news()
-        shape, answers = self._prepared.shape, self._kept(_merged(found))
+            found += await self._deltas()
+        writer, answers = self._prepared.writer, self._kept(_merged(found))
 
         def write() -> bytes:
-            choices = [shape.whole(i, answer) for i, answer in enumerate(answers)]
+            choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
             for choice, answer in zip(choices, answers, strict=True):
                 self._account(choice, answer)
-            return to_json(self._completion(shape.whole_object, choices, self._usage()))
+            return to_json(self._completion(writer.whole_object, choices, self._usage()))
 
         body = await _written(answers, write)
         length = str(len(body)).encode()
@@ -201,7 +154,7 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body})
 
     def _kept(self, answers: Sequence[Delta]) -> list[Delta]:
-        """The answers to give back: of each prompt's samples the best, best first."""
+        """The answers to return: the best samples of each prompt, best first."""
         ordered = sorted(answers, key=lambda answer: answer.index)
         size, kept = self._prepared.num_samples, self._prepared.num_kept
         if kept == size:
@@ -219,13 +172,13 @@ class Answer(Response):
         while self._num_open:
             pinger = loop.call_at(ping_at, self._mailbox.nudge)
             try:
-                deltas = await self._news()
+                deltas = await self._deltas()
             finally:
                 pinger.cancel()
             if not self._started:
                 await self._start(send, SSE_HEADERS)
             events = await _written(deltas, partial(self._events, deltas, opened))
-            if not events and loop.time() >= ping_at:  # news may be nothing to say yet
+            if not events and loop.time() >= ping_at:  # deltas may hold nothing certain yet
                 events = PING
             if events:
                 await self._write(send, events)
@@ -234,14 +187,14 @@ class Answer(Response):
         await self._write(send, last + DONE, more=False)
 
     def _events(self, deltas: Sequence[Delta], opened: set[int]) -> bytes:
-        """Chunks that say what is new; the first of a choice makes it `opened`."""
-        shape, events = self._prepared.shape, list[bytes]()
+        """The chunks of `deltas`; choices that get their first chunk are added to `opened`."""
+        writer, events = self._prepared.writer, list[bytes]()
         for delta in _merged(deltas):
-            opening = None if delta.index in opened else shape.opening(delta.index)
+            opening = None if delta.index in opened else writer.opening(delta.index)
             opened.add(delta.index)
             if opening is not None:
                 events.append(self._chunk([opening]))
-            chunk = shape.chunk(delta)
+            chunk = writer.chunk(delta)
             if chunk is not None:
                 self._account(chunk, delta)
                 events.append(self._chunk([chunk]))
@@ -252,7 +205,7 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """The one error: an event when the stream has begun, else a status of its own."""
+        """Answer with the error: an event if the stream has begun, else a status of its own."""
         if self._started:
             event = b"data: %s\n\n" % json.dumps(error.body).encode()
             with suppress(_Gone):
@@ -275,7 +228,7 @@ class Answer(Response):
     def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
         if usage is None and self._prepared.continuous_usage:
             usage = self._usage()
-        completion = self._completion(self._prepared.shape.chunk_object, choices, usage)
+        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
         return b"data: %s\n\n" % to_json(completion)
 
     def _completion(self, kind: str, choices: Sequence[Choice], usage: Usage | None) -> Completion:
@@ -291,7 +244,7 @@ class Answer(Response):
         return completion
 
     def _account(self, choice: Choice, delta: Delta) -> None:
-        """Say where the time went, if that was asked for and is known."""
+        """Add the time of each stage, if that was asked for and is known."""
         if not self._prepared.return_stages or delta.spent is None:
             return
         spent = delta.spent
@@ -318,7 +271,7 @@ async def _written(deltas: Sequence[Delta], write: Callable[[], bytes]) -> bytes
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """One delta a choice, however many have piled up."""
+    """One delta for each choice: the sum of its deltas."""
     piled: dict[int, list[Delta]] = {}
     for delta in deltas:
         piled.setdefault(delta.index, []).append(delta)

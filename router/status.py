@@ -1,4 +1,4 @@
-"""What the routes stand on, and the routes that say how this router is."""
+"""What all routes share, and the routes for probes, Prometheus and operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 
 @dataclass(slots=True)
 class Front:
-    """What the routes stand on. `draining` and `num_open` change, on the router's loop."""
+    """What all routes share. Only `draining` and `num_open` change, on the router's loop."""
 
     config: RouterConfig
     text: Text
@@ -33,7 +33,7 @@ class Front:
     metrics: RouterMetrics
     shown: Mapping[str, object]
     started_at: int = field(default_factory=lambda: int(time.time()))
-    api_keys: tuple[bytes, ...] = ()  # one of them is needed, if there are any
+    api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
 
@@ -64,11 +64,11 @@ class StatusRoutes:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
-        """GET /metrics: this router's own families."""
+        """GET /metrics: the metrics of this router."""
         return Response(self._front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def targets(self) -> Response:
-        """GET /metrics/targets: everyone's /metrics, for Prometheus' HTTP service discovery."""
+        """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""
         listed = [known.member for known in self._front.members.all()]
         targets = [
             {
@@ -81,7 +81,7 @@ class StatusRoutes:
         return JSONResponse(targets)
 
     async def config(self) -> Response:
-        """GET /config: the resolved configuration, the members, and what to know of this build."""
+        """GET /config: the resolved configuration, the members, and notes on this build."""
         members = [
             {
                 "name": known.member.name,

@@ -1,7 +1,7 @@
-"""Structured output: what a client asks for, as one llguidance grammar that a worker can follow.
+"""Structured output: the constraints of a request as one llguidance grammar for the worker.
 
-A grammar is checked here against the model's own tokenizer, so that a schema nobody can meet is the
-client's error (400) and never a worker's.
+A grammar is checked here against the model's own tokenizer, so that a schema that no output can
+meet is the client's error (400) and never a worker's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One constraint of the output and the field that asked for it."""
+class Constraint:
+    """One constraint of the output, and the field that asks for it."""
 
     part: Part
     param: str
@@ -76,13 +76,13 @@ def _part(kind: str, value: Any, param: str) -> Part:
     return {"lark_grammar": value}
 
 
-def _response_format(value: dict[str, Any]) -> Wish | None:
+def _response_format(value: dict[str, Any]) -> Constraint | None:
     param = "response_format"
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return Wish(_schema_part({"type": "object"}, param), param)
+        return Constraint(_schema_part({"type": "object"}, param), param)
     if kind != "json_schema":
         raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
     wrapped = value.get("json_schema")
@@ -91,47 +91,47 @@ def _response_format(value: dict[str, Any]) -> Wish | None:
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
     lenient = fields.get("strict") is not True
-    return Wish(_schema_part(schema, param, lenient=lenient), param)
+    return Constraint(_schema_part(schema, param, lenient=lenient), param)
 
 
-def wish(body: GenerationBody) -> Wish | None:
-    """What the output of a request has to look like; None where it is free.
+def constraint_of(body: GenerationBody) -> Constraint | None:
+    """The constraint of a request's output; None if there is none.
 
     Raises:
         ApiError: a constraint is malformed, or there is more than one.
     """
-    found: list[Wish] = []
+    found: list[Constraint] = []
     if body.response_format is not None:
         formed = _response_format(body.response_format)
         found += [] if formed is None else [formed]
     for kind in FIELDS:
         value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
         if value is not None:
-            found.append(Wish(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param), param))
     asked = body.structured_outputs or {}
     for kind in FIELDS:
         value, param = asked.get(kind), f"structured_outputs.{kind}"
         if value is not None:
-            found.append(Wish(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param), param))
     if asked.get("json_object"):
         param = "structured_outputs.json_object"
-        found.append(Wish(_schema_part({"type": "object"}, param), param))
+        found.append(Constraint(_schema_part({"type": "object"}, param), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)
     if len(found) > 1:
-        message = f"{found[1].param} contradicts {found[0].param}: one constraint is the most"
+        message = f"{found[1].param} contradicts {found[0].param}: only one constraint is allowed"
         raise invalid(message, found[1].param)
     return found[0] if found else None
 
 
 def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
-    """One grammar of several.
+    """One grammar made of several.
 
     Args:
-        parts: named grammars, which `rules` mention as @name.
-        rules: lark; `body` is what the answer has to be.
-        think: the rules of `think`, which comes first; "" = nothing does.
+        parts: named grammars, which `rules` refer to as @name.
+        rules: lark rules; `body` is the answer.
+        think: lark rules of `think`, the reasoning before the answer; empty: there is none.
     """
     start = "start: think body" if think else "start: body"
     lark = "\n".join([start, *([think] if think else []), *rules])
@@ -140,13 +140,13 @@ def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str
 
 
 def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
-    """The rules of reasoning before an answer.
+    """The lark rules of reasoning before an answer.
 
     Args:
-        begin: what opens it, as text.
-        end: what closes it.
-        opened: the prompt has opened it; else there may be none.
-        as_tokens: both are tokens of their own, which no text matches.
+        begin: the text that opens it.
+        end: the text that closes it.
+        opened: the prompt has opened it. If not, the answer may begin with it.
+        as_tokens: both texts are special tokens, which no text of a grammar matches.
     """
     space = r"space: /[ \n]{0,4}/"
     if as_tokens:
@@ -160,7 +160,7 @@ def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
 
 
 class Validator:
-    """Says whether a model can follow a grammar; loads the tokenizer when the first one comes."""
+    """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self._path = directory / "tokenizer.json"
@@ -170,7 +170,7 @@ class Validator:
         self._error = lru_cache(maxsize=256)(self._validate)
 
     def check(self, grammar: str, param: str) -> None:
-        """Refuse what is no grammar or what nothing can satisfy.
+        """Refuse a grammar that is malformed or that no output can satisfy.
 
         Raises:
             ApiError: 400.
@@ -181,7 +181,7 @@ class Validator:
         if error:
             raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
 
-    def is_apart(self, token: int) -> bool:
+    def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""
         return self._loaded().is_special_token(token)
 

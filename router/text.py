@@ -25,7 +25,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's words for training; here they are only printed."""
+    """`{% generation %}` marks the assistant's words for training; here it only prints them."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -51,7 +51,7 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template, run in jinja2's sandbox with what Hugging Face gives it.
+    """A model's chat template, run in jinja2's sandbox with the names that Hugging Face defines.
 
     Args:
         source: the template.
@@ -85,7 +85,7 @@ class ChatTemplate:
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(names)
-        except Exception as error:  # a program of the model's, run on the client's values
+        except Exception as error:  # a template is a program: it may raise anything
             raise UserError(f"the chat template refused: {error}", "messages") from error
 
 
@@ -129,12 +129,12 @@ class Text:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of `text`; with `add_special_tokens` as the model's post-processor adds."""
+        """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """All of `tokens` at once: what the incremental way must add up to."""
+        """The text of `tokens`; the pieces of a `Detokenizer` must add up to it."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def render(
@@ -166,7 +166,10 @@ class Text:
         shown: Sequence[str] = (),
         over: Callable[[str], bool] | None = None,
     ) -> OutputText:
-        """The text side of one answer to `prompt`; tokens in `shown` are written out anyway."""
+        """The detokenizer and stop strings of one answer to `prompt`.
+
+        Special tokens in `shown` are written out even with `skip_special_tokens`.
+        """
         skip = self._special_ids if skip_special_tokens else frozenset[int]()
         skip = frozenset(token for token in skip if self._added[token] not in shown)
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
@@ -176,7 +179,7 @@ class Text:
         return self._added_ids.get(content)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes for which a token stands, alone."""
+        """The bytes of a token by itself."""
         if token in self._added or self._is_byte_level:
             return self._token_bytes(token)
         piece = self.piece(token)
@@ -185,7 +188,7 @@ class Text:
         return piece.replace(WORD_MARK, " ").encode()
 
     def piece(self, token: int) -> str:
-        """The vocabulary's own word for a token; empty when there is none."""
+        """A token as it stands in the vocabulary; empty when it has no entry."""
         return (self._tokenizer.id_to_token(token) if token < self.vocab_size else None) or ""
 
     def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:

@@ -9,11 +9,11 @@ from pydantic import Field
 from router import chat
 from router.errors import invalid
 from router.prepare import Preparer, check_size
-from router.schema import Many, Message, Open, read
+from router.schema import Many, Message, RequestModel, read
 from router.status import Front
 
 
-class TokenizeBody(Open):
+class TokenizeBody(RequestModel):
     """A text, or a chat on its way through the template."""
 
     model: str = ""
@@ -26,7 +26,7 @@ class TokenizeBody(Open):
     chat_template_kwargs: dict[str, Any] = Field({})
 
 
-class DetokenizeBody(Open):
+class DetokenizeBody(RequestModel):
     """Token ids."""
 
     model: str = ""

@@ -1,4 +1,4 @@
-"""Tools: which functions a chat may call, and the grammar of a call that is demanded."""
+"""Tools: the functions that a chat may call, and the grammar of a call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic import Field, ValidationError
 
 from router.errors import invalid
 from router.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
-from router.schema import ChatBody, Open, refused
+from router.schema import ChatBody, RequestModel, refused
 from router.structured import Part, quoted
 
-Format = Literal["hermes", "llama3", "none"]
+CallFormat = Literal["hermes", "llama3", "none"]
 
 
-class Function(Open):
+class Function(RequestModel):
     """A function as OpenAI describes it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -26,7 +26,7 @@ class Function(Open):
     strict: bool = False
 
 
-class Tool(Open):
+class Tool(RequestModel):
     """An entry of `tools`."""
 
     type: Literal["function"]
@@ -35,7 +35,7 @@ class Tool(Open):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What one request may call."""
+    """The functions of one request."""
 
     given: list[dict[str, Any]]  # as the client wrote them, for the template
     functions: tuple[Function, ...] = ()
@@ -49,7 +49,7 @@ class Tools:
 
 
 def tools_of(body: ChatBody) -> Tools:
-    """The tools of a request, none when its tool_choice says so.
+    """The tools of a request; none if tool_choice forbids calls.
 
     Raises:
         ApiError: a tool or the choice among them is malformed.
@@ -89,18 +89,18 @@ def _chosen(choice: Any) -> str:
     return name
 
 
-def detected(template: str) -> Format:
-    """The format in which a model calls, by its chat template; Hermes' where it does not say.
+def detected(template: str) -> CallFormat:
+    """The format of a model's calls, by its chat template; "hermes" if the template has no sign.
 
-    A call that is demanded follows its grammar, so even a model without tools keeps to the format.
+    A required call follows a grammar. So even a model that does not know tools keeps to the format.
     """
     if CALL in template:
         return "hermes"
     return "llama3" if "<|python_tag|>" in template or "ipython" in template else "hermes"
 
 
-def parser(form: Format, tools: Tools) -> Parser:
-    """What takes calls out of an answer."""
+def parser(form: CallFormat, tools: Tools) -> Parser:
+    """A parser that takes the calls out of an answer."""
     if form == "none" or not tools.functions:
         return Plain()
     names = [function.name for function in tools.functions]
@@ -109,9 +109,9 @@ def parser(form: Format, tools: Tools) -> Parser:
 
 
 def call_rules(
-    form: Format, tools: Tools, is_token: Callable[[str], bool]
+    form: CallFormat, tools: Tools, is_token: Callable[[str], bool]
 ) -> tuple[list[tuple[str, Part]], list[str]]:
-    """Grammars and rules of the calls that are demanded (else of all): the rule `calls`.
+    """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
     Raises:
         ApiError: the model has no format for calls.

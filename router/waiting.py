@@ -1,8 +1,8 @@
-"""Requests on their way to a decode worker: the line of those that wait, and who is next.
+"""Requests on their way to a decode worker: the queue, and who is sent next.
 
-The line is in order of arrival. A worker that refuses is left alone for a while
-(`Members.refused`), so what it refused waits, and those behind it too, until a worker shows room,
-a request of ours leaves it, a new worker comes, or that while is over.
+The queue is in order of arrival. A worker that has refused a request gets none for a pause
+(`Members.refused`). While no worker is open the whole queue waits: until a worker reports room, one
+of this router's requests leaves it, a new worker comes, or the pause is over.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from worker.api import Abort, Generate, PeerId, Sampling, Stages
 from worker.wire import Wire
 
 MAX_JITTER = 0.5  # of retry_after_s
-MIN_PAUSE_S = 0.05  # whatever a worker says: never a busy loop
+MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """One choice of an HTTP request, with all that a re-dispatch needs."""
+    """One choice of an HTTP request, with all that is needed to send it again."""
 
     index: int
     prompt: tuple[int, ...]
@@ -37,32 +37,32 @@ class Req:
     mailbox: Mailbox
     arrived_at: float
     deadline: float
-    leader: Req | None = None  # another choice with the same prompt, dispatched before this one
+    leader: Req | None = None  # another choice with the same prompt, submitted before this one
     req_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    tokens: list[int] = field(default_factory=list[int])  # emitted so far
-    dispatch: int = 0
-    choice: Choice | None = None  # where it is; None while it waits
+    tokens: list[int] = field(default_factory=list[int])  # output so far
+    dispatch: int = 0  # how often it was sent to a worker
+    choice: Choice | None = None  # the workers it was sent to; None while it waits
     num_losses: int = 0
     num_cached_tokens: int = 0
-    avoid: PeerId = ""  # where it was lost: another worker is preferred
-    queued_at: float = 0.0  # when it came into the line
-    queued_s: float = 0.0  # all its time in the line
-    waiting_since: float | None = None  # kept while refused, so that the queue timeout is one
+    avoid: PeerId = ""  # the worker that was lost with it: another one is preferred
+    queued_at: float = 0.0  # when it last came into the queue
+    queued_s: float = 0.0  # all its time in the queue
+    waiting_since: float | None = None  # start of the queue timeout; a refusal does not restart it
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    stages: Stages | None = None  # decode's account, of the dispatch that drew the first token
+    stages: Stages | None = None  # measured by the workers, until the first token
     decoded_by: PeerId = ""
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     outcome: str = ""  # set by `_end`
 
     @property
     def position(self) -> int:
-        """Where the next token belongs, in prompt + output."""
+        """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
     @property
     def spent(self) -> Spent | None:
-        """Where its time went, once it has a first token."""
+        """Where its time went; None before the first token."""
         stages = self.stages
         if stages is None:
             return None
@@ -76,16 +76,18 @@ class Req:
 
     @property
     def asked(self) -> Asked:
-        """What routing sees of it."""
+        """What the policy sees of it."""
         return Asked(self.req_id, self.prompt)
 
 
-class Line:
-    """Owns where every request is: in the line (its choice is None) or at a worker.
+class Queue:
+    """The requests that wait.
+
+    Only this class changes where a request is: in the queue (its choice is None) or at a worker.
 
     Args:
         wire: carries requests to workers.
-        members: who is there.
+        members: the workers.
         policy: chooses among them.
         queue_timeout_s: how long a request may wait at a stretch.
         expired: called with a request that has waited so long.
@@ -111,9 +113,9 @@ class Line:
         return len(self._waiting)
 
     def add(self, req: Req, *, first: bool = False) -> None:
-        """Queue `req`, at the end or, for one that was out already, in front; then place.
+        """Queue `req` at the end, or in front if it comes back from a worker; then `place`.
 
-        One whose queue timeout has passed while it was out, only to be refused, expires now.
+        One that a worker has refused expires at once if its queue timeout has passed meanwhile.
         """
         assert req.choice is None
         now = req.queued_at = time.monotonic()
@@ -129,7 +131,7 @@ class Line:
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
     def place(self) -> None:
-        """Send as many as workers may take now, in order."""
+        """Send as many as workers may take now, in the order of the queue."""
         while self._waiting:
             decode = self._members.open_decode(time.monotonic())
             if not decode:
@@ -137,12 +139,12 @@ class Line:
             _, req = self._waiting.popitem(last=False)
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = self._members.open_prefill()
-            at, after = _beside(req, decode)
-            choice = self._policy.choose(req.asked, at or preferred or decode, prefill)
+            with_leader, after = _follow(req, decode)
+            choice = self._policy.choose(req.asked, with_leader or preferred or decode, prefill)
             self._send(req, choice, after)
 
     def leave(self, req: Req, *, served: bool) -> None:
-        """`req` is no longer where it is: it is done, or refused or lost there."""
+        """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
         self._waiting.pop(req.req_id, None)
         choice, req.choice = req.choice, None
         if choice is None:
@@ -152,13 +154,13 @@ class Line:
         self._policy.settled(req.asked, choice, req.num_cached_tokens if served else None)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
-        """Leave a worker that has refused alone, and look again when that is over."""
+        """A worker has refused: send it nothing for a while, then `place` again."""
         pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
 
     def abort(self, req: Req) -> None:
-        """Tell the worker that has `req`, if one has, that nobody waits for it."""
+        """Tell the worker that has `req`, if one has, to drop it."""
         if req.choice is not None:
             self._wire.send(req.choice.decode, Abort(req.req_id, req.dispatch))
 
@@ -187,10 +189,11 @@ class Line:
         self._wire.send(choice.decode, generate)
 
 
-def _beside(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
+def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
     """The worker where this choice can share its leader's prompt, and the leader's req_id.
 
-    Nothing when there is no such worker, or once this choice was out: then it goes its own way.
+    Neither if the leader is at none of these workers, or if this choice was sent before: after a
+    refusal or loss it no longer follows.
     """
     leader = req.leader
     if leader is None or leader.choice is None or req.dispatch > 0:

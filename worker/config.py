@@ -75,7 +75,7 @@ class AttentionConfig(Section):
         return dict.fromkeys(cls.model_fields, given) if isinstance(given, str) else given
 
 
-ChunkGraph = Literal["eager", "piecewise", "compiled", "compiled_plain"]
+ChunkGraph = Literal["eager", "piecewise", "compiled"]
 
 
 class GraphConfig(Section):

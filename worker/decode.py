@@ -33,12 +33,13 @@ from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.plan import Drawn
-from worker.pull.fetch import PullParts
+from worker.pull.fetch import FetchContext
 from worker.pull.inbound import Arrived, Inbound
 from worker.pull.peers import PeerConnected, PeerFailed, PrefillPeers
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
+from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 
@@ -69,11 +70,15 @@ class DecodeLoop:
             thread.connect,
             thread.disconnect,
         )
-        parts = PullParts(
+        context = FetchContext(
             engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
         )
-        self._inbound = Inbound(incarnation, parts, self._peers)
-        self._admission = Admission(thread.me, engine, scheduler, self._inbound, self._peers)
+        self._inbound = Inbound(incarnation, context, self._peers)
+        spec, directory = engine.spec, config.model.directory
+        self._grammars = Grammars(directory, spec.vocab_size, spec.eos_token_ids)
+        self._admission = Admission(
+            thread.me, engine, scheduler, self._grammars, self._inbound, self._peers
+        )
         self._replies = Replies(thread.send, config.lease.final_resend_s)
         self._siblings = Siblings()
         self._reqs: dict[tuple[str, int], Req] = {}
@@ -116,8 +121,8 @@ class DecodeLoop:
         if settled is not None:
             self._settle(settled)
         if step is not None and step.plan.masked:
-            sampled, _ = self._scheduler.launched[step.plan.step]
-            step.draw(self._admission.grammars.masks([req.matcher for req in sampled]))
+            masks = self._grammars.masks(self._scheduler.matchers(step.plan.step))
+            self._engine.runner.launch_tail(step, masks)
         self._pending = step
         self._peers.tend(now, self._inbound.uses)
         self._sweep(now)

@@ -17,9 +17,10 @@ from worker.api import Sampling, TokenLogprob
 Tail = Literal["none", "greedy", "random", "filtered"]
 TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serves those before it
 
-# A step of chunks with so many rows, padding included, is long: all that its last layer computes
-# beyond its KV is the hidden states of each request's last token, of which alone tokens are drawn.
-# That is a layer's time less. In shorter ones a layer takes the time of reading its weights.
+# A step of chunks with so many tokens or more, padding included, is long. Its last layer stores the
+# KV of every token, but goes on to compute hidden states for each request's last token alone,
+# because nothing is drawn from the others. A shorter step would save nothing: a layer takes the
+# time of reading its weights there.
 LONG_ROWS = 1024
 
 
@@ -37,9 +38,9 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     active: bool = False
     seq_len: int = 0
     last_token: int = 0
-    extra: int = 0  # place of its penalty counts and biases; 0 = it has none
-    prompt: tuple[int, ...] = ()  # with `extra`: what repetition is counted over
-    output: tuple[int, ...] = ()  # with `extra`: what was drawn before, most often nothing
+    penalty_slot: int = 0  # of its penalties and logit bias; 0 = it has none
+    prompt: tuple[int, ...] = ()  # with a penalty slot: counts for repetition
+    output: tuple[int, ...] = ()  # with a penalty slot: drawn before, most often nothing
 
 
 class RowPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -65,8 +66,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One step: either chunks of prompts or one token for each of `decode`, never both.
 
-    Applied in this order: releases, starts, pages, then the forward; but pages, the forward,
-    releases and starts where it is of chunks, which read nothing else of a row. The tail is last.
+    A decode step applies releases, starts and pages, then runs the forward, then the tail. A step
+    of chunks applies pages, runs the forward, then applies releases and starts while the device is
+    busy, then runs the tail: its forward reads nothing of a row but the pages.
     """
 
     step: int
@@ -77,9 +79,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     decode: tuple[int, ...] = ()
     tail: Tail = "none"
     max_seq_len_ub: int = 0  # host bound of every row's KV length after this step
-    adjust: bool = False  # some sampled row has an `extra` place
+    penalized: bool = False  # some sampled row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
-    masked: bool = False  # the tail waits for grammar masks: `Step.draw` launches it
+    masked: bool = False  # the tail waits for grammar masks: `ModelRunner.launch_tail`
 
     @property
     def sampled_rows(self) -> tuple[int, ...]:

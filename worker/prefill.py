@@ -1,8 +1,8 @@
 """The prefill loop: computes prompts, announces their KV, pins it while a lease lives.
 
-One turn: messages, launch step n, settle step n - 1, announce, sweep. Of a step that is still being
-computed, the layer groups that are final are announced while step n is launched, at its layers, and
-while the loop waits for the step to settle.
+One turn: messages, launch step n, settle step n - 1, announce, sweep. While step n - 1 is still
+being computed, its layer groups are announced as they become final: between the layers of step n's
+launch, and then while the loop waits for step n - 1 to settle.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from worker.api import Lost, Prefill, Release, Renew, WorkerStats
 from worker.engine.engine import Engine
+from worker.engine.groups import LayerGroups
 from worker.engine.runner import Step
 from worker.graph.base import BucketCheck
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
@@ -65,8 +66,7 @@ class PrefillLoop:
         for peer, event in events:
             self._handle(peer, event, now)
         plan = self._scheduler.plan(now)
-        in_groups = plan is not None and self._groups_pay(plan)
-        step = self._engine.launch(plan, self._announce_groups if in_groups else None)
+        step = self._engine.launch(plan, self._layer_groups(plan))
         if self._pending is not None:
             self._settle(self._pending)
         self._pending, self._num_groups_told = step, 0
@@ -74,8 +74,13 @@ class PrefillLoop:
         self._publish()
         return 0.0 if self._pending is not None or self._scheduler.waiting else MAX_IDLE_S
 
+    def _layer_groups(self, plan: Plan | None) -> LayerGroups | None:
+        """For a step whose layer groups are to be announced one by one."""
+        if plan is None or not self._groups_pay(plan):
+            return None
+        return self._engine.layer_groups(self._announce_groups)
+
     def _groups_pay(self, plan: Plan) -> bool:
-        """Whether the step's layer groups are to be announced one by one."""
         if self._engine.config.kv.num_groups != "auto":
             return self._pace.num_groups > 1
         computed = self._scheduler.chunks_of(plan.step)
@@ -84,33 +89,21 @@ class PrefillLoop:
         return self._pace.groups_pay(num_tokens, min(rates, default=0.0))
 
     def _settle(self, step: Step) -> None:
-        for number, event in enumerate(step.group_events):
-            if number == len(step.group_events) - 1:
-                self._forewarn(step)
-            event.synchronize()
-            self._announce_groups()
+        if step.groups is not None:
+            for group in range(step.groups.num_groups):
+                step.groups.wait(group)
+                self._announce_groups()
         self._engine.settle(step)
         grown = self._scheduler.settle(step.plan.step)
         self._outbound.grown(grown, time.monotonic())
         self._scheduler.commit(grown)
 
-    def _forewarn(self, step: Step) -> None:
-        """Wake decode up a moment before the last layer group of a prompt is final.
-
-        Threads that were idle for some milliseconds take half of one to pass a message on, and
-        those that were not half of that (ADR 0013).
-        """
-        assert step.nearly is not None
-        step.nearly.synchronize()
-        if not step.failed and self._num_groups_told < len(step.group_events):
-            self._outbound.nearly_final(self._scheduler.chunks_of(step.plan.step))
-
     def _announce_groups(self) -> None:
         """Tell decode of the layer groups of the step before that have become final."""
         step = self._pending
-        if step is None or self._num_groups_told == len(step.group_events):
+        if step is None or step.groups is None:
             return
-        num_final = step.num_groups_final
+        num_final = step.groups.num_final
         if num_final > self._num_groups_told:
             self._num_groups_told = num_final
             chunks = self._scheduler.chunks_of(step.plan.step)
@@ -147,7 +140,7 @@ class PrefillLoop:
 
 def _pace(engine: Engine) -> Pace:
     return Pace(
-        step_times(engine.runner.graph.checks),
+        step_times(engine.checks),
         engine.layout.regions[0].num_groups,
         engine.layout.page_bytes // engine.book.page_size,
         int(engine.config.engine.max_prefill_tokens),
@@ -157,10 +150,10 @@ def _pace(engine: Engine) -> Pace:
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
     """What the start-up checks of the graphs of chunks measured, by tokens, ascending."""
-    whole_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_whole"}
+    full_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_full"}
     times = []
     for each in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
         grouped_ms = min(each.graph_ms, each.eager_ms)
-        fastest_ms = min(grouped_ms, whole_ms.get(each.bucket, grouped_ms))
+        fastest_ms = min(grouped_ms, full_ms.get(each.bucket, grouped_ms))
         times.append(StepTime(each.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
     return times

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from router.policy.base import Policy
 from worker.registry import resolve
-
-if TYPE_CHECKING:
-    from router.policy.base import Policy
 
 POLICIES = {
     "least_loaded": "router.policy.least_loaded:LeastLoaded",

@@ -17,7 +17,7 @@ class Asked:
     """A request, as far as routing is concerned."""
 
     req_id: str
-    tokens: Sequence[int]  # prompt, and what was emitted before a re-dispatch
+    tokens: Sequence[int]  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Chooses workers. One per router, used from its loop only; must be quick and never blocks."""
+    """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
     def choose(self, asked: Asked, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
         """Place a request.
@@ -58,7 +58,7 @@ def eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
 
 
 def candidates(prefill: Sequence[Known]) -> tuple[Candidate, ...]:
-    """The first few, in the wire's form, with what is known of them."""
+    """The first few as `Generate` carries them."""
     return tuple(
         Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token)
         for known in prefill[:MAX_CANDIDATES]

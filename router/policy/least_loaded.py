@@ -22,7 +22,7 @@ def prefill_wait_s(known: Known) -> float:
 
 
 class LeastLoaded:
-    """Ties are broken at random, so that routers that see the same do not all do the same."""
+    """Ties are broken at random, so that routers that know the same do not all choose the same."""
 
     def choose(self, asked: Asked, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
         """See `Policy`."""

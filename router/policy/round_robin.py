@@ -1,4 +1,4 @@
-"""Everyone in turn, whatever the load."""
+"""Every worker in turn, whatever its load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.policy.base import Asked, Choice, candidates, eligible
 
 
 class RoundRobin:
-    """Turns are kept apart for decode and prefill, so that pairs vary."""
+    """Decode and prefill workers have turns of their own, so that pairs vary."""
 
     def __init__(self) -> None:
         self._decode_turn = 0

@@ -21,7 +21,7 @@ from worker.attention.base import ATTENTION, build_attentions
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.graph.full import FullRunner
+from worker.graph.full import FullDecode
 
 NUM, MAX_TOKENS = 12, 40
 CPU = torch.device("cpu")
@@ -84,12 +84,12 @@ def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected
 
 
 def test_a_full_graph_of_host_planned_attention_is_refused_at_load(monkeypatch):
-    """FullRunner asks that first, before anything that needs a GPU."""
+    """FullDecode asks that first, before anything that needs a GPU."""
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
     pool = KVPool(KVLayout((KVRegion("target", 1, 2, 32, 1, 16, "float32"),), "test"), 2, CPU)
     names = {"prefill": "reference", "decode": "flashinfer", "spec": "reference"}
-    parts: Any = SimpleNamespace(attention=build_attentions(names, pool, 4, 2, 32, 1.0))
+    loaded: Any = SimpleNamespace(attention=build_attentions(names, pool, 4, 2, 32, 1.0))
     missing: Any = None
     with pytest.raises(Unsupported, match=r"engine\.attention\.decode=triton"):
-        FullRunner(parts, missing, missing)
+        FullDecode(loaded, missing)
     pool.close()

@@ -18,7 +18,8 @@ from tests.support.engines import Answer, running
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
-from worker.engine.runner import HostEvent, Step
+from worker.engine.groups import HostEvent
+from worker.engine.runner import Step
 from worker.plan import Drawn
 
 BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}

@@ -23,7 +23,7 @@ BUSY_CYCLES = 1 << 30  # of the clock of the device: half a second or more
 def both() -> list[tuple[StepState, BatchBuffers]]:
     """On the CPU and on the GPU."""
     states = [
-        StepState(ROWS, MAX_PAGES, (2,), torch.device(device), num_extras=0, vocab_size=97)
+        StepState(ROWS, MAX_PAGES, (2,), torch.device(device), num_penalty_slots=0, vocab_size=97)
         for device in ("cpu", "cuda")
     ]
     return [(state, BatchBuffers(state, PAGE_SIZE, MAX_TOKENS)) for state in states]
@@ -46,18 +46,18 @@ def plan_of(counts: list[int], step: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("counts", "num_rows", "steady"),
+    ("counts", "num_rows", "fixed_shape"),
     [
         ([16], 16, True), ([5], 64, True), ([130, 7], 192, True), ([5], 0, False),
         ([1, 200, 3, 40, 8, 17, 90, 2], 600, False), ([599], 0, False),
     ],
 )  # fmt: skip
-def test_batches_are_the_cpu_s(counts: list[int], num_rows: int, steady: bool) -> None:
+def test_batches_are_the_cpu_s(counts: list[int], num_rows: int, fixed_shape: bool) -> None:
     (cpu_state, cpu), (state, buffers) = both()
     for step in range(3 * DEPTH // 2):
         plan = plan_of(counts, step)
-        wanted = cpu.chunks(plan, num_rows, steady=steady)
-        found = buffers.chunks(plan, num_rows, steady=steady)
+        wanted = cpu.chunks(plan, num_rows, fixed_shape=fixed_shape)
+        found = buffers.chunks(plan, num_rows, fixed_shape=fixed_shape)
         for name in NAMES:
             assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
         assert torch.equal(state.page_table.cpu(), cpu_state.page_table)
@@ -80,13 +80,13 @@ def test_an_upload_is_not_overwritten_before_it_is_copied() -> None:
 def test_nothing_waits_for_the_device() -> None:
     _, (state, buffers) = both()
     for step in range(2):
-        buffers.chunks(plan_of([16], step), 16, steady=True)  # compiles
+        buffers.chunks(plan_of([16], step), 16, fixed_shape=True)  # compiles
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(2, 1 + DEPTH):
-            buffers.chunks(plan_of([16], step), 16, steady=True)
+            buffers.chunks(plan_of([16], step), 16, fixed_shape=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     idle = torch.cuda.current_stream(state.device).query()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 MAX_TOKENS = 600
 BUCKETS = (16, 64, 256, MAX_TOKENS)
 SETUPS = (
-    ("float32", "compiled_plain"), ("bfloat16", "compiled_plain"),
+    ("float32", "plain"), ("bfloat16", "plain"),
     ("float32", "compiled"), ("bfloat16", "compiled"),
 )  # fmt: skip
 
@@ -31,35 +31,45 @@ SETUPS = (
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.support.chunks import Uncaptured, bench_of, build
+    from worker.graph.compiled import traced_forward
+    from worker.graph.piecewise import PiecewiseChunks
+    from worker.graph.segments import GraphMemory
 
-    dtype, graph = request.param
+    dtype, how = request.param
+    graph = "compiled" if how == "compiled" else "eager"
     engine = build("cuda", graph, dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS)
-    runner: Any = engine.runner.graph
+    loaded, runner, checks = engine.runner.loaded, engine.runner.graphs.chunks, engine.checks
+    if how == "plain":
+        traced = traced_forward(loaded, lambda piece, _: piece)
+        runner = PiecewiseChunks(loaded, GraphMemory(loaded.state.device), traced)
+        checks = runner.capture()
     made = bench_of(engine, runner)
-    if graph == "compiled":
-        made.eager = Uncaptured(engine.runner.parts, runner._traced)
+    made.use(runner)
+    made.checks = checks
+    if how == "compiled":
+        made.eager = Uncaptured(loaded, runner._traced)
     yield made
     engine.close()
 
 
 @pytest.mark.gpu(1)
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
-    assert bench.runner.checks
-    assert all(check.equal for check in bench.runner.checks)
-    segments = {each.capture.num_segments for each in bench.runner._captured.values()}
+    assert bench.checks
+    assert all(check.equal for check in bench.checks)
+    segments = {each.capture.num_segments for each in bench.runner._piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize(("num_reqs", "steady"), [(1, False), (12, False), (4, True)])
+@pytest.mark.parametrize(("num_reqs", "fixed_shape"), [(1, False), (12, False), (4, True)])
 @pytest.mark.parametrize("prefix", [0, 37])
-def test_replays_equal_what_was_captured_at_the_same_padded_shape(
-    bench: Any, num_reqs: int, prefix: int, steady: bool
+def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
+    bench: Any, num_reqs: int, prefix: int, fixed_shape: bool
 ) -> None:
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
     from tests.support.chunks import check_laws
 
-    check_laws(bench, BUCKETS, num_reqs, prefix, steady=steady)
+    check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
 
 
 @pytest.mark.gpu(1)
@@ -72,23 +82,23 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     from torch._dynamo.utils import counters
 
     from tests.support.chunks import Uncaptured, layouts
-    from worker.graph.eager import EagerRunner
+    from worker.graph.eager import EagerChunks
 
-    parts, layout = bench.engine.runner.parts, layouts(num_tokens, 2, 5)
+    loaded, layout = bench.engine.runner.loaded, layouts(num_tokens, 2, 5)
     before = copy.deepcopy([counters[kind] for kind in ("stats", "aot_autograd")])
-    wanted = bench.run(EagerRunner(parts).launch, layout, num_tokens)[0].float()
-    found = bench.run(Uncaptured(parts, bench.runner._traced).launch, layout, num_tokens)[0]
+    wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)[0].float()
+    found = bench.run(Uncaptured(loaded, bench.runner._traced).launch, layout, num_tokens)[0]
     assert [counters[kind] for kind in ("stats", "aot_autograd")] == before
     error = (found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert error.max() <= bench.runner._rounding
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("steady", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, steady: bool) -> None:
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
     from tests.support.chunks import check_padding, layouts
 
-    check_padding(bench, layouts(50, 3, 20), 64, steady=steady)
+    check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 
 
 @pytest.mark.gpu(1)
@@ -119,18 +129,18 @@ def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
 
 @pytest.mark.gpu(1)
 def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
-    from worker.graph.eager import EagerRunner
+    from worker.graph.eager import EagerChunks
 
     runner = bench.engine.runner
     if bench.runner._embedded.dtype != torch.float32:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
     with torch.inference_mode():
-        runner.parts.state.page_table.zero_()
+        runner.loaded.state.page_table.zero_()
     prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
     texts = []
-    for graph in (EagerRunner(runner.parts), bench.runner):
-        runner.graph = graph
+    for chunks in (EagerChunks(runner.loaded), bench.runner):
+        bench.use(chunks)
         texts.append(serve(bench.engine, prompts, wanted)[0])
-    runner.graph = bench.runner
+    bench.use(bench.runner)
     assert texts[0] == texts[1]
     assert all(texts[0])

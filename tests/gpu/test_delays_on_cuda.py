@@ -59,8 +59,8 @@ def test_delays_messages_and_pulls_change_no_token(
 def early_rows(runner: Any) -> None:
     """One pinned buffer a length: the rows of step n + 1 overwrite those of step n."""
     pinned: dict[tuple[int, ...], Any] = {}
-    graph = runner.graph
-    decode, pin_memory = graph.decode, torch.Tensor.pin_memory
+    graphs = runner.graphs.decode
+    launch, pin_memory = graphs.launch, torch.Tensor.pin_memory
 
     def pin(host: Any) -> Any:
         if host.shape not in pinned:
@@ -69,9 +69,9 @@ def early_rows(runner: Any) -> None:
 
     def wrong(*args: Any) -> Any:
         with mock.patch.object(torch.Tensor, "pin_memory", pin):
-            return decode(*args)
+            return launch(*args)
 
-    graph.decode = wrong
+    graphs.launch = wrong
 
 
 def early_results(runner: Any) -> None:
@@ -81,8 +81,8 @@ def early_results(runner: Any) -> None:
     pinned: dict[tuple[int, ...], Any] = {}
     run = runner._run
 
-    def wrong(plan: Any) -> Any:
-        result = run(plan)
+    def wrong(step: Any) -> Any:
+        result = run(step)
         if result is None or result.values is not None:
             return result
         drawn = result.drawn

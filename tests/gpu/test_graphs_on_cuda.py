@@ -75,9 +75,9 @@ def sampling_of(i: int) -> Sampling:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
     engine = build(dtype)
-    runner = engine.runner.graph
-    assert {check.bucket for check in runner.checks} == set(runner.buckets)
-    assert all(check.equal for check in runner.checks)
+    runner = engine.runner.graphs.decode
+    assert {check.bucket for check in engine.checks} == set(runner.buckets)
+    assert all(check.equal for check in engine.checks)
     assert set(runner._captured) == {(b, t) for b in runner.buckets for t in get_args(Tail)}
     engine.close()
 
@@ -114,9 +114,9 @@ def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
         assert torch.equal(cache[others].view(torch.int32), old[others].view(torch.int32))
     assert all_of_them[:3] == alone, "the same texts among others, after another batch"
     assert serve(engine, prompts[:3], wanted[:3])[0] == alone
-    state = engine.runner.graph._parts.state
+    state = engine.runner.loaded.state
     assert not state.active.any()
-    assert int(state.seq_len[0]) == int(state.last_token[0]) == 0, "row 0 is nobody's"
+    assert int(state.ints.seq_len[0]) == int(state.ints.last_token[0]) == 0, "row 0 is nobody's"
     engine.close()
 
 
@@ -126,13 +126,13 @@ def test_poisoned_padding_changes_nothing() -> None:
     engine = build("float32")
     prompts, wanted = problem_ids(ROWS)[:5], [sampling_of(i) for i in range(5)]  # bucket 8
     clean, _ = serve(engine, prompts, wanted)
-    state = engine.runner.graph._parts.state
+    state = engine.runner.loaded.state
     for layer in range(engine.spec.num_layers):
         for cache in engine.pool.layer(layer):
             cache[0].fill_(float("nan"))
-    state.temperature[0], state.top_p[0], state.seed[0] = 1.0, 0.5, 99
-    state.last_token[0] = 77
-    engine.runner.graph._rows.fill_(0)
+    state.floats.temperature[0], state.floats.top_p[0] = 1.0, 0.5
+    state.ints.seed[0], state.ints.last_token[0] = 99, 77
+    engine.runner.graphs.decode._rows.fill_(0)
     assert serve(engine, prompts, wanted)[0] == clean
     engine.close()
 

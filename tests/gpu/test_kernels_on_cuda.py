@@ -19,7 +19,7 @@ from worker.kernels.step.draw import draw_triton
 from worker.kernels.step.gather_rows import gather_rows, gather_rows_ref
 from worker.kernels.step.philox import gumbel_ref
 from worker.kernels.swiglu import swiglu, swiglu_ref
-from worker.sampling.sampler import SamplingRows, adjust, draw_ref, keep_likely
+from worker.sampling.sampler import SamplingRows, ban_early_stops, draw_ref, keep_likely
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -117,7 +117,7 @@ def test_qk_rope_store_matches_its_twin(
 
 def gaps(logits: Tensor, rows: SamplingRows, got: Tensor, wanted: Tensor) -> list[float]:
     """How far below the twin's choice each differing one stands, perturbed."""
-    values = adjust(logits.float(), rows)
+    values = ban_early_stops(logits.float(), rows)
     values = values / torch.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
     values += gumbel_ref(rows.seed, rows.position, logits.shape[1])
     own, its = values.gather(1, got[:, None]), values.gather(1, wanted[:, None])

@@ -30,55 +30,55 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         if long:
             patch.setattr("worker.step.buffers.LONG_ROWS", 64)
-            patch.setattr("worker.step.buffers.MAX_WANTED", 4)
+            patch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
         engine = build(
             "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,
             attention={"prefill": attention, "decode": "triton", "spec": "triton"},
         )  # fmt: skip
-        runner: Any = engine.runner.graph
+        runner: Any = engine.runner.graphs.chunks
         yield bench_of(engine, runner)
         engine.close()
 
 
 @pytest.mark.gpu(1)
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
-    checks = bench.runner.checks
-    for kind in ("prefill", "prefill_whole"):
+    checks = [check for check in bench.engine.checks if check.kind != "decode"]
+    for kind in ("prefill", "prefill_full"):
         compared = [check.bucket for check in checks if check.kind == kind]
-        assert compared == [each.num_rows for each in bench.runner.buckets] or not compared
+        assert compared == [each.num_tokens for each in bench.runner.buckets] or not compared
     assert checks
     assert all(check.equal for check in checks)
-    segments = {each.capture.num_segments for each in bench.runner._captured.values()}
+    segments = {each.capture.num_segments for each in bench.runner._piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
-    assert {each.capture.num_segments for each in bench.runner._whole.values()} <= {2, 3}
+    assert {each.capture.num_segments for each in bench.runner._full.values()} <= {2, 3}
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    ("num_reqs", "steady"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
+    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
 )
 @pytest.mark.parametrize("prefix", [0, 37])
 def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Any, num_reqs: int, prefix: int, steady: bool
+    bench: Any, num_reqs: int, prefix: int, fixed_shape: bool
 ) -> None:
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
     from tests.support.chunks import check_laws
 
-    if steady and not bench.runner._whole:
+    if fixed_shape and not bench.runner._full:
         pytest.skip("this backend plans on the host")
-    if bench.engine.runner.parts.buffers.max_reqs(64) < num_reqs:
+    if bench.engine.runner.loaded.buffers.max_reqs(64) < num_reqs:
         pytest.skip("long steps of so many requests are eager")
-    check_laws(bench, BUCKETS, num_reqs, prefix, steady=steady)
+    check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("steady", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, steady: bool) -> None:
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
     from tests.support.chunks import check_padding, layouts
 
-    if steady and not bench.runner._whole:
+    if fixed_shape and not bench.runner._full:
         pytest.skip("this backend plans on the host")
-    check_padding(bench, layouts(50, 3, 20), 64, steady=steady)
+    check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 
 
 @pytest.mark.gpu(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
+from worker.engine.runner import Step
 from worker.forward.batch import Batch
-from worker.forward.context import forward_context
-from worker.graph.base import Parts
-from worker.graph.eager import EagerRunner
-from worker.graph.piecewise import PiecewiseRunner
+from worker.forward.context import LayerHook, forward_context
+from worker.graph.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
+from worker.graph.eager import EagerChunks
+from worker.graph.piecewise import PiecewiseChunks
 from worker.plan import Chunk, Plan
 
 PAGE_SIZE = 16
@@ -54,13 +55,13 @@ def layouts(num_tokens: int, num_reqs: int, prefix: int) -> Layout:
 @torch.inference_mode()
 def poison(bench: Bench) -> None:
     """Fill every buffer that padding reads or writes with what must never be read."""
-    buffers, runner = bench.engine.runner.parts.buffers, bench.runner
+    buffers, runner = bench.engine.runner.loaded.buffers, bench.runner
     buffers._chunk.fill_(1 << 40)
     buffers._staging.words.fill_(1 << 20)
     buffers._tables.fill_(1 << 20)
-    buffers._wanted.fill_(1 << 40)
+    buffers._last_token_rows.fill_(1 << 40)
     runner._embedded.fill_(float("nan"))
-    for captured in (*runner._captured.values(), *runner._whole.values()):
+    for captured in (*runner._piecewise.values(), *runner._full.values()):
         captured.hidden.fill_(float("nan"))
 
 
@@ -76,18 +77,27 @@ def bits(cache: Tensor) -> Tensor:
 
 @dataclass
 class Uncaptured:
-    """Launches a forward that is not the model's own, without a graph."""
+    """Launches a forward that is not the model's own, without a graph.
 
-    parts: Parts
+    It computes every row to the end; of a long step it then takes the last-token rows, unless
+    `every_row`.
+    """
+
+    loaded: LoadedModel
     forward: Callable[[Tensor, Tensor], Tensor] | None
+    every_row: bool = False
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """See GraphRunner.launch."""
-        attention, embedded = self.parts.attention.prefill, self.parts.model.embed(batch.input_ids)
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        """See ChunkGraphs.launch."""
+        attention = self.loaded.attention.prefill
+        embedded = self.loaded.model.embed(batch.input_ids)
         assert self.forward is not None
         with forward_context(batch, attention, attention.plan(batch), on_layer=on_layer):
-            return self.forward(embedded, batch.positions)
+            hidden, rows = self.forward(embedded, batch.positions), batch.last_token_rows
+        if rows is not None and not self.every_row:
+            hidden = hidden.index_select(0, rows)
+        return Forward(hidden, "eager")
 
 
 @dataclass
@@ -95,8 +105,15 @@ class Bench:
     """An engine whose chunks are launched both ways."""
 
     engine: Engine
-    eager: EagerRunner | Uncaptured
-    runner: PiecewiseRunner
+    eager: EagerChunks | Uncaptured
+    runner: PiecewiseChunks
+    path: str = ""  # of the last run
+    checks: Sequence[BucketCheck] = ()  # of the runner's capture
+
+    def use(self, chunks: ChunkGraphs) -> None:
+        """Launch the engine's own chunks by these."""
+        runner = self.engine.runner
+        runner.graphs = replace(runner.graphs, chunks=chunks)
 
     def caches(self) -> list[Tensor]:
         """Every layer's keys and values, the sink's page left out."""
@@ -115,7 +132,7 @@ class Bench:
 
     def set_pages(self, layout: Layout) -> Tensor:
         """Give each row pages of its own, in no order; which pages, [used]."""
-        table = self.engine.runner.parts.state.page_table
+        table = self.engine.runner.loaded.state.page_table
         generator = torch.Generator().manual_seed(len(layout))
         num_pages = self.engine.pool.num_pages
         free = (1 + torch.randperm(num_pages - 1, generator=generator)).to(table.device).int()
@@ -127,40 +144,38 @@ class Bench:
             used += num
         return free[:used]
 
-    def batch(self, layout: Layout, num_rows: int, *, steady: bool = False) -> Batch:
+    def batch(self, layout: Layout, num_rows: int, *, fixed_shape: bool = False) -> Batch:
         """The layout's batch, padded to `num_rows`; see BatchBuffers.chunks."""
         self.set_pages(layout)
-        buffers = self.engine.runner.parts.buffers
-        return buffers.chunks(self.plan(layout), num_rows, steady=steady)
+        buffers = self.engine.runner.loaded.buffers
+        return buffers.chunks(self.plan(layout), num_rows, fixed_shape=fixed_shape)
 
     @torch.inference_mode()
     def run(
         self,
-        launch: Callable[..., Tensor],
+        launch: Callable[..., Forward],
         layout: Layout,
         num_rows: int,
         *,
-        steady: bool = False,
+        fixed_shape: bool = False,
     ) -> tuple[Tensor, ...]:
         """Hidden states of real rows, then the bits of all pages but the sink's."""
         fill(self)
         num_tokens = sum(count for _, count in layout)
-        hidden = launch(self.batch(layout, num_rows, steady=steady))[:num_tokens].clone()
+        hidden, self.path = launch(self.batch(layout, num_rows, fixed_shape=fixed_shape))
+        hidden = hidden[:num_tokens].clone()
         return hidden, *(bits(cache).clone() for cache in self.caches())
 
 
-def bench_of(engine: Engine, runner: PiecewiseRunner) -> Bench:
+def bench_of(engine: Engine, runner: PiecewiseChunks) -> Bench:
     """Of a runner that has captured; no bucket is missing because it did not win."""
     for bucket in runner.buckets:
-        bucket.pieces, bucket.pieces_ms, bucket.whole_ms = True, 0.0, 0.0
-        num_rows = bucket.num_rows
-        with torch.inference_mode():
-            if num_rows not in runner._captured:
-                runner._captured[num_rows] = runner._in_pieces(num_rows)
-            if num_rows not in runner._whole and runner._may_be_whole(num_rows):
-                runner._whole[num_rows] = runner._in_one(num_rows)
-        bucket.whole = num_rows in runner._whole
-    return Bench(engine, EagerRunner(engine.runner.parts), runner)
+        if bucket.num_tokens not in runner._piecewise or bucket.num_tokens not in runner._full:
+            with torch.inference_mode():
+                runner._capture_bucket(bucket)
+        bucket.piecewise, bucket.piecewise_ms, bucket.full_ms = True, 0.0, 0.0
+        bucket.full = bucket.num_tokens in runner._full
+    return Bench(engine, EagerChunks(engine.runner.loaded), runner)
 
 
 def fill(bench: Bench) -> None:
@@ -172,16 +187,16 @@ def fill(bench: Bench) -> None:
 
 
 def check_laws(
-    bench: Bench, buckets: Sequence[int], num_reqs: int, prefix: int, *, steady: bool
+    bench: Bench, buckets: Sequence[int], num_reqs: int, prefix: int, *, fixed_shape: bool
 ) -> None:
     """Equal bit for bit at the same padded shape, and pages of nobody else change."""
     ran: list[tuple[Any, ...]] = []
     for bucket in buckets:
         for count in counts_of(bucket):
             layout = layouts(count, num_reqs, prefix)
-            wanted = bench.run(bench.eager.launch, layout, bucket, steady=steady)
-            found = bench.run(bench.runner.launch, layout, bucket, steady=steady)
-            assert bench.runner.path == ("graph" if steady else "piecewise")
+            wanted = bench.run(bench.eager.launch, layout, bucket, fixed_shape=fixed_shape)
+            found = bench.run(bench.runner.launch, layout, bucket, fixed_shape=fixed_shape)
+            assert bench.path == ("graph" if fixed_shape else "piecewise")
             what = f"{count} of {bucket} tokens, {len(layout)} requests, prefix {prefix}"
             assert not wanted[0].isnan().any(), what
             assert torch.equal(wanted[0], found[0]), f"hidden: {what}"
@@ -190,18 +205,20 @@ def check_laws(
             check_canary(bench, layout, found[1:])
             ran.append((layout, bucket, found[0]))
     for layout, bucket, hidden in ran[::-1]:  # each again, behind another one
-        assert torch.equal(bench.run(bench.runner.launch, layout, bucket, steady=steady)[0], hidden)
+        assert torch.equal(
+            bench.run(bench.runner.launch, layout, bucket, fixed_shape=fixed_shape)[0], hidden
+        )
 
 
-def check_padding(bench: Bench, layout: Layout, num_rows: int, *, steady: bool) -> None:
+def check_padding(bench: Bench, layout: Layout, num_rows: int, *, fixed_shape: bool) -> None:
     """What padding reads, and what it leaves in the sink, changes nothing."""
     launch = bench.runner.launch
-    clean = bench.run(launch, layout, num_rows, steady=steady)
+    clean = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
     poison(bench)
     for i in range(bench.engine.spec.num_layers):
         for cache in bench.engine.pool.layer(i):
             cache[0].fill_(float("nan"))
-    again = bench.run(launch, layout, num_rows, steady=steady)
+    again = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
     assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
     assert not clean[0].isnan().any()
 
@@ -227,21 +244,22 @@ def check_no_wait(bench: Bench, layout: Layout) -> None:
     """A replay never waits for the device."""
     plan = bench.plan(layout)
     bench.set_pages(layout)
-    bench.engine.runner._run(plan)  # warm: allocator, kernels
+    bench.engine.runner._run(Step(plan, None))  # warm: allocator, kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
+    step = Step(plan, None)
     try:
-        bench.engine.runner._run(plan)
+        bench.engine.runner._run(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bench.runner.path in ("graph", "piecewise")
+    assert step.path in ("graph", "piecewise")
 
 
 def check_canary(bench: Bench, layout: Layout, written: Sequence[Tensor]) -> None:
     """Only slots of the chunks differ from the history."""
     fill(bench)
     pages = bench.set_pages(layout)
-    table = bench.engine.runner.parts.state.page_table
+    table = bench.engine.runner.loaded.state.page_table
     num_pages = bench.engine.pool.num_pages
     mine = torch.zeros(num_pages, PAGE_SIZE, dtype=torch.bool, device=pages.device)
     for i, (start, count) in enumerate(layout):

@@ -55,13 +55,11 @@ class Delays:
                 self._spin if spins else self._stream_sleep,
                 longest_s if peer == slowest else longest_s / 8,
             )
-            for name in ("_run", "_run_in_groups", "_body", "_tail", "_draw"):
+            for name in ("_run", "_body", "_tail", "_draw"):
                 self._wrap(runner, name, device)
-            for name in ("launch", "decode"):  # between the change of rows and the forward
-                self._wrap(runner.graph, name, device)
-            self._delay_layers(runner, device)
-            for name in ("launch", "launch_in_groups"):
-                self._delay_waits(runner, name)
+            for graphs in (runner.graphs.chunks, runner.graphs.decode):
+                self._wrap(graphs, "launch", device)  # between the change of rows and the forward
+            self._delay_steps(runner, device)
             if peer == DECODE:
                 connect = engine.transport.connect
                 transport: Any = engine.transport
@@ -78,32 +76,21 @@ class Delays:
 
         setattr(owner, name, delayed)
 
-    def _delay_waits(self, runner: Any, name: str) -> None:
-        """Between launching a step and settling the one before, and around the wait itself."""
-        real = getattr(runner, name)
+    def _delay_steps(self, runner: Any, delay: Callable[[], None]) -> None:
+        """Before and after a layer group is said to be final, between launching a step and settling
+        the one before, and around the wait itself.
+        """
+        real = runner.launch
 
-        def launch(*args: Any) -> Any:
-            step = real(*args)
+        def launch(plan: Any, groups: Any = None) -> Any:
+            if groups is not None:
+                self._wrap(groups, "on_layer", delay)
+            step = real(plan, groups)
             self._wrap(step, "wait", self._sleep)
             self._sleep()
             return step
 
-        setattr(runner, name, launch)
-
-    def _delay_layers(self, runner: Any, delay: Callable[[], None]) -> None:
-        """Before and after a layer group is said to be final."""
-        real = runner._forward
-
-        def forward(plan: Any, on_layer: Callable[[int], None] | None = None) -> Any:
-            def delayed(layer_id: int) -> None:
-                delay()
-                if on_layer is not None:
-                    on_layer(layer_id)
-                delay()
-
-            return real(plan, None if on_layer is None else delayed)
-
-        runner._forward = forward
+        runner.launch = launch
 
     def _sleep(self) -> None:
         time.sleep(self._host.choice([0.0, 0.0, SHORT_S / 4, SHORT_S]))

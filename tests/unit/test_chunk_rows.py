@@ -56,7 +56,7 @@ def inputs(
 
 
 def state_of(num_rows: int, max_pages: int = 8) -> StepState:
-    return StepState(num_rows, max_pages, (2,), CPU, num_extras=0, vocab_size=97)
+    return StepState(num_rows, max_pages, (2,), CPU, num_penalty_slots=0, vocab_size=97)
 
 
 def _copied(batch: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ if not INTERPRETED:
         )  # fmt: skip
         before = RowPages(2, 0, (7, 4)), RowPages(4, 0, (18, 19))
         plan = Plan(2, pages=pages, chunks=chunks, max_seq_len_ub=33)
-        for num_rows, steady in ((0, False), (9, False), (9, True)):
+        for num_rows, fixed_shape in ((0, False), (9, False), (9, True)):
             (mine, _), (wanted, _) = both = [
                 (state, BatchBuffers(state, PAGE_SIZE, 9)) for state in (state_of(5), state_of(5))
             ]
@@ -121,13 +121,13 @@ if not INTERPRETED:
                 state.apply(Plan(1, pages=before))
             wanted.apply(plan)
             found, expected = [
-                _copied(buffers.chunks(each, num_rows, steady=steady))
+                _copied(buffers.chunks(each, num_rows, fixed_shape=fixed_shape))
                 for (_, buffers), each in zip(both, (plan, replace(plan, pages=())), strict=True)
             ]
             assert found == expected
             slots = [4 * 16 + 14, 4 * 16 + 15, 9 * 16, 3 * 16, 3 * 16 + 1, 19 * 16]
             assert found["slot_mapping"][:6] == slots
-            assert found["page_table"][0][:4] == [7, 4, 9] + [6] * steady
+            assert found["page_table"][0][:4] == [7, 4, 9] + [6] * fixed_shape
             assert torch.equal(mine.page_table, wanted.page_table)
             assert mine.page_table[2].tolist() == [7, 4, 9, 6, 17, 0, 0, 0]
             assert mine.page_table[3].tolist() == [0, 15, 16, 0, 0, 0, 0, 0]
@@ -171,19 +171,28 @@ if not INTERPRETED:
             RowStart(1, None, 60, 0),
         )
         state.apply(Plan(1, starts=starts))
+        ints, floats = state.ints, state.floats
         assert state.active.tolist() == [False, False, False, False, True, False]
-        assert state.max_len.tolist() == [0, 60, 50, 0, 100, 0]
-        assert (state.seq_len[4], state.last_token[4], state.min_len[4]) == (40, 17, 3)
-        assert (state.seed[4], state.top_k[4]) == (2**62, 4)
-        assert (state.temperature[4], state.top_p[4], state.min_p[4]) == (0.5, 0.25, 0.125)
+        assert ints.max_len.tolist() == [0, 60, 50, 0, 100, 0]
+        assert (ints.seq_len[4], ints.last_token[4], ints.min_len[4]) == (
+            40,
+            17,
+            3,
+        )
+        assert (ints.seed[4], ints.top_k[4]) == (2**62, 4)
+        assert (floats.temperature[4], floats.top_p[4], floats.min_p[4]) == (
+            0.5,
+            0.25,
+            0.125,
+        )
         assert state.stop_ids[4].tolist() == [2] + [-1] * (state.stop_ids.shape[1] - 1)
         assert state.stop_ids[2, :3].tolist() == [8, 9, 2]
-        assert state.presence_penalty.tolist() == [0, 0, 1.5, 0, 0, 0]
-        assert state.frequency_penalty.tolist() == [0, 0, 0.5, 0, 0, 0]
-        assert state.repetition_penalty.tolist() == [1, 1, 2, 1, 1, 1]
-        assert state.top_p.tolist() == [1, 1, 1, 1, 0.25, 1]
-        assert state.temperature[1] == 0.0, "no sampling is greedy"
-        for column in (state.seed, state.extra, state.temperature, state.min_p):
+        assert floats.presence_penalty.tolist() == [0, 0, 1.5, 0, 0, 0]
+        assert floats.frequency_penalty.tolist() == [0, 0, 0.5, 0, 0, 0]
+        assert floats.repetition_penalty.tolist() == [1, 1, 2, 1, 1, 1]
+        assert floats.top_p.tolist() == [1, 1, 1, 1, 0.25, 1]
+        assert floats.temperature[1] == 0.0, "no sampling is greedy"
+        for column in (*ints, *floats):
             assert column.is_contiguous()
             assert column.data_ptr() % 16 == 0
 
@@ -288,12 +297,15 @@ else:
                     table[each.row, new] = 1 << 30  # no page that anybody may use
                 buffers._staging.words.fill_(1)  # of uploads before: what follows this one's
                 num_reqs, num_tokens = len(plan.chunks), sum(len(c.tokens) for c in plan.chunks)
-                fits = plan.max_seq_len_ub <= buffers.max_steady_len
-                steady = num_reqs <= buffers.num_slots and fits
-                padded = rng.randint(num_tokens, max_tokens) if steady or seed % 2 else 0
-                found = _copied(buffers.chunks(plan, padded, steady=steady))
+                fits = plan.max_seq_len_ub <= buffers.max_fixed_len
+                fixed_shape = num_reqs <= buffers.fixed_reqs and fits
+                padded = rng.randint(num_tokens, max_tokens) if fixed_shape or seed % 2 else 0
+                found = _copied(buffers.chunks(plan, padded, fixed_shape=fixed_shape))
                 lines = expected(
-                    plan, wanted, padded or num_tokens, buffers.num_slots if steady else num_reqs
+                    plan,
+                    wanted,
+                    padded or num_tokens,
+                    buffers.fixed_reqs if fixed_shape else num_reqs,
                 )
                 width = len(found["page_table"][0])
                 lines["page_table"] = [line[:width] for line in lines["page_table"]]
@@ -302,9 +314,9 @@ else:
                 assert torch.equal(table, wanted)
                 per_row = Counter(chunk.row for chunk in plan.chunks)
                 seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
-                seen["steady"] += steady
+                seen["fixed_shape"] += fixed_shape
         assert seen["shared"] > 50
-        assert seen["steady"] > 5
+        assert seen["fixed_shape"] > 5
         assert (seen["backwards"] > 0) is (order == "backwards")
 
     def _run_programs_backwards(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:

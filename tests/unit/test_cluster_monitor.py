@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.monitor import Monitor, Process
-from cluster.seats import Report, Seat, State, backoff_s
+from cluster.monitor import Monitor
+from cluster.process import Process, Report
+from cluster.seats import Seat, State, backoff_s
 from worker.api import Member, PeerId
 from worker.errors import PeerLost, UserError, WorldError
 

@@ -48,7 +48,7 @@ def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
         "presence_penalty": torch.zeros(n),
         "frequency_penalty": torch.zeros(n),
         "repetition_penalty": torch.ones(n),
-        "extra": torch.zeros(n, dtype=torch.int64),
+        "penalty_slot": torch.zeros(n, dtype=torch.int64),
     }
     for name, value in columns.items():
         values[name] = torch.zeros_like(values[name]) + torch.as_tensor(value)

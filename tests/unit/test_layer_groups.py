@@ -20,11 +20,10 @@ from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
 from worker.engine.engine import build_engine
-from worker.engine.runner import NEARLY_LAYERS
 from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.pull.fetch import Fetch, PullParts, _ranges
+from worker.pull.fetch import Fetch, FetchContext, _ranges
 from worker.schedule.req import Req
 from worker.transfer.base import PullState, Run
 from worker.transfer.layout import PoolPages
@@ -79,10 +78,6 @@ class PrefillAlone:
         assert not any(self._loop.counters().values())
         return self.sent
 
-    def wakings(self) -> list[KVReady]:
-        """What was sent of no group at all."""
-        return [message for message, _ in self.sent if not message.num_groups]
-
     def bytes_of(self, page: int, groups: range) -> torch.Tensor:
         """Keys and values that a page holds of some layer groups."""
         per_group = self.engine.pool.region().layers_per_group
@@ -136,7 +131,7 @@ def test_the_last_group_is_announced_while_its_step_computes(
     worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the last layer has stored its KV comes all its attention, which nobody waits for."""
-    attention = worker.engine.runner.parts.attention.prefill
+    attention = worker.engine.runner.loaded.attention.prefill
     attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
     in_time = list[bool]()
 
@@ -152,40 +147,6 @@ def test_the_last_group_is_announced_while_its_step_computes(
     sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
     assert [message.last for message, _ in sent].count(True) == 1
     assert in_time == [True]
-
-
-def test_decode_is_woken_up_before_the_last_group(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a message that names no pages, and only at the end of a prompt."""
-    attention = worker.engine.runner.parts.attention.prefill
-    attend, nearly_layer = attention.forward, worker.engine.spec.num_layers - 1 - NEARLY_LAYERS
-    in_time = list[bool]()
-    prompt = problem_ids(11)[10]
-    num_steps = -(-(len(prompt) * 2 - 1) // CHUNK)
-
-    def after_the_waking(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
-        if layer_id == nearly_layer and len(in_time) < num_steps:
-            in_time.append(len(in_time) == num_steps - 1)
-            limit = time.monotonic() + 10 * in_time[-1]
-            while not worker.wakings() and time.monotonic() < limit:
-                time.sleep(1e-3)
-            assert len(worker.wakings()) == in_time[-1]
-        return attend(q, k, v, layer_id, out)
-
-    monkeypatch.setattr(attention, "forward", after_the_waking)
-    worker.serve([prompt * 2])
-    assert in_time == [False] * (num_steps - 1) + [True]
-    (waking,) = worker.wakings()
-    assert not waking.pages
-    assert not waking.last
-
-
-def test_a_peer_is_woken_up_once_for_all_prompts_of_a_step(worker: PrefillAlone) -> None:
-    prompts = [prompt[: CHUNK // 2] for prompt in problem_ids(22)[20:]]
-    sent = worker.serve(prompts)
-    assert [message.last for message, _ in sent].count(True) == len(prompts)
-    assert len(worker.wakings()) == 1
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
@@ -273,14 +234,14 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         rng = random.Random(seed)
         tokens = list(range(rng.randrange(20, 200)))
         book = PageBook(64, PAGE_SIZE)
-        parts = PullParts(
+        context = FetchContext(
             book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
             WorkerMetrics(model="m", role="decode", worker="w"),
         )  # fmt: skip
         hold = book.open(tokens, len(tokens), max_matched=0)
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
-        fetch = Fetch(parts, req, [Candidate("prefill-0/p")], 1, time.monotonic())
+        fetch = Fetch(context, req, [Candidate("prefill-0/p")], 1, time.monotonic())
         num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +31,11 @@ from tests.support.chunks import (
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory
 from worker.config import Machine, WorkerConfig
+from worker.engine.runner import Step
 from worker.errors import Unsupported
 from worker.forward.context import Breaks, current, forward_context
-from worker.graph.base import Padding
-from worker.graph.eager import EagerRunner
-from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseRunner, admit, chunk_buckets
+from worker.graph.base import Forward, PaddedShape
+from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, admit, chunk_buckets
 from worker.graph.segments import Capture
 
 MAX_TOKENS = 40
@@ -43,20 +45,19 @@ NUM_PAGES = 48
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
-    parts = engine.runner.parts
-    runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory())
-    runner.capture()
-    assert [check.equal for check in runner.checks] == [True] * 2 * len(runner.buckets)
+    loaded = engine.runner.loaded
+    runner = PiecewiseChunks(loaded, RecordedMemory())
+    assert [check.equal for check in runner.capture()] == [True] * 2 * len(runner.buckets)
     yield bench_of(engine, runner)
     engine.close()
 
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
     num_layers = bench.engine.spec.num_layers
-    assert set(bench.runner._captured) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner._captured.values():
+    assert set(bench.runner._piecewise) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner._piecewise.values():
         assert captured.capture.num_segments == num_layers + 1
-    for captured in bench.runner._whole.values():
+    for captured in bench.runner._full.values():
         assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
 
 
@@ -97,13 +98,13 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "steady"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
+    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
 )
 @pytest.mark.parametrize("prefix", [0, 21])
 def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Bench, num_reqs: int, prefix: int, steady: bool
+    bench: Bench, num_reqs: int, prefix: int, fixed_shape: bool
 ) -> None:
-    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, steady=steady)
+    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed_shape=fixed_shape)
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
@@ -136,9 +137,9 @@ def test_a_hook_finds_its_layer_s_kv_complete(bench: Bench) -> None:
     assert found == [[j <= i for j in range(num_layers)] for i in range(num_layers)]
 
 
-@pytest.mark.parametrize("steady", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, steady: bool) -> None:
-    check_padding(bench, layouts(19, 2, 0), 32, steady=steady)
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape: bool) -> None:
+    check_padding(bench, layouts(19, 2, 0), 32, fixed_shape=fixed_shape)
 
 
 def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
@@ -146,25 +147,29 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
     runner, layout = bench.runner, layouts(20, 3, 5)
     wanted = bench.run(bench.eager.launch, layout, 32)[0]
     bench.set_pages(layout)
-    bench.engine.runner.graph = runner
+    bench.use(runner)
 
-    def forward(on_layer: Callable[[int], None] | None = None) -> Tensor:
+    def forward(on_layer: Callable[[int], None] | None = None) -> tuple[Tensor, str]:
+        groups: Any = None if on_layer is None else SimpleNamespace(on_layer=on_layer)
+        step = Step(bench.plan(layout), groups)
         with torch.inference_mode():
-            return bench.engine.runner._forward(bench.plan(layout), on_layer)
+            return bench.engine.runner._forward(step), step.path
 
-    assert torch.allclose(forward()[:20], wanted, atol=1e-4)
-    assert runner.path == "graph"
+    found, path = forward()
+    assert torch.allclose(found[:20], wanted, atol=1e-4)
+    assert path == "graph"
     told: list[int] = []
-    assert torch.equal(forward(told.append)[:20], wanted)
-    assert runner.path == "piecewise"
+    found, path = forward(told.append)
+    assert torch.equal(found[:20], wanted)
+    assert path == "piecewise"
     assert told == list(range(bench.engine.spec.num_layers))
-    runner.buckets[1].pieces = runner.buckets[1].whole = False
-    found = forward()
-    assert runner.path == "eager_dropped"
+    runner.buckets[1].piecewise = runner.buckets[1].full = False
+    found, path = forward()
+    assert path == "eager_dropped"
     assert found.shape[0] == 20
     assert torch.allclose(found, wanted, atol=1e-4)
-    runner.buckets[1].pieces = runner.buckets[1].whole = True
-    bench.engine.runner.graph = bench.eager
+    runner.buckets[1].piecewise = runner.buckets[1].full = True
+    bench.use(bench.eager)
 
 
 def test_texts_are_those_of_eager(bench: Bench) -> None:
@@ -172,40 +177,38 @@ def test_texts_are_those_of_eager(bench: Bench) -> None:
     prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
     clear(bench)
     texts = []
-    for graph in (bench.eager, bench.runner):
-        bench.engine.runner.graph = graph
+    for chunks in (bench.eager, bench.runner):
+        bench.use(chunks)
         texts.append(serve(bench.engine, prompts, wanted)[0])
-    bench.engine.runner.graph = bench.eager
+    bench.use(bench.eager)
     assert texts[0] == texts[1]
     assert all(texts[0])
 
 
-def test_who_gets_pieces_and_who_the_whole(bench: Bench) -> None:
+def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
     runner = bench.runner
-    longest = runner._parts.buffers.max_steady_len
-    assert runner.padded(20, 4, longest, hooked=False) == Padding(32, steady=True)
-    assert runner.padded(20, 4, longest + 1, hooked=False) == Padding(32, steady=False)
-    assert runner.padded(20, 5, 20, hooked=False) == Padding(32, steady=False)
-    assert runner.padded(20, 1, 20, hooked=True) == Padding(32, steady=False)
-    assert runner.padded(MAX_TOKENS + 1, 1, 9999, hooked=False) == Padding()
+    longest = runner._loaded.buffers.max_fixed_len
+    assert runner.padded(20, 4, longest, hooked=False) == PaddedShape(32, fixed=True)
+    assert runner.padded(20, 4, longest + 1, hooked=False) == PaddedShape(32, fixed=False)
+    assert runner.padded(20, 5, 20, hooked=False) == PaddedShape(32, fixed=False)
+    assert runner.padded(20, 1, 20, hooked=True) == PaddedShape(32, fixed=False)
+    assert runner.padded(MAX_TOKENS + 1, 1, 9999, hooked=False) == PaddedShape(refused="too_long")
 
 
 @torch.inference_mode()
 def clear(bench: Bench) -> None:
-    bench.engine.runner.parts.state.page_table.zero_()
+    bench.engine.runner.loaded.state.page_table.zero_()
     for cache in bench.caches():
         cache.zero_()
 
 
 @torch.inference_mode()
 def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
-    runner, table = bench.runner, bench.engine.runner.parts.state.page_table
+    runner, table = bench.runner, bench.engine.runner.loaded.state.page_table
     clear(bench)
-    kept = dict(runner._captured), dict(runner._whole)
-    runner._check(Bucket(16))
-    assert runner.checks.pop().equal
-    assert runner.checks.pop().equal
-    runner._captured, runner._whole = kept
+    kept = dict(runner._piecewise), dict(runner._full)
+    assert [check.equal for check in runner._check(Bucket(16))] == [True, True]
+    runner._piecewise, runner._full = kept
     assert not any(bool(cache.any()) for cache in bench.caches())
     assert not table.any()
 
@@ -216,36 +219,39 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
 ) -> None:
     runner = bench.runner
     launch = runner.launch
-    monkeypatch.setattr(runner, "launch", lambda batch: launch(batch) + 1e-6)
-    with pytest.raises(AssertionError, match="16 tokens differ from eager"):
+    monkeypatch.setattr(
+        runner, "launch", lambda batch: Forward(launch(batch).hidden + 1e-6, "piecewise")
+    )
+    with pytest.raises(AssertionError, match="16 tokens, piecewise differs from eager"):
         runner._check(Bucket(16))
-    assert not runner.checks.pop().equal
 
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Steps of 16 rows are long ones, of up to 4 requests."""
     monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
-    monkeypatch.setattr("worker.step.buffers.MAX_WANTED", 4)
+    monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
-    parts = engine.runner.parts
-    runner = PiecewiseRunner(parts, EagerRunner(parts), RecordedMemory())
+    loaded = engine.runner.loaded
+    runner = PiecewiseChunks(loaded, RecordedMemory())
     runner.capture()
     yield bench_of(engine, runner)
     engine.close()
 
 
-@pytest.mark.parametrize(("num_reqs", "steady"), [(1, False), (3, False), (1, True), (3, True)])
-def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, steady: bool) -> None:
-    check_laws(long, [32, MAX_TOKENS], num_reqs, 21, steady=steady)
-    check_padding(long, layouts(19, num_reqs, 0), 32, steady=steady)
+@pytest.mark.parametrize(
+    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (1, True), (3, True)]
+)
+def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, fixed_shape: bool) -> None:
+    check_laws(long, [32, MAX_TOKENS], num_reqs, 21, fixed_shape=fixed_shape)
+    check_padding(long, layouts(19, num_reqs, 0), 32, fixed_shape=fixed_shape)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_reqs", [1, 2, 4])
 def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_reqs: int) -> None:
-    layout, parts = layouts(27, num_reqs, 21), long.engine.runner.parts
-    whole = long.run(Uncaptured(parts, parts.model.forward).launch, layout, 32)
+    layout, loaded = layouts(27, num_reqs, 21), long.engine.runner.loaded
+    whole = long.run(Uncaptured(loaded, loaded.model.forward, every_row=True).launch, layout, 32)
     few = long.run(long.eager.launch, layout, 32)
     for cache, same in zip(whole[1:], few[1:], strict=True):
         assert torch.equal(cache, same), "KV"
@@ -257,12 +263,12 @@ def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_
 @pytest.mark.parametrize("num_tokens", [27, 32, MAX_TOKENS])  # some as many as a bucket has rows
 def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench, num_tokens: int) -> None:
     layout, runner = layouts(num_tokens, 5, 0), long.runner
-    assert runner.padded(num_tokens, 4, 9999, hooked=True).num_rows >= num_tokens
+    assert runner.padded(num_tokens, 4, 9999, hooked=True).num_tokens >= num_tokens
     wanted = long.run(long.eager.launch, layout, 0)
     assert len(wanted[0]) == num_tokens
-    assert runner.padded(num_tokens, 5, 9999, hooked=True) == Padding()
+    assert runner.padded(num_tokens, 5, 9999, hooked=True) == PaddedShape(refused="many")
     assert torch.equal(long.run(runner.launch, layout, 0)[0], wanted[0])
-    assert runner.path == "eager_many"
+    assert long.path == "eager"
 
 
 @pytest.fixture(scope="module")
@@ -274,8 +280,8 @@ def texts(bench: Bench) -> list[object]:
 
 def test_texts_of_long_steps_are_those_of_short_ones(texts: list[object], long: Bench) -> None:
     assert all(texts)
-    for graph in (long.eager, long.runner):
-        long.engine.runner.graph = graph
+    for chunks in (long.eager, long.runner):
+        long.use(chunks)
         wanted = [sampling_of(i) for i in range(5)]
         assert list(serve(long.engine, problem_ids(5), wanted)[0]) == texts
 
@@ -291,9 +297,9 @@ def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
 
 
 def admitted(num_tokens: int, buckets: list[Bucket]) -> tuple[int, str]:
-    padding, why = admit(num_tokens, buckets)
-    assert not padding.steady
-    return padding.num_rows, why
+    shape = admit(num_tokens, buckets)
+    assert not shape.fixed
+    return shape.num_tokens, shape.refused
 
 
 def test_admission_says_why() -> None:
@@ -303,7 +309,7 @@ def test_admission_says_why() -> None:
     assert admitted(17, unmeasured) == (0, "padding"), "more than twice, and not for free"
     assert admitted(64, unmeasured) == (128, "")
     assert admitted(513, unmeasured) == (0, "too_long")
-    assert admitted(300, [Bucket(16), Bucket(512, pieces=False)]) == (0, "dropped")
+    assert admitted(300, [Bucket(16), Bucket(512, piecewise=False)]) == (0, "dropped")
     assert admitted(20, [Bucket(16), Bucket(48)]) == (48, ""), "few rows cost what one costs"
 
 
@@ -323,12 +329,12 @@ def test_admission_takes_a_bucket_that_is_hardly_slower() -> None:
         assert admitted(128, buckets) == (rows, "" if rows else "padding")
 
 
-def test_whole_and_pieces_are_admitted_each_by_its_own_time() -> None:
-    buckets = [Bucket(64, 10.0, 9.0, 4.0, whole=True), Bucket(128, 20.0, 25.0, 8.0, False, True)]
-    assert admit(64, buckets, watched=False) == (Padding(64, steady=True), "")
-    assert admit(64, buckets, watched=True) == (Padding(64), "")
-    assert admit(100, buckets, watched=False) == (Padding(128, steady=True), "")
-    assert admit(100, buckets, watched=True) == (Padding(), "dropped"), "its pieces lose to eager"
+def test_one_graph_and_pieces_are_admitted_each_by_its_own_time() -> None:
+    buckets = [Bucket(64, 10.0, 9.0, 4.0, full=True), Bucket(128, 20.0, 25.0, 8.0, False, True)]
+    assert admit(64, buckets, full=True) == PaddedShape(64, fixed=True)
+    assert admit(64, buckets) == PaddedShape(64)
+    assert admit(100, buckets, full=True) == PaddedShape(128, fixed=True)
+    assert admit(100, buckets) == PaddedShape(refused="dropped"), "its pieces lose to eager"
 
 
 CPU, CUDA = (Machine(kind, 2, 1 << 30, "host") for kind in ("cpu", "cuda"))
@@ -346,9 +352,8 @@ def test_each_role_gets_the_graphs_it_can_use() -> None:
     assert graphs("decode", CUDA, graph="full") == ("eager", "full")
     assert graphs("decode", CUDA, graph="piecewise") == ("piecewise", "eager")
     assert graphs("decode", CUDA, graph="eager") == ("eager", "eager")
-    for name in ("compiled", "compiled_plain"):
-        assert graphs("decode", CUDA, graph=name) == (name, "eager")
-        assert graphs("decode", CUDA, graph={"prefill": name}) == (name, "full")
+    assert graphs("decode", CUDA, graph="compiled") == ("compiled", "eager")
+    assert graphs("decode", CUDA, graph={"prefill": "compiled"}) == ("compiled", "full")
     assert graphs("decode", CUDA, graph={"prefill": "eager"}) == ("eager", "full")
     with pytest.raises(ValueError, match=r"engine\.graph\.prefill"):
         graphs("decode", CUDA, graph="compile")

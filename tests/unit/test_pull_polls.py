@@ -14,7 +14,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
 from worker.decode import LONGEST_POLL_S, SWEEP_S, YOUNG_S, poll_after_s
 from worker.metrics import WorkerMetrics
-from worker.pull.fetch import PullParts
+from worker.pull.fetch import FetchContext
 from worker.pull.inbound import Inbound
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
@@ -26,7 +26,7 @@ PEER, PAGE_SIZE = "prefill-0/p", 16
 def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     layout = KVLayout((KVRegion("target", 12, 2, 8, 1, PAGE_SIZE, "float32"),), "m")
     book, sent = PageBook(64, PAGE_SIZE), list[Any]()
-    parts = PullParts(
+    parts = FetchContext(
         book, layout, lambda _, message: sent.append(message), LeaseConfig(),
         TransportConfig(name="shm", kind="shm"),
         WorkerMetrics(model="m", role="decode", worker="w"),

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from router.prepare import Preparer
-from router.sse import Prepared
+from router.prepared import Prepared
 from router.text import Text
 from tests.fault.router_doubles import (
     HANG_S,

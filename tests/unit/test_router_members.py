@@ -28,11 +28,13 @@ def test_successor_of_the_same_name_is_another_member(members: Members) -> None:
 
 def test_member_counts_from_its_first_pong_until_it_is_lost(members: Members) -> None:
     assert not members.live("decode")
-    assert members.pong("d/1", None)
+    members.pong("d/1", None)
     assert [known.peer for known in members.open_decode(0.0)] == ["d/1"]
     members.lost("d/1")
     assert not members.open_decode(0.0)
-    assert not members.pong("unknown/1", FREE)
+    members.pong("unknown/1", FREE)
+    assert members.get("unknown/1") is None
+    assert not members.open_decode(0.0)
 
 
 def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -> None:

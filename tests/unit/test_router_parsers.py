@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsers import FirstCallOnly, Hermes, Llama3, Parser, Plain, Said
+from router.parsers import FirstCallOnly, Hermes, Llama3, Parsed, Parser, Plain
 from router.reasoning import Reasoning
 
 NAMES = ("look", "add")
@@ -41,22 +41,22 @@ def first() -> FirstCallOnly:
     return FirstCallOnly(Hermes())
 
 
-def parts(said: Said) -> Parts:
-    return said.content, said.reasoning, [(each.name, each.arguments) for each in said.calls]
+def parts(parsed: Parsed) -> Parts:
+    return parsed.content, parsed.reasoning, [(each.name, each.arguments) for each in parsed.calls]
 
 
-def through(make: Callable[[], Parser], text: str, seed: int | None) -> Said:
+def through(make: Callable[[], Parser], text: str, seed: int | None) -> Parsed:
     """The sum of what a parser says of `text`, cut at random; None cuts nowhere."""
-    parser, said, rng = make(), Said(), random.Random(seed)
+    parser, parsed, rng = make(), Parsed(), random.Random(seed)
     while text:
         size = len(text) if seed is None else rng.randint(1, 4)
-        said += parser.feed(text[:size])
+        parsed += parser.feed(text[:size])
         text = text[size:]
-    said += parser.finish()
-    assert [each.index for each in said.calls] == list(range(len(said.calls)))
-    assert all(each.id.startswith("call_") for each in said.calls)
-    assert len({each.id for each in said.calls}) == len(said.calls)
-    return said
+    parsed += parser.finish()
+    assert [each.index for each in parsed.calls] == list(range(len(parsed.calls)))
+    assert all(each.id.startswith("call_") for each in parsed.calls)
+    assert len({each.id for each in parsed.calls}) == len(parsed.calls)
+    return parsed
 
 
 ARGS = '{"a": "}]<\\"", "b": [{"c": {}}]}'

@@ -18,7 +18,7 @@ from worker.kernels.step.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
 from worker.sampling import sampler
 from worker.sampling.sampler import SamplingRows, logprobs, penalize, sample, unpack
-from worker.step.state import Extras, StepState
+from worker.step.state import PenaltyTables, StepState
 
 VOCAB = 24
 DRAWS = 40_000
@@ -45,13 +45,15 @@ class Case:
     allowed: tuple[int, ...] = ()  # by the grammar; () = there is none
 
     @property
-    def has_extra(self) -> bool:
+    def has_penalties(self) -> bool:
         return bool(self.presence or self.frequency or self.repetition != 1 or self.bias)
 
-    def start(self, extra: int) -> RowStart:
+    def start(self, slot: int) -> RowStart:
         """What tells the device of its history and biases."""
         sampling = Sampling(max_tokens=1, logit_bias=self.bias)
-        return RowStart(1, sampling, 9, 0, extra=extra, prompt=self.prompt, output=self.output)
+        return RowStart(
+            1, sampling, 9, 0, penalty_slot=slot, prompt=self.prompt, output=self.output
+        )
 
 
 PROMPT, OUTPUT = (1, 4, 4, 9, 13, 20), (4, 6, 6, 6, 13, 2)
@@ -112,18 +114,20 @@ def rows_of(cases: list[Case], seed: Tensor, position: Tensor) -> SamplingRows:
         presence_penalty=column("presence", torch.float32),
         frequency_penalty=column("frequency", torch.float32),
         repetition_penalty=column("repetition", torch.float32),
-        extra=torch.tensor([i + 1 if case.has_extra else 0 for i, case in enumerate(cases)]),
+        penalty_slot=torch.tensor(
+            [i + 1 if case.has_penalties else 0 for i, case in enumerate(cases)]
+        ),
     )
 
 
-def extras_of(cases: list[Case], vocab: int = VOCAB) -> Extras:
+def penalties_of(cases: list[Case], vocab: int = VOCAB) -> PenaltyTables:
     """Tables of `rows_of(cases)`; the neutral entry has been written to by others."""
-    extras = Extras(len(cases), vocab, CPU)
-    extras.counts[0] = torch.arange(vocab)
+    penalties = PenaltyTables(len(cases), vocab, CPU)
+    penalties.counts[0] = torch.arange(vocab)
     for index, case in enumerate(cases):
-        if case.has_extra:
-            extras.fill(case.start(index + 1), lambda v, dtype: torch.tensor(v, dtype=dtype))
-    return extras
+        if case.has_penalties:
+            penalties.fill(case.start(index + 1), lambda v, dtype: torch.tensor(v, dtype=dtype))
+    return penalties
 
 
 def mask_of(cases: list[Case], vocab: int = VOCAB) -> Tensor:
@@ -186,9 +190,9 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
             if getattr(rows, each.name).shape[0] == 1
         },
     )
-    extras = extras_of([case]) if case.has_extra else None
+    penalties = penalties_of([case]) if case.has_penalties else None
     mask = mask_of([case]).expand(DRAWS, -1) if case.allowed else None
-    tokens = sample(logits.repeat(DRAWS, 1), rows, tail, extras, mask)
+    tokens = sample(logits.repeat(DRAWS, 1), rows, tail, penalties, mask)
     counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
     expected = exact(logits, case) * DRAWS
     if counts[expected == 0].sum() > 0:
@@ -242,37 +246,37 @@ def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..
     return call
 
 
-def with_tables(change: Callable[[Extras], None]) -> Callable[..., Tensor]:
+def with_tables(change: Callable[[PenaltyTables], None]) -> Callable[..., Tensor]:
     """`penalize` with other tables than those of the rows."""
 
-    def call(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
-        change(extras)
-        return penalize(logits, rows, extras)
+    def call(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+        change(penalties)
+        return penalize(logits, rows, penalties)
 
     return call
 
 
-def bias_last(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
-    bias = extras.bias.clone()
-    extras.bias.zero_()
-    return penalize(logits, rows, extras) + bias[rows.extra]
+def bias_last(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+    bias = penalties.bias.clone()
+    penalties.bias.zero_()
+    return penalize(logits, rows, penalties) + bias[rows.penalty_slot]
 
 
-def divides_all(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
-    seen = extras.in_prompt[rows.extra] | (extras.counts[rows.extra] > 0)
+def divides_all(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+    seen = penalties.in_prompt[rows.penalty_slot] | (penalties.counts[rows.penalty_slot] > 0)
     return torch.where(seen, logits / rows.repetition_penalty[:, None], logits)
 
 
-def counts_prompt(extras: Extras) -> None:
-    extras.counts += extras.in_prompt
+def counts_prompt(penalties: PenaltyTables) -> None:
+    penalties.counts += penalties.in_prompt
 
 
-def counts_once(extras: Extras) -> None:
-    extras.counts.clamp_(max=1)
+def counts_once(penalties: PenaltyTables) -> None:
+    penalties.counts.clamp_(max=1)
 
 
-def forgets_prompt(extras: Extras) -> None:
-    extras.in_prompt.zero_()
+def forgets_prompt(penalties: PenaltyTables) -> None:
+    penalties.in_prompt.zero_()
 
 
 def neighbours(mask: Tensor, vocab_size: int) -> Tensor:
@@ -293,7 +297,7 @@ BROKEN = {
     "top_p too low": ("top_p", "keep_likely", changed("keep_likely", top_p=lambda p: p * 0.9)),
     "min_p off": ("min_p", "keep_likely", changed("keep_likely", min_p=torch.zeros_like)),
     "min_p squared": ("min_p", "keep_likely", changed("keep_likely", min_p=lambda p: p * p)),
-    "stops not masked": ("stops masked", "adjust", lambda logits, rows: logits),
+    "stops not masked": ("stops masked", "ban_early_stops", lambda logits, rows: logits),
     "presence for the prompt too": ("presence", "penalize", with_tables(counts_prompt)),
     "presence off": ("presence", "penalize", changed("penalize", presence_penalty=lambda p: p * 0)),
     "frequency once": ("frequency", "penalize", with_tables(counts_once)),
@@ -301,7 +305,7 @@ BROKEN = {
     "repetition over output alone": ("repetition", "penalize", with_tables(forgets_prompt)),
     "repetition divides negative logits": ("repetition", "penalize", divides_all),
     "bias after repetition": ("bias and repetition", "penalize", bias_last),
-    "bias off": ("bias", "penalize", with_tables(lambda extras: extras.bias.zero_())),
+    "bias off": ("bias", "penalize", with_tables(lambda penalties: penalties.bias.zero_())),
     "everything but the frequency": (
         "everything", "penalize", changed("penalize", frequency_penalty=lambda p: p * 0),
     ),
@@ -325,7 +329,7 @@ def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
 
 def mixed_batch() -> tuple[Tensor, SamplingRows, list[Case]]:
     """Every case many times, the penalised and the masked ones without that."""
-    plain = [case for case in CASES.values() if not case.has_extra and not case.allowed]
+    plain = [case for case in CASES.values() if not case.has_penalties and not case.allowed]
     greedy = [Case(temperature=0.0), Case(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)]
     cases = [*plain, *greedy] * 40
     logits = torch.stack([logits_of(i, 96) for i in range(len(cases))])
@@ -402,46 +406,46 @@ def test_the_position_changes_the_draw_and_a_replay_does_not() -> None:
     assert len(first.unique()) > 5
 
 
-def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Extras, Tensor]:
+def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], PenaltyTables, Tensor]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
     cases = [*CASES.values(), *greedy] * 12
     logits = torch.stack([logits_of(i, 70) for i in range(len(cases))])
     number = torch.arange(len(cases))
     rows = rows_of(cases, number * 31, number * 7 + 3)
-    return logits, rows, cases, extras_of(cases, 70), mask_of(cases, 70)
+    return logits, rows, cases, penalties_of(cases, 70), mask_of(cases, 70)
 
 
 def test_rows_beside_penalised_and_masked_ones_keep_every_bit() -> None:
-    logits, rows, cases, extras, mask = changed_batch()
-    tokens = sample(logits.clone(), rows, "filtered", extras, mask)
-    neutral = [i for i, case in enumerate(cases) if not case.has_extra]
-    bits = penalize(logits, rows, extras)[neutral].view(torch.int32)
+    logits, rows, cases, penalties, mask = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", penalties, mask)
+    neutral = [i for i, case in enumerate(cases) if not case.has_penalties]
+    bits = penalize(logits, rows, penalties)[neutral].view(torch.int32)
     assert torch.equal(bits, logits[neutral].view(torch.int32))
     free = [i for i in neutral if not cases[i].allowed]
     alone = sample(logits[free].clone(), pick(rows, free), "filtered")
     assert torch.equal(tokens[free], alone)
     unmasked = [i for i, case in enumerate(cases) if not case.allowed]
-    without = sample(logits[unmasked].clone(), pick(rows, unmasked), "filtered", extras)
+    without = sample(logits[unmasked].clone(), pick(rows, unmasked), "filtered", penalties)
     assert torch.equal(tokens[unmasked], without)
 
 
 def test_a_penalised_row_does_not_depend_on_its_batch() -> None:
-    logits, rows, cases, extras, mask = changed_batch()
-    tokens = sample(logits.clone(), rows, "filtered", extras, mask)
+    logits, rows, cases, penalties, mask = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", penalties, mask)
     assert not torch.equal(tokens, sample(logits.clone(), rows, "filtered"))
     for i, case in enumerate(cases):
         alone = sample(
             logits[[i]].clone(), pick(rows, [i]), "filtered",
-            extras if case.has_extra else None, mask[[i]] if case.allowed else None,
+            penalties if case.has_penalties else None, mask[[i]] if case.allowed else None,
         )  # fmt: skip
         assert alone.item() == tokens[i], case
 
 
 def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
-    logits, rows, cases, extras, mask = changed_batch()
+    logits, rows, cases, penalties, mask = changed_batch()
     for tail in TAILS[1:]:
-        tokens = sample(logits.clone(), rows, tail, extras, mask)
+        tokens = sample(logits.clone(), rows, tail, penalties, mask)
         for i, case in enumerate(cases):
             if case.temperature == 0:
                 assert tokens[i] == change(logits[i].numpy().astype(np.float64), case).argmax()
@@ -449,7 +453,7 @@ def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
 
 def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
     case, next_case = CASES["everything"], Case(presence=0.5, output=(3,))
-    used, fresh = extras_of([case]), extras_of([next_case])
+    used, fresh = penalties_of([case]), penalties_of([next_case])
     used.fill(next_case.start(1), lambda v, dtype: torch.tensor(v, dtype=dtype))
     for name in ("in_prompt", "counts", "bias"):
         assert torch.equal(getattr(used, name)[1], getattr(fresh, name)[1]), name
@@ -480,9 +484,9 @@ def test_masks_are_unpacked_lowest_bit_first(vocab: int) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
-    logits, rows, _, extras, mask = changed_batch()
+    logits, rows, _, penalties, mask = changed_batch()
     before = logits.clone()
-    token = sample(logits, rows, "filtered", extras, mask)
+    token = sample(logits, rows, "filtered", penalties, mask)
     assert torch.equal(logits, before)
     values, ids = logprobs(logits, token, num_top)
     raw = logits.numpy().astype(np.float64)
@@ -493,12 +497,12 @@ def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
 
 
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
-    state = StepState(4, 2, [7], CPU, num_extras=2, vocab_size=VOCAB)
+    state = StepState(4, 2, [7], CPU, num_penalty_slots=2, vocab_size=VOCAB)
     sampling = Sampling(
         9, 0.5, 0.25, 6, 0.125, 99, stop_ids=(3,), presence_penalty=0.5, frequency_penalty=0.25,
         repetition_penalty=1.5, logit_bias=((8, 2.0),),
     )  # fmt: skip
-    start = RowStart(2, sampling, 30, 12, extra=2, prompt=(5, 6), output=(6, 7, 7))
+    start = RowStart(2, sampling, 30, 12, penalty_slot=2, prompt=(5, 6), output=(6, 7, 7))
     plan = Plan(1, starts=(start,))
     state.apply(plan)
     rows = SamplingRows.gather(state, torch.tensor([2, 0]), torch.tensor([20, 1]))
@@ -514,8 +518,8 @@ def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
     assert rows.presence_penalty.tolist() == [0.5, 0.0]
     assert rows.frequency_penalty.tolist() == [0.25, 0.0]
     assert rows.repetition_penalty.tolist() == [1.5, 1.0]
-    assert rows.extra.tolist() == [2, 0]
-    tables = state.extras
+    assert rows.penalty_slot.tolist() == [2, 0]
+    tables = state.penalties
     assert tables.in_prompt.nonzero().tolist() == [[2, 5], [2, 6]]
     assert tables.counts.nonzero().tolist() == [[2, 6], [2, 7]]
     assert tables.counts[2, [6, 7]].tolist() == [1, 2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import worker_config
-from worker.engine.engine import _trial, build_engine
+from worker.engine.engine import build_engine, capabilities
+from worker.engine.load import try_largest_steps
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -14,11 +15,11 @@ def test_a_trial_touches_nothing_but_the_sink(role: str) -> None:
         role, {"engine": {"device": "cpu", "num_pages": 20, "max_num_reqs": 5, "threads": 1}}
     )
     engine = build_engine(config, name=f"{role}-0", host="127.0.0.1")
-    _trial(engine.config, engine.spec, engine.layout, engine.runner.model)
-    engine.runner.graph.trial()
-    parts = engine.runner.graph._parts
-    assert not parts.state.active.any()
-    assert not parts.state.seq_len.any()
+    runner, wanted = engine.runner, capabilities(engine.config)
+    try_largest_steps(engine.config, engine.spec, engine.layout, wanted, runner.loaded.model)
+    runner.graphs.trial()
+    assert not runner.loaded.state.active.any()
+    assert not runner.loaded.state.ints.seq_len.any()
     for layer in range(engine.spec.num_layers):
         for cache in engine.pool.layer(layer):
             assert not cache[1:].any()

@@ -19,14 +19,14 @@ class StepMeter:
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
 
-    def launched(self, plan: Plan, path: str) -> None:
-        """`plan` was enqueued, as a graph or op by op (`path`)."""
+    def launched(self, plan: Plan) -> None:
+        """`plan` was enqueued."""
         self._launched_at[plan.step] = time.monotonic()
-        self._metrics.steps(_kind(plan), path).inc()
 
-    def settled(self, plan: Plan) -> None:
-        """`plan` was waited for."""
+    def settled(self, plan: Plan, path: str) -> None:
+        """`plan` was waited for; it had been launched as a graph or op by op (`path`)."""
         now = time.monotonic()
+        self._metrics.steps(_kind(plan), path).inc()
         took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
         self._free_at = now
         self._metrics.step_seconds(_kind(plan)).observe(took_s)

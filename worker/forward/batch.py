@@ -12,9 +12,9 @@ from torch import Tensor
 class HostLengths:
     """The lengths of a batch as the host knows them, for attention backends that plan there.
 
-    seq_lens are the device's for every request that is live there. One that has ended on the
-    device, which the host learns a step later, may stand here with more: its page table is the
-    sink's by then, so it may be computed as if it lived, and nobody reads what comes out.
+    seq_lens equal the device's for every request that is active there. A request that has ended on
+    the device stays in the host's batch for one step more, with a length that is too high by one.
+    Its page table is the sink's by then, so computing it does no harm, and nobody reads the result.
     """
 
     query_lens: Sequence[int]  # [num_reqs]; rows of each request
@@ -42,6 +42,6 @@ class Batch:
     max_query_len: int  # host bound of the rows of one request
     max_seq_len_ub: int  # host bound of seq_lens: acceptance is not known here yet
     host: HostLengths | None = None  # None in a step that is captured: lengths differ by replay
-    # [n] i64: the last row of each request, then any rows; hidden states of others are not wanted.
-    # None: those of all rows are.
-    wanted: Tensor | None = None
+    # [n] i64: the row of each request's last token, then padding; the forward returns hidden states
+    # of these rows alone. None: of all rows.
+    last_token_rows: Tensor | None = None

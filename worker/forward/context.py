@@ -12,6 +12,8 @@ from torch import Tensor
 
 from worker.forward.batch import Batch
 
+LayerHook = Callable[[int], None]
+
 
 class LayerAttention(Protocol):
     """The part of an attention backend that a layer calls; worker.attention.base has the rest."""
@@ -55,10 +57,10 @@ class ForwardContext:
     batch: Batch
     attention: LayerAttention
     attn_plan: object
-    # Host code, called once for each layer, in order, when all that writes its KV was enqueued.
-    # Never within a capture: a replay would not call it.
-    on_layer: Callable[[int], None] | None = None
-    breaks: Breaks | None = None  # None: nothing is captured, or all of it in one piece
+    # The layer hook: host code, called with each layer's id, in order, once everything that writes
+    # the layer's KV is enqueued. None within a capture: a replay would not call it.
+    on_layer: LayerHook | None = None
+    breaks: Breaks | None = None  # None: nothing is captured, or all of it as one graph
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
@@ -70,7 +72,7 @@ def forward_context(
     attention: LayerAttention,
     attn_plan: object,
     *,
-    on_layer: Callable[[int], None] | None = None,
+    on_layer: LayerHook | None = None,
     breaks: Breaks | None = None,
 ) -> Iterator[ForwardContext]:
     """Make one pass's context current within the block; the one before returns afterwards."""

@@ -1,1 +1,1 @@
-"""How a forward is launched: eagerly now, replayed from CUDA graphs later."""
+"""How a step's device work is launched: op by op, or replayed from CUDA graphs."""

@@ -1,17 +1,18 @@
-"""The seam between a step and the launch of its device work."""
+"""The seam between a step and the launch of its device work: chunks, and decode steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
-from worker.config import WorkerConfig
+from worker.config import EngineConfig
 from worker.forward.batch import Batch
+from worker.forward.context import LayerHook
 from worker.models.decoder import Decoder
 from worker.plan import Tail
 from worker.sampling.tail import Result
@@ -20,87 +21,87 @@ from worker.step.state import StepState
 
 
 @dataclass(slots=True, frozen=True)
-class Parts:
-    """What a step's device work is made of. Filled by `build_engine`."""
+class Capabilities:
+    """What a worker's loop asks of its engine; each role names its own."""
+
+    decodes: bool  # it launches decode steps and draws tokens
+    hooks_every_chunk: bool = False  # it wants the layer hook in every step of chunks
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedModel:
+    """A model on its device with all that its steps need. Filled by `worker.engine.load`."""
 
     model: Decoder
     attention: Attentions
     pool: KVPool
     state: StepState
     buffers: BatchBuffers
-    config: WorkerConfig  # resolved
+    config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
+    capabilities: Capabilities
 
 
 @dataclass(slots=True, frozen=True)
-class Padding:
+class PaddedShape:
     """The shape in which a batch of chunks is to be built; see `BatchBuffers.chunks`."""
 
-    num_rows: int = 0  # 0: as many as it has tokens
-    steady: bool = False
+    num_tokens: int = 0  # 0: as many as it has
+    fixed: bool = False  # the number of requests is padded as well
+    refused: str = ""  # why no graph serves the batch, for metrics
 
 
 @dataclass(slots=True, frozen=True)
 class BucketCheck:
-    """What the start-up check of one bucket of rows found. Filled by `graph.check`."""
+    """What the start-up check of one bucket found. Filled by `graph.check`."""
 
-    kind: Literal["prefill", "prefill_whole", "decode"]
-    bucket: int  # rows: tokens of chunks, or requests that decode
+    kind: Literal["prefill", "prefill_full", "decode"]
+    bucket: int  # tokens of chunks, or requests that decode
     equal: bool  # to the same step launched op by op: bit for bit, or but for a compiler's rounding
     graph_ms: float  # a forward of chunks, or a greedy step
     eager_ms: float
 
 
-class GraphRunner(Protocol):
-    """Launches the device work of steps.
+class Forward(NamedTuple):
+    """One launched forward of chunks."""
 
-    Runners stand one around the other, see `graph.build`: each hands on what it has no graphs for.
-    """
+    # After the final norm, [num_tokens, hidden] or of `batch.last_token_rows` alone; the next step
+    # may overwrite them.
+    hidden: Tensor
+    path: str  # for metrics: graph, piecewise or eager
 
-    path: str  # of the last step, for metrics: graph, piecewise, eager or eager_<why no graph>
-    checks: list[BucketCheck]  # of the buckets that were captured
 
-    def trial(self) -> None:
-        """Run the largest steps once, over whatever small pool there is, and keep their memory."""
+class Decoded(NamedTuple):
+    """One launched decode step; the next step may overwrite the tensors."""
+
+    hidden: Tensor  # [len(rows), hidden]
+    result: Result | None  # None: the caller draws
+    path: str  # for metrics: graph or eager
+
+
+class ChunkGraphs(Protocol):
+    """Launches forwards over prompt chunks. Built as `cls(loaded, memory)`."""
+
+    def try_largest(self) -> None:
+        """Capture the largest bucket over whatever small pool there is, and keep its memory."""
         ...
 
-    def capture(self) -> None:
-        """Prepare every bucket; called once, before the first launch."""
+    def capture(self) -> Sequence[BucketCheck]:
+        """Prepare and check every bucket; called once, before the first launch."""
         ...
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
-    ) -> Padding:
-        """How a batch of chunks has to be built for `launch`, `hooked` if with on_layer."""
+    ) -> PaddedShape:
+        """How a batch has to be built for `launch`; `hooked`: it will be given a layer hook."""
         ...
 
-    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Enqueue one forward of chunks.
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        """Enqueue one forward.
 
         Args:
             batch: built last by `BatchBuffers.chunks`, as `padded` says.
-            on_layer: called with each layer's id, in order, once its KV is enqueued, whether by a
-                graph or not.
-
-        Returns:
-            Hidden states after the final norm, [num_tokens, hidden], or those of `batch.wanted`
-            alone; the next step may overwrite them.
-        """
-        ...
-
-    def decode(
-        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail
-    ) -> tuple[Tensor, Result | None]:
-        """Enqueue one decode step.
-
-        Args:
-            rows: of the step state, one token each.
-            max_seq_len_ub: host bound of their KV lengths after it.
-            tail: which sampling follows; "none" = the caller draws.
-
-        Returns:
-            Hidden states [len(rows), hidden], and what was drawn; both may be overwritten by the
-            next step, so whatever reads them has to be enqueued before that.
+            on_layer: see ForwardContext; a replay calls it as well.
         """
         ...
 
@@ -109,10 +110,38 @@ class GraphRunner(Protocol):
         ...
 
 
-# Built as cls(parts, inner, memory): the runner around which it stands, and the memory of captures.
-GRAPHS = {
-    "piecewise": "worker.graph.piecewise:PiecewiseRunner",
+class DecodeGraphs(Protocol):
+    """Launches decode steps. Built as `cls(loaded, memory)`."""
+
+    def try_largest(self) -> None:
+        """See ChunkGraphs.try_largest."""
+        ...
+
+    def capture(self) -> Sequence[BucketCheck]:
+        """See ChunkGraphs.capture."""
+        ...
+
+    def launch(self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail) -> Decoded:
+        """Enqueue one decode step.
+
+        Args:
+            rows: of the step state, one token each.
+            max_seq_len_ub: host bound of their KV lengths after it.
+            tail: which sampling follows; "none" = the caller draws.
+        """
+        ...
+
+    def close(self) -> None:
+        """See ChunkGraphs.close."""
+        ...
+
+
+CHUNK_GRAPHS = {
+    "eager": "worker.graph.eager:EagerChunks",
+    "piecewise": "worker.graph.piecewise:PiecewiseChunks",
     "compiled": "worker.graph.compiled:compiled",
-    "compiled_plain": "worker.graph.compiled:compiled_plain",
-    "full": "worker.graph.full:FullRunner",
+}
+DECODE_GRAPHS = {
+    "eager": "worker.graph.eager:EagerDecode",
+    "full": "worker.graph.full:FullDecode",
 }

@@ -1,33 +1,69 @@
-"""The graph runners of one engine, one around the other, as `engine.graph` names them."""
+"""The graphs of one engine, as `engine.graph` names them: of chunks, and of decode steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from worker.errors import Unsupported
-from worker.graph.base import GRAPHS, GraphRunner, Parts
-from worker.graph.eager import EagerRunner
+from worker.graph.base import (
+    CHUNK_GRAPHS,
+    DECODE_GRAPHS,
+    BucketCheck,
+    ChunkGraphs,
+    DecodeGraphs,
+    LoadedModel,
+)
+from worker.graph.eager import EagerChunks, EagerDecode
 from worker.graph.segments import GraphMemory
 from worker.registry import resolve
 
 
-def build_graphs(parts: Parts) -> GraphRunner:
-    """Eager at the core; what replays chunks around it, then what replays decode steps.
+@dataclass(slots=True, frozen=True)
+class Graphs:
+    """What launches the steps of one engine. Filled by `build_graphs`."""
+
+    chunks: ChunkGraphs
+    decode: DecodeGraphs
+    loaded: LoadedModel
+
+    def trial(self) -> None:
+        """Run the largest steps once, over whatever small pool there is, and keep their memory.
+
+        Captures come first, because they empty the allocator's cache.
+        """
+        if self.loaded.capabilities.decodes:
+            self.decode.try_largest()
+        self.chunks.try_largest()
+        if self.loaded.capabilities.decodes:
+            EagerDecode(self.loaded).run_largest()
+        EagerChunks(self.loaded).run_largest()
+
+    def capture(self) -> Sequence[BucketCheck]:
+        """Prepare and check every bucket; called once, before the first launch."""
+        return [*self.chunks.capture(), *self.decode.capture()]
+
+    def close(self) -> None:
+        """Free captured graphs."""
+        self.decode.close()
+        self.chunks.close()
+
+
+def build_graphs(loaded: LoadedModel) -> Graphs:
+    """What `engine.graph` names for each kind of step.
 
     Raises:
-        Unsupported: graphs are asked for on a device that has none, or a runner refuses `parts`.
+        Unsupported: graphs are asked for on a device that has none, or `loaded` cannot be captured.
     """
-    runner: GraphRunner = EagerRunner(parts)
-    wanted = parts.config.engine.graph
-    names = [name for name in (wanted.prefill, wanted.decode) if name != "eager"]
-    if not names:
-        return runner
-    device = parts.state.device
-    if device.type != "cuda":
+    asked, device = loaded.config.graph, loaded.state.device
+    names = [name for name in (asked.prefill, asked.decode) if name != "eager"]
+    if names and device.type != "cuda":
         raise Unsupported(
             f"engine.graph: {', '.join(names)} needs CUDA, and engine.device is {device.type}; "
             "set engine.graph=eager or leave it auto",
             "engine.graph",
         )
-    memory = GraphMemory(device)
-    for name in names:
-        runner = resolve("graph runner", name, GRAPHS)(parts, runner, memory)
-    return runner
+    memory = GraphMemory(device) if names else None
+    chunks = resolve("graphs of chunks", asked.prefill, CHUNK_GRAPHS)(loaded, memory)
+    decode = resolve("graphs of decode steps", asked.decode, DECODE_GRAPHS)(loaded, memory)
+    return Graphs(chunks, decode, loaded)

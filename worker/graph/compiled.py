@@ -22,9 +22,9 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
 
 from worker.errors import Unsupported
-from worker.graph.base import GraphRunner, Parts
+from worker.graph.base import LoadedModel
 from worker.graph.opaque import ATTEND, TWINS
-from worker.graph.piecewise import PiecewiseRunner
+from worker.graph.piecewise import PiecewiseChunks
 from worker.graph.segments import GraphMemory
 from worker.layers.attention import attend
 from worker.models.decoder import Decoder
@@ -36,11 +36,6 @@ PieceCompiler = Callable[[GraphModule, Sequence[Any]], Compiled]
 # How far a row of hidden states may lie from eager's when ops are fused, in parts of its norm; with
 # 36 layers of random weights it was 3e-6, 0.008 and 0.06. Another row is 0.2 and more away.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-
-
-def plain(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
-    """The piece op by op: the kernels that run without a compiler, bit for bit."""
-    return piece
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
@@ -188,29 +183,25 @@ def _name(given: object, hidden: Tensor, positions: Tensor) -> object:
     return "hidden" if given is hidden else "positions" if given is positions else given
 
 
-def compiled(parts: Parts, inner: GraphRunner, memory: GraphMemory) -> PiecewiseRunner:
-    """The GraphRunner that replays chunks as Inductor compiled them; see PiecewiseRunner.
+def compiled(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
+    """The ChunkGraphs that replays chunks as Inductor compiled them; see PiecewiseChunks.
 
     Raises:
         Unsupported: chunks of one token, for which a number of tokens is no symbol.
     """
-    rounding = ROUNDING[parts.model.embedding.weight.dtype]
-    return PiecewiseRunner(parts, inner, memory, _traced(parts, by_inductor), rounding)
+    rounding = ROUNDING[loaded.model.embedding.weight.dtype]
+    return PiecewiseChunks(loaded, memory, traced_forward(loaded, by_inductor), rounding)
 
 
-def compiled_plain(parts: Parts, inner: GraphRunner, memory: GraphMemory) -> PiecewiseRunner:
-    """The same trace with the same kernels as `piecewise`: what splitting alone does.
+def traced_forward(loaded: LoadedModel, compile_piece: PieceCompiler) -> TracedForward:
+    """A traced forward for chunks of any length that the engine takes.
 
     Raises:
         Unsupported: see `compiled`.
     """
-    return PiecewiseRunner(parts, inner, memory, _traced(parts, plain))
-
-
-def _traced(parts: Parts, compile_piece: PieceCompiler) -> TracedForward:
-    if int(parts.config.engine.max_prefill_tokens) < 2:
+    if int(loaded.config.max_prefill_tokens) < 2:
         raise Unsupported(
             "engine.graph.prefill=compiled needs engine.max_prefill_tokens of 2 or more",
             "engine.graph.prefill",
         )
-    return TracedForward(parts.model, compile_piece)
+    return TracedForward(loaded.model, compile_piece)

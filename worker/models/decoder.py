@@ -71,13 +71,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, eps, collective, dtype=dtype, device=device)
         self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
-    def forward(self, hidden: Tensor, positions: Tensor, last_rows: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape.
 
-        last_rows: see DecoderLayer.forward.
+        rows: see DecoderLayer.forward.
         """
         attended = self.attention(self.qkv(hidden), positions).flatten(1)
-        return self.output(attended if last_rows is None else attended.index_select(0, last_rows))
+        return self.output(attended if rows is None else attended.index_select(0, rows))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -151,21 +151,22 @@ class DecoderLayer(nn.Module):
         part: Tensor,
         residual: Tensor | None,
         positions: Tensor,
-        last_rows: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
         part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        last_rows: [n] i64; after attention only these rows are computed and returned; None: all.
+        rows: [n] i64; only the hidden states of these rows are returned; None: of all. The KV of
+        all tokens is stored and attended to either way.
         """
         if residual is None:
             normed, residual = self.input_norm(part), part
         else:
             normed, residual = self.input_norm.reduce_add(part, residual)
-        part = self.attention(normed, positions, last_rows)
-        if last_rows is not None:
-            residual = residual.index_select(0, last_rows)
+        part = self.attention(normed, positions, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         normed, residual = self.post_norm.reduce_add(part, residual)
         return self.feed_forward(normed), residual
 
@@ -239,17 +240,17 @@ class Decoder(nn.Module):
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
         return self.embedding(input_ids)
 
-    def forward(self, hidden: Tensor, positions: Tensor, last_rows: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context().
 
-        hidden: [num_tokens, hidden_size] from `embed`, kept; positions: [num_tokens] i64;
-        last_rows: [n] i64, the rows that the last layer returns, None for all. Returns
-        [num_tokens, hidden_size], or [n, hidden_size].
+        hidden: [num_tokens, hidden_size] from `embed`, not changed; positions: [num_tokens] i64;
+        rows: [n] i64, the rows whose hidden states are returned; None: all.
+        Returns [num_tokens, hidden_size], or [n, hidden_size].
         """
         part, residual = hidden, None
         for layer in self.layers:
-            rows = last_rows if layer is self.layers[-1] else None
-            part, residual = layer(part, residual, positions, rows)
+            kept = rows if layer is self.layers[-1] else None
+            part, residual = layer(part, residual, positions, kept)
         assert residual is not None, "a model has at least one layer"
         normed, _ = self.norm.reduce_add(part, residual)
         return normed

@@ -33,7 +33,7 @@ RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per secon
 
 
 @dataclass(slots=True)
-class PullParts:
+class FetchContext:
     """What all fetches of a worker share. Filled by Inbound."""
 
     book: PageBook
@@ -76,7 +76,7 @@ class Fetch:
     """
 
     def __init__(
-        self, parts: PullParts, req: Req, candidates: list[Candidate], number: int, now: float
+        self, context: FetchContext, req: Req, candidates: list[Candidate], number: int, now: float
     ) -> None:
         assert req.hold is not None
         self.xfer_id = f"{req.req_id}:{req.dispatch}:{number}"  # the same over all attempts
@@ -88,10 +88,10 @@ class Fetch:
         self.attempt = 0
         self.aborted = False
         self.num_landed = len(req.hold.pages)
-        self._parts = parts
+        self._context = context
         self._began_at = now
         self._sent_at = now
-        self._window = PullWindow(parts.lease.decode_window_s)
+        self._window = PullWindow(context.lease.decode_window_s)
         self._computed_at = 0.0  # when this attempt's last page was announced
         self._prefill_s = 0.0
         self._pool_pages = PoolPages(0, 0)  # of this attempt
@@ -113,7 +113,7 @@ class Fetch:
 
     @property
     def _num_wanted(self) -> int:
-        return self._parts.book.num_pages_for(len(self.req.tokens) - 1)
+        return self._context.book.num_pages_for(len(self.req.tokens) - 1)
 
     def uses(self, link: Peer) -> bool:
         """Whether a pull over `link` runs."""
@@ -138,13 +138,13 @@ class Fetch:
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, prefill)
         self.peer, self._sent_at = peer, now
         self._pool_pages = pool_pages
-        self._window = PullWindow(self._parts.lease.decode_window_s)
+        self._window = PullWindow(self._context.lease.decode_window_s)
         self._computed_at = 0.0
         self._seen_groups.clear()
         self._landed_groups.clear()
-        num_matched = self.num_landed * self._parts.book.page_size
+        num_matched = self.num_landed * self._context.book.page_size
         tokens = tuple(self.req.tokens)
-        self._parts.send(peer, Prefill(self.xfer, tokens, num_matched, link_bytes_per_s))
+        self._context.send(peer, Prefill(self.xfer, tokens, num_matched, link_bytes_per_s))
 
     def announced(self, message: KVReady) -> None:
         """Pages may be pulled; also the acknowledgement of our Prefill.
@@ -177,7 +177,7 @@ class Fetch:
         if self.xfer is not None:
             self._start_pulls(link, now)
             answered = self._window.ends_at > 0
-            first = self._sent_at + self._parts.lease.decode_window_s
+            first = self._sent_at + self._context.lease.decode_window_s
             if now > (self._window.ends_at if answered else first):
                 self.fail(Revoked.code, "its lease ended")
         for each in list(self._ranges):
@@ -186,13 +186,13 @@ class Fetch:
     def fail(self, cause: str, why: str) -> None:
         """The attempt is over without success."""
         log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
-        self._parts.metrics.fetch_retries(cause).inc()
+        self._context.metrics.fetch_retries(cause).inc()
         self.drain()
 
     def drain(self) -> None:
         """End the attempt: nothing new is issued, what runs is cancelled and awaited."""
         if self.xfer is not None:
-            self._parts.send(self.peer, Release(self.xfer))
+            self._context.send(self.peer, Release(self.xfer))
         self.xfer = None
         self._announced.clear()
         for each in self._ranges:
@@ -203,7 +203,7 @@ class Fetch:
         assert not self._ranges
         landed = self.landed and self.xfer is not None
         self.drain()
-        num_tokens = self.num_landed * self._parts.book.page_size
+        num_tokens = self.num_landed * self._context.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
         if landed:
             marks = self.req.marks
@@ -211,11 +211,11 @@ class Fetch:
                 marks.announced_at, marks.prefill_s = self._computed_at, self._prefill_s
                 marks.prefilled_by = self.peer
             took_s = time.monotonic() - self._began_at
-            self._parts.metrics.fetch_seconds(self._parts.label).observe(took_s)
+            self._context.metrics.fetch_seconds(self._context.label).observe(took_s)
 
     def _start_pulls(self, link: Peer | None, now: float) -> None:
         """Bind page ids for what was announced and pull into them, in order."""
-        book = self._parts.book
+        book = self._context.book
         while self._announced and link is not None:
             ready = self._announced[0]
             try:
@@ -225,7 +225,7 @@ class Fetch:
             self._announced.popleft()
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
-            runs = plan_runs(self._parts.layout, pairs, self._pool_pages, ready.groups)
+            runs = plan_runs(self._context.layout, pairs, self._pool_pages, ready.groups)
             pull = link.pull(runs)
             self._ranges.append(_Range(pull, link, now, ready))
 
@@ -233,12 +233,12 @@ class Fetch:
         state = each.pull.poll()
         now = time.monotonic()
         if state is PullState.RUNNING:
-            too_old = now - each.began_at > self._parts.transport.pull_timeout_s
+            too_old = now - each.began_at > self._context.transport.pull_timeout_s
             if too_old and self.xfer is not None:
                 self.fail(TransferTimeout.code, "a pull took too long")
             return
         self._ranges.remove(each)
-        self._parts.metrics.pulls(self._parts.label, state.value).inc()
+        self._context.metrics.pulls(self._context.label, state.value).inc()
         if self.xfer is None:
             return  # draining: whatever arrived, nobody trusts it
         if state is PullState.FAILED:
@@ -249,16 +249,16 @@ class Fetch:
             self._count(each, now - each.began_at)
 
     def _count(self, each: _Range, took_s: float) -> None:
-        parts = self._parts
-        parts.metrics.pulled_bytes(parts.label).inc(each.pull.num_bytes)
-        parts.metrics.pull_seconds(parts.label).observe(took_s)
+        context = self._context
+        context.metrics.pulled_bytes(context.label).inc(each.pull.num_bytes)
+        context.metrics.pull_seconds(context.label).observe(took_s)
         rate = each.pull.num_bytes / max(took_s, 1e-6)
-        old = parts.bytes_per_s
-        parts.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
+        old = context.bytes_per_s
+        context.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
         landed = self._landed_groups
         for number in each.ready.numbers:
             landed[number] = landed.get(number, 0) | _bits(each.ready.groups)
-        all_groups = _bits(range(parts.layout.regions[0].num_groups))
+        all_groups = _bits(range(context.layout.regions[0].num_groups))
         while landed.get(self.num_landed, 0) == all_groups:
             self.num_landed += 1
 

@@ -16,7 +16,7 @@ from worker.api import (
     Xfer,
 )
 from worker.errors import PeerLost, Revoked
-from worker.pull.fetch import Fetch, PullParts
+from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.peers import PrefillPeers
 from worker.schedule.req import Req
 from worker.transfer.base import Peer
@@ -34,11 +34,11 @@ class Arrived:
 class Inbound:
     """All fetches of one decode worker."""
 
-    def __init__(self, incarnation: str, parts: PullParts, peers: PrefillPeers) -> None:
+    def __init__(self, incarnation: str, context: FetchContext, peers: PrefillPeers) -> None:
         self._incarnation = incarnation
-        self._parts = parts
+        self._context = context
         self._peers = peers
-        self._send: Callable[[PeerId, AnyMessage], None] = parts.send
+        self._send: Callable[[PeerId, AnyMessage], None] = context.send
         self._fetches: dict[str, Fetch] = {}  # by xfer_id
         self._renew_at = 0.0
         self._renewals: dict[tuple[PeerId, int], tuple[float, tuple[Xfer, ...]]] = {}
@@ -59,7 +59,7 @@ class Inbound:
     @property
     def bytes_per_s(self) -> float:
         """Moving average over pulls; 0 = none yet."""
-        return self._parts.bytes_per_s
+        return self._context.bytes_per_s
 
     def uses(self, link: Peer) -> bool:
         """Whether a pull over `link` runs."""
@@ -68,7 +68,7 @@ class Inbound:
     def start(self, req: Req, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask the first candidate that can be pulled from; False when there is none."""
         self._num_started += 1
-        fetch = Fetch(self._parts, req, list(candidates), self._num_started, now)
+        fetch = Fetch(self._context, req, list(candidates), self._num_started, now)
         if not self._begin(fetch, now):
             return False
         self._fetches[fetch.xfer_id] = fetch
@@ -116,7 +116,7 @@ class Inbound:
     def poll(self, now: float) -> list[Arrived]:
         """Move all pulls on, renew what is due; the fetches that are over."""
         if now >= self._renew_at:
-            self._renew_at = now + self._parts.lease.renew_s
+            self._renew_at = now + self._context.lease.renew_s
             self._renew(now)
         arrived: list[Arrived] = []
         for xfer_id, fetch in list(self._fetches.items()):
@@ -133,7 +133,7 @@ class Inbound:
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
         """The next attempt, at the next candidate that can be pulled from."""
-        while fetch.candidates and fetch.attempt < self._parts.transport.max_attempts:
+        while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
             peer = fetch.candidates.popleft().peer
             if self._peers.link(peer) is not None:
                 pool_pages = self._peers.pool_pages(peer)
@@ -145,7 +145,7 @@ class Inbound:
     def _find(self, xfer: Xfer, kind: str) -> Fetch | None:
         fetch = self._fetches.get(xfer.xfer_id)
         if fetch is None or fetch.xfer != xfer:
-            self._parts.metrics.dropped(kind).inc()
+            self._context.metrics.dropped(kind).inc()
             return None
         return fetch
 
@@ -155,7 +155,7 @@ class Inbound:
         for fetch in self._fetches.values():
             if fetch.xfer is not None:
                 by_peer.setdefault(fetch.peer, []).append(fetch.xfer)
-        oldest = now - self._parts.lease.decode_window_s
+        oldest = now - self._context.lease.decode_window_s
         self._renewals = {k: v for k, v in self._renewals.items() if v[0] > oldest}
         for peer, xfers in by_peer.items():
             self._seq += 1

@@ -140,17 +140,6 @@ class Outbound:
                 groups = range(first_group, num_groups)
                 self._say(self._by_req[req], req.num_announced_pages, pages, groups, last=last)
 
-    def nearly_final(self, chunks: Sequence[tuple[PrefillReq, Chunk]]) -> None:
-        """Say to each peer with a prompt that these chunks end that the rest is about to come."""
-        told = set[PeerId]()
-        for req, chunk in chunks:
-            if req.dropped or chunk.start + len(chunk.tokens) < req.num_target_tokens:
-                continue
-            pinned = self._by_req[req]
-            if pinned.peer not in told:
-                told.add(pinned.peer)
-                self._say(pinned, req.num_announced_pages, (), range(0), last=False)
-
     def grown(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """A step has settled: announce what has become final by it and was not announced yet."""
         for req in reqs:

@@ -27,16 +27,15 @@ class Admission:
         me: PeerId,
         engine: Engine,
         scheduler: DecodeScheduler,
+        grammars: Grammars,
         inbound: Inbound,
         peers: PrefillPeers,
     ) -> None:
         self.draining = False
         self._me = me
-        self.grammars = Grammars(
-            engine.config.model.directory, engine.spec.vocab_size, engine.spec.eos_token_ids
-        )
         self._engine = engine
         self._scheduler = scheduler
+        self._grammars = grammars
         self._inbound = inbound
         self._peers = peers
 
@@ -66,7 +65,7 @@ class Admission:
         )
         if message.sampling.grammar:
             output = message.tokens[message.num_prompt_tokens :]
-            req.matcher = self.grammars.matcher(message.sampling.grammar, output)
+            req.matcher = self._grammars.matcher(message.sampling.grammar, output)
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)

@@ -19,7 +19,7 @@ from worker.kernels.step.draw import DrawParams, draw_triton
 from worker.kernels.step.gather_rows import gather_rows
 from worker.kernels.step.philox import gumbel_ref
 from worker.plan import Tail
-from worker.step.state import Extras, StepState
+from worker.step.state import FloatColumns, PenaltyTables, StepState
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,33 +29,31 @@ class SamplingRows(DrawParams):
     presence_penalty: Tensor  # [n] f32
     frequency_penalty: Tensor  # [n] f32
     repetition_penalty: Tensor  # [n] f32
-    extra: Tensor  # [n] i64; place in the tables of StepState.extras, 0 = neutral
+    penalty_slot: Tensor  # [n] i64; index into StepState.penalties, 0 = neutral
 
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
         """The parameters of `rows` [n] i64, to draw at `position` [n] i64."""
-        ints, floats, stop_ids = gather_rows(
-            (state.seed, state.top_k, state.min_len, state.extra),
-            (
-                state.temperature, state.top_p, state.min_p,
-                state.presence_penalty, state.frequency_penalty, state.repetition_penalty,
-            ),
-            state.stop_ids,
-            rows,
-        )  # fmt: skip
-        seed, top_k, min_len, extra = ints
-        temperature, top_p, min_p, presence, frequency, repetition = floats
+        columns = state.ints
+        ints = columns.seed, columns.top_k, columns.min_len, columns.penalty_slot
+        ints, floats, stop_ids = gather_rows(ints, state.floats, state.stop_ids, rows)
+        seed, top_k, min_len, penalty_slot = ints
         return cls(
-            position, seed, temperature, top_k, top_p, min_p, min_len, stop_ids,
-            presence, frequency, repetition, extra,
-        )  # fmt: skip
+            position=position,
+            seed=seed,
+            top_k=top_k,
+            min_len=min_len,
+            penalty_slot=penalty_slot,
+            stop_ids=stop_ids,
+            **FloatColumns(*floats)._asdict(),
+        )
 
 
 def sample(
     logits: Tensor,
     rows: SamplingRows,
     tail: Tail,
-    extras: Extras | None = None,
+    penalties: PenaltyTables | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Draw one token a row.
@@ -63,7 +61,7 @@ def sample(
     Args:
         logits: [n, vocab], of the model's dtype; not written.
         rows: parameters of the n rows.
-        extras: penalty counts and biases; None when no row has any.
+        penalties: tables of penalties and logit bias; None when no row has a penalty slot.
         mask: [n, ceil(vocab / 32)] i32, bit v % 32 of word v // 32 set iff the grammar allows token
             v; None when no row has a grammar.
         tail: "greedy" when all rows are greedy, "random" when no row filters, else "filtered".
@@ -71,25 +69,26 @@ def sample(
     Returns:
         [n] i64. A row's token is the same under every tail that serves it.
     """
-    if extras is not None:
-        logits = penalize(logits.float(), rows, extras)
+    if penalties is not None:
+        logits = penalize(logits.float(), rows, penalties)
     if mask is not None:
         logits = logits.float()
-        logits = follow(mask, adjust(logits, rows), logits)
-    stops = mask is None  # follow() has seen to them
+        logits = apply_mask(mask, ban_early_stops(logits, rows), logits)
+    stops = mask is None  # with a mask, stop ids were banned above
     if logits.is_cuda and tail != "none":
         return draw_triton(logits, rows, filtered=tail == "filtered", stops=stops)
     return draw_ref(logits, rows, tail, stops=stops)
 
 
 def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = True) -> Tensor:
-    """The twin of draw_triton, and what that has to draw. `stops`: forbid stop ids below min_len.
+    """The twin of draw_triton, which defines its result.
 
-    logits: [n, vocab]; rows and tail: see `sample`. Returns [n] i64.
+    logits: [n, vocab]; rows and tail: see `sample`; stops: ban stop ids below min_len.
+    Returns [n] i64.
     """
     logits = logits.float()
     if stops:
-        logits = adjust(logits, rows)
+        logits = ban_early_stops(logits, rows)
     if tail == "greedy":
         return logits.argmax(-1)
     greedy = rows.temperature == 0
@@ -100,8 +99,8 @@ def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = Tr
     return torch.where(greedy[:, None], logits, perturbed).argmax(-1)
 
 
-def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Changes of the logits that precede temperature: no stop token below min_len."""
+def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """-inf for the stop tokens of rows that draw below their min_len."""
     too_early = (rows.position < rows.min_len)[:, None] & (rows.stop_ids >= 0)
     vocab_size = logits.shape[1]
     banned = torch.zeros(
@@ -110,28 +109,29 @@ def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
     return logits.masked_fill(banned[:, :vocab_size], float("-inf"))
 
 
-def penalize(logits: Tensor, rows: SamplingRows, extras: Extras) -> Tensor:
+def penalize(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
     """Bias, then repetition, frequency and presence penalty; neutral rows pass bit for bit.
 
     Repetition: Keskar et al., "CTRL", 2019 (divide positive logits, multiply negative ones), over
     prompt and output; frequency and presence: OpenAI's definition, over the output.
     """
-    counts = extras.counts[rows.extra]
-    logits = logits + extras.bias[rows.extra]
-    repeated = extras.in_prompt[rows.extra] | (counts > 0)
+    slot = rows.penalty_slot
+    counts = penalties.counts[slot]
+    logits = logits + penalties.bias[slot]
+    repeated = penalties.in_prompt[slot] | (counts > 0)
     factor = torch.where(repeated, rows.repetition_penalty[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     logits = logits - rows.frequency_penalty[:, None] * counts
     return logits - rows.presence_penalty[:, None] * (counts > 0)
 
 
-def follow(mask: Tensor, adjusted: Tensor, logits: Tensor) -> Tensor:
-    """`adjusted` with -inf for what the grammar forbids.
+def apply_mask(mask: Tensor, banned: Tensor, logits: Tensor) -> Tensor:
+    """`banned`, which is `logits` without early stops, with -inf for what the grammar forbids.
 
-    Where it leaves nothing but stop tokens it goes before min_len: these come from `logits`.
+    A grammar that allows stop tokens alone wins over min_len: such rows come from `logits`.
     """
     forbidden = ~unpack(mask, logits.shape[1])
-    left = adjusted.masked_fill(forbidden, float("-inf"))
+    left = banned.masked_fill(forbidden, float("-inf"))
     stuck = left.amax(-1, keepdim=True) == float("-inf")
     return torch.where(stuck, logits.masked_fill(forbidden, float("-inf")), left)
 

@@ -56,7 +56,7 @@ def draw(
     hidden: Tensor,
     tail: Tail,
     *,
-    adjust: bool = False,
+    penalized: bool = False,
     num_logprobs: int = -1,
     mask: Tensor | None = None,
 ) -> Result:
@@ -68,20 +68,21 @@ def draw(
         sampled: whom it is for.
         hidden: [n, hidden] after the final norm.
         tail: which kernels are needed, see `sampler.sample`.
-        adjust: some row has penalties or biases.
+        penalized: some row has a penalty slot.
         num_logprobs: likeliest alternatives to report; -1 = no logprobs.
         mask: what grammars allow, [n, words] i32, on the device.
     """
     rows, position = sampled.rows, sampled.position
     params = SamplingRows.gather(state, rows, position)
     logits = model.logits(hidden)
-    extras = state.extras if adjust else None
-    token = sample(logits, params, tail, extras, mask)
+    penalties = state.penalties if penalized else None
+    token = sample(logits, params, tail, penalties, mask)
     drawn = leave_rows(
         rows, position, sampled.valid, token, params.stop_ids, params.min_len, state.columns
     )
-    if extras is not None:
-        extras.counts[params.extra, token] += 1  # a place belongs to one row; 0 to nobody
+    if penalties is not None:
+        # No two rows share a slot but 0, whose counts nobody reads.
+        penalties.counts[params.penalty_slot, token] += 1
     result = Result(drawn)
     if num_logprobs >= 0:
         result.values, result.ids = logprobs(logits, token, num_logprobs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +24,9 @@ from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan, RowStart, Tail
 from worker.schedule.req import Phase, Req
 from worker.schedule.rows import RowTable
+
+if TYPE_CHECKING:
+    from worker.sampling.grammar import Matcher
 
 
 class DecodeScheduler:
@@ -52,7 +56,7 @@ class DecodeScheduler:
         self._arrivals = 0
         self._was_chunk = False
         self._now = 0.0
-        self.launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
+        self._launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
         self._leaving: set[Req] = set()  # victims with a step in flight
 
     @property
@@ -107,7 +111,7 @@ class DecodeScheduler:
             if not self._rows.num_free:
                 break
             if not self._rows.can_take(req.sampling):
-                continue  # waits for a place for its penalties; others may go first
+                continue  # waits for a penalty slot; others may go first
             self.ready.remove(req)
             self._take_row(req, active=True)
             self._rows.tell_pages(req)
@@ -118,6 +122,11 @@ class DecodeScheduler:
             plan = self._plan_chunks()
         return plan or self._plan_decode()
 
+    def matchers(self, step: int) -> list[Matcher | None]:
+        """Of the rows that step `step`, which has not settled, draws for; None: no grammar."""
+        sampled, _ = self._launched[step]
+        return [req.matcher for req in sampled]
+
     def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
         """Step `step` has finished: append its tokens. (request, drawn, reason) of live ones.
 
@@ -125,7 +134,7 @@ class DecodeScheduler:
         """
         self.book.settled(step)
         news: list[tuple[Req, Drawn, FinishReason | None]] = []
-        sampled, from_chunk = self.launched.pop(step)
+        sampled, from_chunk = self._launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             if req.phase is Phase.FINISHED:
@@ -225,7 +234,7 @@ class DecodeScheduler:
         self._step += 1
         for req in sampled:
             req.num_in_flight += 1
-        self.launched[self._step] = sampled, bool(chunks)
+        self._launched[self._step] = sampled, bool(chunks)
         self.book.launched(self._step)
         tail: Tail = "none"
         if sampled:
@@ -240,7 +249,7 @@ class DecodeScheduler:
             decode,
             tail,
             max_seq_len_ub,
-            adjust=any(req.sampling.changes_logits for req in sampled),
+            penalized=any(req.sampling.changes_logits for req in sampled),
             num_logprobs=max((req.sampling.logprobs for req in sampled), default=-1),
             masked=any(req.matcher is not None for req in sampled),
         )
@@ -280,8 +289,8 @@ class DecodeScheduler:
         if req.sampling.changes_logits:
             num = req.num_prompt_tokens
             prompt, output = tuple(req.tokens[:num]), tuple(req.tokens[num:])
-            extra = self._rows.take_extra(req.row)
-            start = msgspec.structs.replace(start, extra=extra, prompt=prompt, output=output)
+            slot = self._rows.take_penalty_slot(req.row)
+            start = msgspec.structs.replace(start, penalty_slot=slot, prompt=prompt, output=output)
         self._rows.start(start)
 
     def _leave(self, req: Req) -> None:

@@ -18,10 +18,10 @@ class RowTable:
     applied before starts, and both are ordered on the device's stream behind steps in flight.
     """
 
-    def __init__(self, num_rows: int, num_extras: int = 0) -> None:
+    def __init__(self, num_rows: int, num_penalty_slots: int = 0) -> None:
         self._free = list(range(1, num_rows + 1))
-        self._free_extras = list(range(num_extras, 0, -1))
-        self._extra_of: dict[int, int] = {}  # row -> place
+        self._free_slots = list(range(num_penalty_slots, 0, -1))
+        self._slot_of: dict[int, int] = {}  # row -> penalty slot
         self._releases: list[int] = []
         self._starts: list[RowStart] = []
         self._pages: list[RowPages] = []
@@ -32,17 +32,17 @@ class RowTable:
         return len(self._free)
 
     def can_take(self, sampling: Sampling) -> bool:
-        """Whether a row, and if need be a place for penalties and biases, is free."""
-        return bool(self._free) and (not sampling.changes_logits or bool(self._free_extras))
+        """Whether a row is free, and a penalty slot if the request needs one."""
+        return bool(self._free) and (not sampling.changes_logits or bool(self._free_slots))
 
     def take(self) -> int:
         """The lowest free row."""
         return heapq.heappop(self._free)
 
-    def take_extra(self, row: int) -> int:
-        """A place for the row's penalties and biases, until the row is released."""
-        self._extra_of[row] = extra = self._free_extras.pop()
-        return extra
+    def take_penalty_slot(self, row: int) -> int:
+        """A penalty slot, which is the row's until the row is released."""
+        self._slot_of[row] = slot = self._free_slots.pop()
+        return slot
 
     def start(self, start: RowStart) -> None:
         """Say in the next plan how the row begins."""
@@ -61,8 +61,8 @@ class RowTable:
         self._starts = [start for start in self._starts if start.row != row]
         self._pages = [pages for pages in self._pages if pages.row != row]
         self._releases.append(row)
-        if row in self._extra_of:
-            self._free_extras.append(self._extra_of.pop(row))
+        if row in self._slot_of:
+            self._free_slots.append(self._slot_of.pop(row))
         heapq.heappush(self._free, row)
 
     def drain(self) -> tuple[tuple[int, ...], tuple[RowStart, ...], tuple[RowPages, ...]]:

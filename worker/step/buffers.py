@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,22 +12,36 @@ from worker.forward.batch import Batch, HostLengths
 from worker.kernels.attention.paged_attention import SHORT_KEYS
 from worker.kernels.gemm.product import MAX_STREAMED_ROWS
 from worker.kernels.launch import power_of_two
-from worker.kernels.step.chunk_rows import NUM_LINES, SentChunks, chunk_rows
+from worker.kernels.step.chunk_rows import (
+    NUM_LINES,
+    NewPages,
+    SentChunks,
+    chunk_rows,
+    line_width,
+    pack,
+)
 from worker.kernels.step.step_rows import read_rows
 from worker.plan import LONG_ROWS, Plan
 from worker.step.sampled import SampledRows
 from worker.step.staging import Staging
 from worker.step.state import StepState
 
-NUM_SLOTS = 4  # requests of a steady batch; more of them divide attention's work less well
-MAX_STEADY_LEN = SHORT_KEYS  # tokens of each; attention to more is better cut for what there is
-MAX_WANTED = MAX_STREAMED_ROWS  # requests of a long step of whose last rows alone is all computed
-New = tuple[int, int, int]  # of a request's pages: first, last and word of `SentChunks`
-NOTHING_NEW: New = (0, 0, 0)
+# A batch of fixed shape has room for so many requests: with more of them attention's work is less
+# evenly divided, and longer ones are better cut by the lengths that there really are.
+FIXED_REQS = 4
+MAX_FIXED_LEN = SHORT_KEYS  # tokens of each
+# Requests of a long step whose last-token rows fit `Batch.last_token_rows`.
+MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 
 
 class BatchBuffers:
-    """Builds batches for one runner from its step state."""
+    """Builds batches for one runner from its step state.
+
+    Args:
+        state: of all rows.
+        page_size: tokens a page.
+        max_chunk_tokens: of one step.
+    """
 
     def __init__(self, state: StepState, page_size: int, max_chunk_tokens: int) -> None:
         self._state = state
@@ -37,48 +50,50 @@ class BatchBuffers:
         # Token ids, positions and slots of the batch of chunks under way: graphs read them here.
         self._chunk = torch.zeros(3, capacity, dtype=torch.int64, device=state.device)
         num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
-        # What the host says of it: graphs read the lines about its requests there, if they are few.
+        # What the host uploads for it; graphs of fixed shape read query_start and seq_lens there.
         self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
-        words = NUM_LINES * _width(num_rows) + max_chunk_tokens + self._page_words
-        self._staging = Staging(words, state.device)
-        self.num_slots = min(NUM_SLOTS, num_rows)
-        num_pages = min(-(-MAX_STEADY_LEN // page_size), max_pages)
-        self.max_steady_len = min(MAX_STEADY_LEN, num_pages * page_size)
-        self._tables = torch.zeros_like(state.page_table[: self.num_slots, :num_pages])
-        self._steady_batches: dict[int, Batch] = {}  # by rows; all over the same buffers
-        self._wanted = torch.zeros(MAX_WANTED, dtype=torch.int64, device=state.device)
+        num_words = NUM_LINES * line_width(num_rows) + max_chunk_tokens + self._page_words
+        self._staging = Staging(num_words, state.device)
+        self.fixed_reqs = min(FIXED_REQS, num_rows)
+        num_pages = min(-(-MAX_FIXED_LEN // page_size), max_pages)
+        self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
+        self._tables = torch.zeros_like(state.page_table[: self.fixed_reqs, :num_pages])
+        self._fixed_batches: dict[int, Batch] = {}  # by padded tokens; all over the same buffers
+        self._last_token_rows = torch.zeros(
+            MAX_LAST_TOKEN_ROWS, dtype=torch.int64, device=state.device
+        )
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
-    def chunks(self, plan: Plan, num_rows: int = 0, *, steady: bool = False) -> Batch:
-        """The batch of a plan of chunks, whose pages go into the state's page table on the way.
+    def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
+        """The batch of a plan of chunks; also writes the plan's pages to the state's page table.
 
-        It lies in buffers that stay: the batch built last is the only one that holds.
+        It lies in buffers that are used again: the next call overwrites the batch.
 
         Args:
             plan: has chunks, no more than the state has rows.
-            num_rows: pad it to so many rows, and let host bounds be coarse; 0: neither.
-            steady: pad the requests too, to `num_slots` of up to `max_steady_len` tokens; the host
-                bounds are then the highest that there are, and `host` is None. With `num_rows`
-                only.
+            padded_tokens: pad the batch to so many, and let host bounds be coarse; 0: neither.
+            fixed_shape: with `padded_tokens` only. Pad the requests as well, to `fixed_reqs` of up
+                to `max_fixed_len` tokens, so that nothing of the batch's shape depends on them:
+                host bounds are the highest that there are, and `host` is None.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
-        ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
-        sent = self._upload(plan, counts, ends, self.num_slots if steady else num_reqs)
-        if num_rows:  # so that few kernels serve all lengths: they are compiled for a tile's rows
-            longest = min(num_rows, power_of_two(longest))
-        num_rows = max(num_rows, sent.num_tokens)
-        if steady:
-            chunk_rows(sent, table, self._page_size, self._chunk, num_rows, self._tables)
-            return self._steady(num_rows, sent.width)
+        sent = self._upload(plan, self.fixed_reqs if fixed_shape else num_reqs)
+        num_tokens = max(padded_tokens, sent.num_tokens)
+        if fixed_shape:
+            chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
+            return self._fixed_batch(num_tokens, sent.width)
+        if padded_tokens:  # few bounds, so that few kernels are compiled for all lengths
+            longest = min(padded_tokens, power_of_two(longest))
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
         tables = table.new_empty(num_reqs, num_pages)
-        chunk_rows(sent, table, self._page_size, self._chunk, num_rows, tables)
+        chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, tables)
         lengths = self._lengths(num_reqs, sent.width)
+        ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
         return self._of_chunk(
-            num_rows,
+            num_tokens,
             **lengths,
-            wanted=self._want(num_rows, lengths["query_start"]),
+            last_token_rows=self._last_tokens(num_tokens, lengths["query_start"]),
             page_table=tables,
             num_reqs=num_reqs,
             max_query_len=longest,
@@ -86,33 +101,33 @@ class BatchBuffers:
             host=HostLengths(counts, ends),
         )
 
-    def max_reqs(self, num_rows: int) -> int:
-        """Requests of a batch of so many rows whose hidden states fit what graphs compute."""
-        return MAX_WANTED if num_rows >= LONG_ROWS else num_rows
+    def max_reqs(self, padded_tokens: int) -> int:
+        """Requests of a batch of so many tokens for which graphs compute hidden states."""
+        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_ROWS else padded_tokens
 
-    def _want(self, num_rows: int, query_start: Tensor) -> Tensor | None:
-        """`Batch.wanted` of a batch of `num_rows`, of so many rows at any number of requests."""
+    def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
+        """`Batch.last_token_rows`, of the same length for any number of requests."""
         num_reqs = len(query_start) - 1
-        if num_rows < LONG_ROWS or num_reqs > MAX_WANTED:
+        if num_tokens < LONG_ROWS or num_reqs > MAX_LAST_TOKEN_ROWS:
             return None
-        self._wanted.zero_()
-        torch.sub(query_start[1:], 1, out=self._wanted[:num_reqs])
-        return self._wanted
+        self._last_token_rows.zero_()
+        torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
+        return self._last_token_rows
 
-    def _steady(self, num_rows: int, width: int) -> Batch:
-        lengths = self._lengths(self.num_slots, width)
-        wanted = self._want(num_rows, lengths["query_start"])
-        if num_rows not in self._steady_batches:
-            self._steady_batches[num_rows] = self._of_chunk(
-                num_rows,
+    def _fixed_batch(self, num_tokens: int, width: int) -> Batch:
+        lengths = self._lengths(self.fixed_reqs, width)
+        last_token_rows = self._last_tokens(num_tokens, lengths["query_start"])
+        if num_tokens not in self._fixed_batches:
+            self._fixed_batches[num_tokens] = self._of_chunk(
+                num_tokens,
                 **lengths,
-                wanted=wanted,
+                last_token_rows=last_token_rows,
                 page_table=self._tables,
-                num_reqs=self.num_slots,
-                max_query_len=num_rows,
-                max_seq_len_ub=self.max_steady_len,
+                num_reqs=self.fixed_reqs,
+                max_query_len=num_tokens,
+                max_seq_len_ub=self.max_fixed_len,
             )
-        return self._steady_batches[num_rows]
+        return self._fixed_batches[num_tokens]
 
     def blank_chunk(self, num_tokens: int) -> Batch:
         """A prompt of `num_tokens` that writes to the sink alone, for trials and captures."""
@@ -122,7 +137,7 @@ class BatchBuffers:
         return self._of_chunk(
             num_tokens,
             query_start=query_start,
-            wanted=self._want(num_tokens, query_start),
+            last_token_rows=self._last_tokens(num_tokens, query_start),
             seq_lens=self._state.upload([num_tokens], torch.int32),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
             num_reqs=1,
@@ -138,63 +153,47 @@ class BatchBuffers:
         )
 
     def _lengths(self, num_reqs: int, width: int) -> dict[str, Tensor]:
-        """Where the device finds them after an upload of lines of that width."""
+        """Where an upload of lines of that width puts them on the device; see `SentChunks`."""
         words = self._staging.words
         return {
             "query_start": words[width : width + num_reqs + 1],
             "seq_lens": words[2 * width : 2 * width + num_reqs],
         }
 
-    def _upload(self, plan: Plan, counts: list[int], ends: list[int], num_lines: int) -> SentChunks:
-        """All that a plan of chunks brings, in one copy: the device waits for it.
+    def _upload(self, plan: Plan, num_lines: int) -> SentChunks:
+        """All that a plan of chunks brings, in one copy, for `num_lines` requests or fewer."""
+        new = self._new_pages(plan)
+        values, sent = pack(self._staging.words, plan.chunks, new, num_lines)
+        self._staging.upload(values)
+        return sent
 
-        `num_lines` is the number of requests, or more. Every line begins at a multiple of 16
-        bytes: kernels are compiled anew for a pointer that does not.
-        """
-        num_reqs, width = len(counts), _width(num_lines)
-        assert num_reqs <= num_lines
-        starts = [0, *itertools.accumulate(counts)]
-        num_tokens, padding = starts[-1], [0] * (width - num_reqs)
-        new, pages = self._new_pages(plan, NUM_LINES * width + num_tokens)
-        values = [chunk.row for chunk in plan.chunks] + padding
-        values += starts + [num_tokens] * (width - len(starts))
-        values += ends + padding
-        for line in zip(*new, strict=True):
-            values += line
-            values += padding
-        for chunk in plan.chunks:
-            values += chunk.tokens
-        self._staging.upload(values + pages)
-        last_page = max(last for _, last, _ in new)
-        return SentChunks(self._staging.words, width, num_reqs, num_tokens, last_page)
+    def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
+        """By row, the new pages that go with the upload.
 
-    def _new_pages(self, plan: Plan, begin: int) -> tuple[list[New], list[int]]:
-        """What is new for each chunk's row, and the pages themselves, whose first word is `begin`.
-
-        Those of rows without a chunk are applied by themselves (a decode worker starts streams
-        with the plan that computes a prompt), and so are those for which there is no room.
+        Others are applied by themselves: pages of rows without a chunk (a decode worker starts
+        streams in the step that computes a prompt), and those for which the upload has no room.
         """
         if not plan.pages:
-            return [NOTHING_NEW] * len(plan.chunks), []
-        new = {chunk.row: NOTHING_NEW for chunk in plan.chunks}
-        others, pages, width = [], list[int](), self._state.page_table.shape[1]
+            return {}
+        new, others, num_pages = dict[int, NewPages](), [], 0
+        rows, width = {chunk.row for chunk in plan.chunks}, self._state.page_table.shape[1]
         for each in plan.pages:
-            num, last = len(pages) + len(each.pages), each.first + len(each.pages)
-            if new.get(each.row) is NOTHING_NEW and num <= self._page_words:
-                assert last <= width
-                new[each.row] = each.first, last, begin + len(pages)
-                pages += each.pages
+            fits = num_pages + len(each.pages) <= self._page_words
+            if each.row in rows and each.row not in new and fits:
+                assert each.first + len(each.pages) <= width
+                new[each.row] = NewPages(each.first, each.pages)
+                num_pages += len(each.pages)
             else:
                 others.append(each)
         self._state.apply_pages(others)
-        return [new[chunk.row] for chunk in plan.chunks], pages
+        return new
 
     def decode(
         self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None
     ) -> tuple[Batch, SampledRows]:
         """One token for each of `rows` [n] i64; device work only, on shapes the host knows.
 
-        Those that are inactive by now are padding, and so is row 0. `host` goes into the batch.
+        Rows that are inactive by now are padding, and so is row 0. `host` goes into the batch.
         """
         num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages)
@@ -216,8 +215,3 @@ class BatchBuffers:
     def decode_lengths(self, rows: Sequence[int]) -> HostLengths:
         """Of a decode batch of `rows`, whose plan has been applied to the state."""
         return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])
-
-
-def _width(num_reqs: int) -> int:
-    """i32 words of a line about requests: one more than they are, in whole 16 bytes."""
-    return -(-(num_reqs + 1) // 4) * 4

@@ -21,4 +21,4 @@ class SampledRows:
 def decoding_rows(state: StepState, rows: Tensor) -> SampledRows:
     """Those of a decode step over `rows` [n] i64; inactive ones draw for nobody."""
     live = rows * state.active[rows]
-    return SampledRows(live, state.seq_len[live] + 1, state.active[live])
+    return SampledRows(live, state.ints.seq_len[live] + 1, state.active[live])

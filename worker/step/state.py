@@ -1,14 +1,15 @@
 """Device-resident step state: what the device knows of each row without asking the host.
 
-Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages (those of chunks
-come with their batch, see `BatchBuffers.chunks`), and by the sampling tail of each step. Row 0 is
-the sink: inactive and padded rows alias it, so whatever they write is harmless.
+Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages (pages of rows
+with chunks come with their batch, see `BatchBuffers.chunks`), and by each step's sampling tail.
+Row 0 is the sink: inactive and padded rows alias it, so whatever they write is harmless.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +22,66 @@ from worker.plan import Plan, RowPages, RowStart
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
 
+T = TypeVar("T")
+
+
+class IntColumns(NamedTuple, Generic[T]):
+    """The i64 columns: tensors of [num_rows + 1] in the state, values of one row that starts."""
+
+    seq_len: T  # tokens whose KV is in the pages
+    last_token: T  # token at position seq_len, the next decode input
+    max_len: T  # tokens of prompt + output at which the row finishes
+    min_len: T  # no stop token is drawn at a position below this
+    seed: T
+    top_k: T  # 0 = off
+    penalty_slot: T  # index into `StepState.penalties`; 0 = the neutral one
+
+
+class FloatColumns(NamedTuple, Generic[T]):
+    """The f32 columns, likewise."""
+
+    temperature: T  # 0 = greedy
+    top_p: T
+    min_p: T
+    presence_penalty: T
+    frequency_penalty: T
+    repetition_penalty: T
+
+
+def values_of(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
+    """What a row begins with."""
+    sampling = start.sampling or NO_SAMPLING
+    ints = IntColumns(
+        seq_len=start.seq_len,
+        last_token=start.last_token,
+        max_len=start.max_len,
+        min_len=start.min_len,
+        seed=sampling.seed,
+        top_k=sampling.top_k,
+        penalty_slot=start.penalty_slot,
+    )
+    floats = FloatColumns(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+    return ints, floats
+
 
 class StepState:
-    """Tensors by row, [num_rows + 1, ...]; column meanings beside each."""
+    """Tensors by row, [num_rows + 1, ...].
+
+    Args:
+        num_rows: requests at a time, the sink not counted.
+        max_pages: of one row.
+        eos_ids: end a row that does not ignore them.
+        device: of all tensors.
+        num_penalty_slots: rows at a time that may have penalties or a logit bias.
+        vocab_size: width of the penalty tables.
+    """
 
     def __init__(
         self,
@@ -32,46 +90,47 @@ class StepState:
         eos_ids: Sequence[int],
         device: torch.device,
         *,
-        num_extras: int,
+        num_penalty_slots: int,
         vocab_size: int,
     ) -> None:
         n = num_rows + 1
         self.device = device
         self._pin = device.type == "cuda"  # memory of the host that copies are made from
         self._eos_ids = tuple(eos_ids)
-
-        def columns(num: int, dtype: torch.dtype) -> Tensor:
-            padded = -(-n // ALIGNMENT) * ALIGNMENT  # so that all begin alike for the kernels
-            return torch.zeros(num, padded, dtype=dtype, device=device)
-
-        # What a row starts with, a line for each column: one copy moves them all.
-        self._ints, self._floats = columns(7, torch.int64), columns(6, torch.float32)
-        ints, floats = self._ints[:, :n], self._floats[:, :n]
+        padded = -(-n // ALIGNMENT) * ALIGNMENT  # all columns begin aligned for the kernels
+        # One line for each column, so that one copy moves what a row starts with.
+        self._ints = torch.zeros(len(IntColumns._fields), padded, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(
+            len(FloatColumns._fields), padded, dtype=torch.float32, device=device
+        )
+        self.ints = IntColumns(*self._ints[:, :n])
+        self.floats = FloatColumns(*self._floats[:, :n])
+        self.active = torch.zeros(n, dtype=torch.bool, device=device)
         self.page_table = torch.zeros(n, max_pages, dtype=torch.int32, device=device)
         self._flat_table = self.page_table.view(-1)
-        self.active = torch.zeros(n, dtype=torch.bool, device=device)
-        self.seq_len = ints[0]  # tokens whose KV is in the pages
-        self.last_token = ints[1]  # token at position seq_len, the next decode input
-        self.max_len = ints[2]  # tokens of prompt + output at which the row finishes
-        self.min_len = ints[3]  # no stop token is drawn at a position below this
         # Ids that end the row; -1 = unused place.
-        self.stop_ids = torch.full((n, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
-        self.seed = ints[4]
-        self.temperature = floats[0]  # 0 = greedy
-        self.top_k = ints[5]  # 0 = off
-        self.top_p = floats[1].fill_(1.0)
-        self.min_p = floats[2]
-        self.presence_penalty = floats[3]
-        self.frequency_penalty = floats[4]
-        self.repetition_penalty = floats[5].fill_(1.0)
-        self.extra = ints[6]  # place in the tables of `extras`; 0 = the neutral one
+        self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
         # Host, counted from plans alone: KV length of each row after the last step applied. The
         # device's own for rows that are active there; those that ended unseen count on.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
-            self.active, self.seq_len, self.last_token, self.max_len, self.page_table
+            self.active,
+            self.ints.seq_len,
+            self.ints.last_token,
+            self.ints.max_len,
+            self.page_table,
         )
-        self.extras = Extras(num_extras, vocab_size, device)
+        self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
+        self.reset()
+
+    def reset(self) -> None:
+        """No row is active and none has pages, as in the beginning."""
+        for table in (self._ints, self._floats, self.active, self.page_table):
+            table.zero_()
+        self.floats.top_p.fill_(1.0)
+        self.floats.repetition_penalty.fill_(1.0)
+        self.stop_ids.fill_(-1)
+        self.seq_len_ub = [0] * len(self.seq_len_ub)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without a host sync."""
@@ -94,7 +153,7 @@ class StepState:
         if not brought:
             return
         num, width = sum(len(each.pages) for each in brought), self.page_table.shape[1]
-        host = self._staged(num + -(-num // 2))  # where they go in i64, then what they are in i32
+        host = self._staged(num + -(-num // 2))  # table indices in i64, then page ids in i32
         flat, last = host.numpy(), 0
         pages = flat[num:].view(np.int32)
         for each in brought:
@@ -107,9 +166,9 @@ class StepState:
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
     def _staged(self, num: int) -> Tensor:
-        """[num] i64 of the host, of any value, from which copies go without a detour.
+        """[num] i64 of the host, uninitialised; pinned on CUDA, so that copies from it do not wait.
 
-        Freed while a copy is under way, it is not given to anybody else before that has ended.
+        It may be freed at once: torch reuses pinned memory after the copies from it have ended.
         """
         return torch.empty(num, dtype=torch.int64, pin_memory=self._pin)
 
@@ -127,37 +186,26 @@ class StepState:
             self.seq_len_ub[row] += 1
 
     def _start(self, starts: Sequence[RowStart]) -> None:
-        sampling = [start.sampling or NO_SAMPLING for start in starts]
-        ints: list[tuple[int, ...]] = [
-            (
-                start.row, start.active, start.seq_len, start.last_token, start.max_len,
-                start.min_len, each.seed, each.top_k, start.extra,
-            )
-            for start, each in zip(starts, sampling, strict=True)
-        ]  # fmt: skip
-        floats = [
-            (
-                each.temperature, each.top_p, each.min_p,
-                each.presence_penalty, each.frequency_penalty, each.repetition_penalty,
-            )
-            for each in sampling
-        ]  # fmt: skip
+        ints, floats = zip(*map(values_of, starts), strict=True)
+        rows_active = [(start.row, start.active) for start in starts]
+        stops = [self._stop_ids(start.sampling or NO_SAMPLING) for start in starts]
         parts = (
+            torch.tensor(rows_active, dtype=torch.int64).T.reshape(-1),
             torch.tensor(ints, dtype=torch.int64).T.reshape(-1),
-            torch.tensor([self._stop_ids(each) for each in sampling]).view(-1),
+            torch.tensor(stops).view(-1),
             torch.tensor(floats, dtype=torch.float32).T.reshape(-1).view(torch.int64),
         )
         sizes = [len(part) for part in parts]
         host = torch.cat(parts, out=self._staged(sum(sizes)))
         sent = host.to(self.device, non_blocking=True).split(sizes)
-        rows, active, *_ = lines = sent[0].view(-1, len(starts))
+        rows, active = sent[0].view(2, -1)
         self.active.index_copy_(0, rows, active.bool())
-        self._ints.index_copy_(1, rows, lines[2:])
-        self._floats.index_copy_(1, rows, sent[2].view(torch.float32).view(-1, len(starts)))
-        self.stop_ids.index_copy_(0, rows, sent[1].view(len(starts), -1))
+        self._ints.index_copy_(1, rows, sent[1].view(-1, len(starts)))
+        self.stop_ids.index_copy_(0, rows, sent[2].view(len(starts), -1))
+        self._floats.index_copy_(1, rows, sent[3].view(torch.float32).view(-1, len(starts)))
         for start in starts:
-            if start.extra:
-                self.extras.fill(start, self.upload)
+            if start.penalty_slot:
+                self.penalties.fill(start, self.upload)
 
     def _stop_ids(self, sampling: Sampling) -> list[int]:
         ids = [*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids)]
@@ -165,15 +213,15 @@ class StepState:
         return ids + [-1] * (MAX_STOP_IDS - len(ids))
 
 
-class Extras:
-    """Per-request tables over the vocabulary, for the few rows that need them.
+class PenaltyTables:
+    """Tables over the vocabulary for penalties and logit bias, by penalty slot.
 
-    Entry 0 is neutral: rows without a place alias it. What such rows add to its counts is never
-    seen, because their penalties are off.
+    Slot 0 is neutral: rows without a slot of their own alias it. What they add to its counts is
+    never seen, because their penalties are off.
     """
 
-    def __init__(self, num_extras: int, vocab_size: int, device: torch.device) -> None:
-        shape = num_extras + 1, vocab_size
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        shape = num_slots + 1, vocab_size
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
         self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -181,16 +229,16 @@ class Extras:
     def fill(
         self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
     ) -> None:
-        """Begin a request's entries anew from its history."""
-        at = start.extra
+        """Fill a request's slot anew from its history."""
+        slot = start.penalty_slot
         for table in (self.in_prompt, self.counts, self.bias):
-            table[at].zero_()
+            table[slot].zero_()
         if start.prompt:
-            self.in_prompt[at].index_fill_(0, upload(start.prompt, torch.int64), True)
+            self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
         drawn = Counter(start.output)
         if drawn:
             ids = upload(list(drawn), torch.int64)
-            self.counts[at].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
+            self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
         if start.sampling is not None and start.sampling.logit_bias:
             ids, values = zip(*start.sampling.logit_bias, strict=True)
-            self.bias[at].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))
+            self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))

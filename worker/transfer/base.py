@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible
+from worker.transfer.host import host_key, process_stat
 
 TRANSPORTS = {
     "mooncake": "worker.transfer.mooncake:MooncakeTransport",
@@ -63,7 +63,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     name: str  # what a peer dials
     host_key: str  # host_key() of the owner
     pid: int
-    start_ticks: int  # process_start_ticks() of the owner
+    start_ticks: int  # process_stat() of the owner
     regions: tuple[RemoteRegion, ...]
 
 
@@ -161,23 +161,6 @@ class KVTransport(Protocol):
         ...
 
 
-def host_key() -> str:
-    """The same for two processes iff they share a kernel boot and a pid namespace."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
-
-
-def process_start_ticks(pid: int) -> int:
-    """When `pid` started, in clock ticks since boot: tells a process from a later one of its pid.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    # Field 22; counted after the command name, which is in parentheses and may hold any character.
-    return int(stat[stat.rindex(")") + 2 :].split()[19])
-
-
 def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]) -> Endpoint:
     """The endpoint of the calling process with `regions` registered."""
     return Endpoint(
@@ -186,7 +169,7 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
         name=name,
         host_key=host_key(),
         pid=os.getpid(),
-        start_ticks=process_start_ticks(os.getpid()),
+        start_ticks=process_stat(os.getpid()).start_ticks,
         regions=tuple(RemoteRegion(r.name, r.address, r.num_bytes, r.fd) for r in regions),
     )
 

@@ -29,8 +29,8 @@ from worker.transfer.base import (
     check_runs,
     check_same_host,
     describe,
-    process_start_ticks,
 )
+from worker.transfer.host import process_stat
 
 # A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms each).
 COPY_BYTES = 1 << 20
@@ -237,7 +237,7 @@ def _check_process(endpoint: Endpoint) -> None:
     also had the pid when the memory was opened.
     """
     try:
-        start_ticks = process_start_ticks(endpoint.pid)
+        start_ticks = process_stat(endpoint.pid).start_ticks
     except OSError as e:
         raise Unreachable(f"pid {endpoint.pid} is gone") from e
     if start_ticks != endpoint.start_ticks:

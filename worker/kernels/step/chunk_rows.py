@@ -1,22 +1,36 @@
-"""Unpack an upload of prompt chunks into padded batch rows and page tables."""
+"""Prompt chunks: pack them for one upload, unpack them to batch rows and page tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap
+from worker.plan import Chunk
 
 BLOCK = 128
 NUM_LINES = 6
 
 
+class NewPages(NamedTuple):
+    """page_table[row, first : first + len(pages)] = pages, for the row of one chunk."""
+
+    first: int
+    pages: Sequence[int]
+
+
+NOTHING_NEW = NewPages(0, ())
+
+
 @dataclass(frozen=True, slots=True)
 class SentChunks:
-    """`num_reqs` chunks as the host sends them, in one upload.
+    """`num_reqs` chunks in one upload, as `pack` laid them out.
 
     `words` begins with NUM_LINES lines of `width` words, one word a request (query_start has one
     more):
@@ -37,6 +51,48 @@ class SentChunks:
     num_reqs: int
     num_tokens: int
     last_page: int  # one past the last new page of any row; 0 = there are no new pages
+
+
+def line_width(num_reqs: int) -> int:
+    """i32 words of a line: one more than requests, in whole 16 bytes.
+
+    Kernels would be compiled anew for a pointer that is not a multiple of 16 bytes.
+    """
+    return -(-(num_reqs + 1) // 4) * 4
+
+
+def pack(
+    words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, NewPages], num_lines: int
+) -> tuple[list[int], SentChunks]:
+    """What to upload to the beginning of `words`, and its description for the kernel.
+
+    Args:
+        words: i32, on the device.
+        chunks: one of each request.
+        new: pages by row, for those of the chunks' rows that get some.
+        num_lines: requests, padded ones included.
+    """
+    num_reqs, width = len(chunks), line_width(num_lines)
+    assert num_reqs <= num_lines
+    query_start = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
+    num_tokens, padding = query_start[-1], [0] * (width - num_reqs)
+    begin_of, begin = dict[int, int](), NUM_LINES * width + num_tokens
+    for row, each in new.items():
+        begin_of[row] = begin
+        begin += len(each.pages)
+    of_chunks = [new.get(chunk.row, NOTHING_NEW) for chunk in chunks]
+    last_pages = [each.first + len(each.pages) for each in of_chunks]
+    values = [chunk.row for chunk in chunks] + padding
+    values += query_start + [num_tokens] * (width - len(query_start))
+    values += [chunk.start + len(chunk.tokens) for chunk in chunks] + padding
+    values += [each.first for each in of_chunks] + padding
+    values += last_pages + padding
+    values += [begin_of.get(chunk.row, 0) for chunk in chunks] + padding
+    for chunk in chunks:
+        values += chunk.tokens
+    for each in new.values():
+        values += each.pages
+    return values, SentChunks(words, width, num_reqs, num_tokens, max(last_pages))
 
 
 def chunk_rows_ref(

@@ -1,0 +1,86 @@
+"""What the monitor needs from outside: a site that makes processes, and links that ping them.
+
+`actors.RayProcess` and `controller.RaySite` implement this over Ray, tests without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.api import Member, PeerId
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What a process says of itself when asked."""
+
+    idle: bool
+    counters: dict[str, int]
+
+
+class Process(Protocol):
+    """One incarnation of a worker or router. Once it is dead, every call raises PeerLost."""
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for people: node and pid."""
+        ...
+
+    async def start(self) -> Member:
+        """Load and listen. Raises UserError if what was asked for cannot work."""
+        ...
+
+    async def run(self) -> None:
+        """Returns when it was stopped; raises PeerLost as soon as it has died."""
+        ...
+
+    async def tell(self, version: int, members: Sequence[Member]) -> None:
+        """Give it the list of members; a version older than the last one is ignored."""
+        ...
+
+    async def drain(self) -> None:
+        """Tell it to take no new work and to finish what it has."""
+        ...
+
+    async def report(self) -> Report:
+        """Whether it is idle, and its counters."""
+        ...
+
+    async def stop(self) -> None:
+        """Tell it to end its threads and sockets; `run` returns then."""
+        ...
+
+
+class Site(Protocol):
+    """Where processes come from."""
+
+    async def create(self, name: str, incarnation: str) -> Process:
+        """Start a process for `name`, in the placement group of the one before if that exists.
+
+        Raises:
+            Placement: there is no room.
+            PeerLost: it died while it started.
+        """
+        ...
+
+    async def fence(self, process: Process) -> None:
+        """Returns when the process is gone for certain, or its node is."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """Give back what was reserved for `name`."""
+        ...
+
+
+class Links(Protocol):
+    """Pings processes; `worker.wire.Wire` is one."""
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        """Start to ping."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Stop pinging."""
+        ...
