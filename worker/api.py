@@ -107,7 +107,7 @@ class Sampling(Message, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int = -1  # likeliest alternatives wanted beside each token's own; -1 = none at all
+    logprobs: int = -1  # likeliest alternatives beside each token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
 
     @property
@@ -118,7 +118,7 @@ class Sampling(Message, frozen=True):
 
 
 class Candidate(Message, frozen=True):
-    """A prefill worker that the router proposes, with what it knew of it at dispatch."""
+    """A prefill worker that the router proposes, as the router knew it at dispatch."""
 
     peer: PeerId
     num_queued_tokens: int = 0
@@ -136,8 +136,8 @@ class Generate(Message, frozen=True):
     sampling: Sampling
     timeout_s: float
     candidates: tuple[Candidate, ...] = ()
-    # Another choice of the request with this req_id: waits until that one's prompt is in the prefix
-    # tree or that one has ended, and so shares its pages instead of fetching them again.
+    # req_id of the first choice, if this is a further choice of the same request. It waits until
+    # the prompt is in the prefix tree, so as to share its pages, or the first choice has ended.
     after: str = ""
 
 
@@ -153,7 +153,7 @@ class Stop(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Router to decode: the client is gone; no final chunk is wanted."""
+    """Router to decode: the client is gone; send no final chunk."""
 
     req_id: str
     dispatch: int
@@ -167,7 +167,7 @@ class Ack(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Decode to router: not admitted (no room, draining, no such prompt length); try elsewhere."""
+    """Decode to router: not admitted (no room, draining, prompt too long); try elsewhere."""
 
     req_id: str
     dispatch: int
@@ -191,9 +191,9 @@ class Stages(Message, frozen=True):
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
     prefill_s: float  # from its first step until all KV is final; a local one draws the first token
-    transfer_s: float  # from the last page's announcement until all pages had landed
+    transfer_s: float  # from the last announcement until all pages had arrived
     decode_queue_s: float  # from then on, waiting for a row
-    first_step_s: float  # in a row, until the first token was on the host
+    first_step_s: float  # from its row until the first token was on the host
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
 
 
@@ -239,7 +239,7 @@ class Prefill(Message, frozen=True):
 
 
 class PrefillRefused(Message, frozen=True):
-    """Prefill to decode: no room or draining; decode walks on to its next candidate."""
+    """Prefill to decode: no room or draining; decode asks its next candidate."""
 
     xfer: Xfer
     error: Error
@@ -250,8 +250,8 @@ class KVReady(Message, frozen=True):
     """Prefill to decode: these pages are final and may be pulled while the lease lives.
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
-    Comes again with every renewal, whole: decode takes from it what it has not seen. Without pages
-    it acknowledges a Prefill of which nothing is cached.
+    Every renewal repeats all announcements, and decode takes what it has not seen. Without pages it
+    acknowledges a Prefill of which nothing is cached.
     """
 
     xfer: Xfer
@@ -272,14 +272,14 @@ class Renew(Message, frozen=True):
 
 
 class RenewAck(Message, frozen=True):
-    """Prefill to decode: the ones of `Renew(seq)` that live here and were prolonged."""
+    """Prefill to decode: the transfers of `Renew(seq)` whose leases were prolonged."""
 
     seq: int
     xfers: tuple[Xfer, ...]
 
 
 class Release(Message, frozen=True):
-    """Decode to prefill: done with it or no longer wanted; only an optimisation."""
+    """Decode to prefill: the transfer is over or not needed; leases also end without it."""
 
     xfer: Xfer
 

@@ -17,7 +17,7 @@ log = logging.getLogger("kvlane.config")
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-MEMORY_FRACTION = 0.85  # of the GPUs, or the part of one, that a worker has to itself
+MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
 
 
 class Section(BaseModel):
@@ -53,8 +53,9 @@ class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
-    # Layer groups that can be announced one by one; auto: 1 on CPU; on CUDA up to 4, where they
-    # divide the layers, and announced one by one where that saves more than it costs.
+    # Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
+    # CUDA the largest number up to 4 that divides the layers; steps announce them one by one where
+    # that pays.
     num_groups: Auto | PositiveInt = "auto"
 
 
@@ -78,13 +79,14 @@ ChunkGraph = Literal["eager", "piecewise", "compiled"]
 
 
 class GraphConfig(Section):
-    """CUDA graphs by kind of step. A bare name stands for each kind that knows it, the other kind
-    is then eager: `full` replays decode steps alone, `piecewise` and `compiled` chunks alone (the
-    latter as torch.compile makes them), `eager` nothing.
+    """CUDA graphs by kind of step: `full` replays decode steps, `piecewise` and `compiled` chunks.
+
+    The graphs of `compiled` hold what torch.compile made of the layers; `eager` has no graphs. A
+    bare name stands for the kind that knows it, and the other kind is then eager.
     """
 
     prefill: Auto | ChunkGraph = "auto"  # chunks of prompts, on either role
-    decode: Auto | Literal["eager", "full"] = "auto"  # auto on CUDA: what replays; on CPU: eager
+    decode: Auto | Literal["eager", "full"] = "auto"  # auto: full on CUDA if it decodes
 
     @model_validator(mode="before")
     @classmethod
@@ -107,10 +109,10 @@ class EngineConfig(Section):
     cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
     max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
     max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
-    # Tokens of one prefill step (chunk) at most; auto: 512, of a prefill worker on CUDA 2048. One
-    # whose graphs were measured takes those of a bucket, up to 4096.
+    # Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
+    # prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096.
     max_prefill_tokens: Auto | PositiveInt = "auto"
-    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved at admission, a request
+    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved a request at admission
     penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
     prefix_cache: bool = True
     attention: AttentionConfig = AttentionConfig()
@@ -138,12 +140,12 @@ class TransportConfig(Section):
 
 
 class LeaseConfig(Section):
-    """Lease windows (ARCHITECTURE section 4). Decode's must end before prefill's."""
+    """Lease windows (ARCHITECTURE section 4). Decode's window must end before prefill's."""
 
     decode_window_s: float = Field(default=9.0, gt=0)  # from decode's last renewal
-    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of it
+    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of that renewal
     renew_s: float = Field(default=2.0, gt=0)
-    final_resend_s: float = Field(default=1.0, gt=0)  # final chunks go again until acknowledged
+    final_resend_s: float = Field(default=1.0, gt=0)  # for final chunks without an Ack
 
     @model_validator(mode="after")
     def _ordered(self) -> LeaseConfig:
@@ -170,7 +172,7 @@ class DisaggregationConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the process found itself on; `worker.engine.machine.probe()` fills it."""
+    """The machine of this process; `worker.engine.machine.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int
@@ -191,7 +193,7 @@ class WorkerConfig(Section):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
 
     def resolved(self, machine: Machine, *, model_max_len: int, model_dtype: str) -> WorkerConfig:
-        """A new tree without `auto`, but for num_pages and num_groups: they need the layout.
+        """A new tree without `auto`, except num_pages and num_groups, which need the layout.
 
         Idempotent.
 

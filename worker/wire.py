@@ -10,10 +10,10 @@ Liveness. The connecting side pings every interval; both sides count silence. Si
 A process whose own loop has not called `beat()` for `stall_s` stops answering: to the others a
 hung loop and a dead process are the same.
 
-A link works or is lost, for both sides. Each connect() begins a link with a number of its own; its
-frames are counted. ZeroMQ connects again by itself and forgets what was under way: the gap in the
-count is noticed and loses the peer. Whoever has lost a link does not answer on it any more, so the
-other side loses it too; a new one begins with nothing from before.
+A link works or is lost, for both sides. Each connect() begins a link with a number of its own, and
+the link's frames are numbered. When ZeroMQ reconnects by itself, it forgets frames that were under
+way; the gap in their numbers loses the peer. A side that has lost a link does not answer on it any
+more, so the other side loses it too. A new link begins empty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from worker.config import PingConfig
 log = logging.getLogger("kvlane.wire")
 
 Event = tuple[PeerId, AnyMessage | Lost]
-_Place = tuple[int, int]  # of a frame: its link, and its number on it from 1 on
+_Place = tuple[int, int]  # of a frame: its link, and its number on that link from 1 on
 SEND_QUEUE_FRAMES = 10_000
 CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
@@ -84,7 +84,7 @@ class Wire:
         return address
 
     def connect(self, peer: PeerId, address: str) -> None:
-        """Open a link; a first Pong follows when it stands, or Lost when it does not."""
+        """Open a link; a first Pong follows when it works, or Lost when it does not."""
         self._post(lambda: self._links.connect(peer, address))
 
     def disconnect(self, peer: PeerId) -> None:
@@ -103,7 +103,7 @@ class Wire:
     def close(self) -> None:
         """Send what is queued (up to half a second), close every socket, end the thread.
 
-        Whatever is asked of the wire afterwards does nothing.
+        Calls after this one do nothing.
         """
         with self._posting:
             if self._closing:
@@ -128,7 +128,7 @@ class Wire:
         return Pong(self.me, self._stats())
 
     def _run(self) -> None:
-        """The I/O thread. A bug in it must not leave a process that hears nothing."""
+        """The I/O thread. A bug in it ends the process: it must not live on and hear nothing."""
         try:
             self._serve()
         except BaseException:
@@ -160,7 +160,7 @@ class Wire:
 
 @dataclass(slots=True)
 class _Peer:
-    """One counterpart. `dealer` is set when we connected, None when it did."""
+    """One peer. `dealer` is our socket to it if we connected, None if the peer connected to us."""
 
     dealer: zmq.Socket[bytes] | None
     link: int  # chosen by the side that connected; ascends
@@ -171,7 +171,7 @@ class _Peer:
 
 
 class _Links:
-    """The sockets of one process and who is on their other ends. I/O thread only, after listen."""
+    """The sockets of one process and its peers; after `listen` for the I/O thread only."""
 
     def __init__(self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None]) -> None:
         self._me = me
@@ -180,7 +180,7 @@ class _Links:
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
-        self._ended: dict[PeerId, int] = {}  # last link of each that had connected to us
+        self._ended: dict[PeerId, int] = {}  # last link of each peer that had connected to us
         self._found: list[Event] = []
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
@@ -214,9 +214,9 @@ class _Links:
         self.send(peer, encode(Ping(self._me)))
 
     def send(self, peer_id: PeerId, frame: bytes, *, answer: bool = False) -> None:
-        """Send or lose the peer; a peer that is unknown has been lost before, and it was said.
+        """Send, or lose the peer. An unknown peer was lost before, and its Lost was delivered.
 
-        An answer to one who has gone by now loses nobody: his last words are still to be read.
+        An answer that cannot be sent does not lose the peer: its last messages may be unread yet.
         """
         peer = self._peers.get(peer_id)
         if peer is None:
@@ -248,11 +248,11 @@ class _Links:
             except (msgspec.MsgspecError, ValueError) as error:
                 log.warning("dropped a frame that is not ours: %s", error)
                 continue
-            if addressee == self._me:  # else it was meant for who had our address before us
+            if addressee == self._me:  # else it is for a process that had our address before
                 self._heard(sender, place, message, socket)
 
     def take_found(self) -> list[Event]:
-        """What arrived or was lost since the last call."""
+        """Messages that arrived, and peers lost, since the last call."""
         found, self._found = self._found, []
         return found
 
@@ -305,7 +305,7 @@ class _Links:
             self.send(sender, encode(pong), answer=True)
 
     def _meet(self, sender: PeerId, link: int) -> None:
-        """Somebody who connected to us speaks; on a newer link than before he starts afresh."""
+        """Register the sender, which connected to us; a newer link replaces the known one."""
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
             self._lose(sender, "it has connected anew")

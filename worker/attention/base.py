@@ -1,4 +1,4 @@
-"""What attention over the paged cache promises, and who offers it."""
+"""The contract of attention over the paged cache, and the backends that keep it."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ class AttentionBackend(LayerAttention, Protocol):
     """
 
     caps: ClassVar[AttentionCaps]
-    # True: plan() only enqueues device work on shapes that host bounds give, so that a graph may
-    # hold it together with forward(). False: plan() reads batch.host, so it cannot be captured, and
-    # a batch whose lengths the host does not know (windows of speculation) cannot be served.
+    # True: plan() only enqueues device work whose shapes follow from host bounds, so a graph may
+    # hold plan() and forward(). False: plan() reads batch.host, so it cannot be captured, and
+    # batches whose lengths the host does not know (windows of speculation) cannot be served.
     static_plan: ClassVar[bool]
 
     def plan(self, batch: Batch) -> object:
         """What all layers of one pass share; goes into forward_context(). Never waits.
 
-        With `static_plan` False it may reuse buffers of the plan two steps back, so that one has to
-        be through by then: the engine's loops settle a step before they launch the one after next.
+        Without `static_plan` it may reuse the buffers of the plan two steps back, so that step must
+        be over. The engine's loops see to it: they settle a step before they launch the one after
+        next.
         """
         ...
 
     def variant(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> Hashable:
-        """Of the kernel that a batch with such bounds is launched with; None: there is but one.
+        """Names the kernel that a batch with such bounds is launched with; None: there is only one.
 
         The first launch of a variant may wait for a compiler.
         """

@@ -78,9 +78,9 @@ class FlashInferPlan:
 class Slot:
     """Wrappers whose pinned buffers hold one plan until the device has fetched it.
 
-    plan() writes them on the host and enqueues their copy, so they may only be written again once
-    that copy is through. `fence` follows it: after NUM_SLOTS steps it has always passed, since one
-    of them has settled by then, and waiting for it costs nothing.
+    plan() writes the buffers on the host and enqueues their copy. They may be written again only
+    when that copy is over, which `fence` tells. After NUM_SLOTS steps it has always passed, since
+    one of these steps has settled, so waiting for it costs nothing.
     """
 
     prefill: Any  # BatchPrefillWithPagedKVCacheWrapper
@@ -91,13 +91,13 @@ class Slot:
 class FlashInferAttention:
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
-    One row a request goes to the decode wrapper, on tensor cores at every GQA ratio: those are the
-    FA2 kernels of prefill, so they serve all ratios and are compiled once. Where the library has to
-    compile kernels (up to minutes, once a machine, shape and dtype), that is when this is built.
+    Batches of one row a request go to the decode wrapper, on tensor cores at every GQA ratio. Those
+    are the FA2 kernels of prefill: they serve all ratios and are compiled once. The constructor
+    compiles what the library lacks (up to minutes, once for each machine, shape and dtype).
 
-    How a long request is split depends on all lengths of the batch, so a row's last bits do too.
-    What `host` says of a request that has ended unseen is computed on the sink's page; no other
-    row reads it.
+    How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
+    request may have ended on the device before the host knows. It is computed on the sink's page,
+    and no other row reads the result.
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
@@ -202,8 +202,9 @@ class FlashInferAttention:
     def _workspace_bytes(self, device: torch.device) -> int:
         """The most that split requests need, by the library's own rule.
 
-        It splits while all tiles are at most two a multiprocessor; each keeps its rows and their
-        sums in f32, with up to 128 rows (64 from head_dim 256 on) for each of the query heads.
+        It splits as long as there are at most two tiles a multiprocessor. Each tile keeps its rows
+        and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each query head of one
+        kv head.
         """
         num_heads, num_kv_heads, head_dim, _ = self._shape
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -40,10 +40,10 @@ class ReferencePlan:
 class ReferenceAttention:
     """Gathers each request's keys and values, then runs one padded, masked attention.
 
-    Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. Gathering rows of
-    head_dim by one index_select took 0.25 ms for 64 × 304 tokens of 2 heads × 32 where indexing
-    the strided view took 0.77 (f32, two CPU cores); into fresh memory it took 3, most of it the
-    page faults of what malloc had just given back, so the layers of one pass share their scratch.
+    Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. For 64 × 304 tokens of 2
+    heads × 32 (f32, two CPU cores), one index_select of rows of head_dim takes 0.25 ms, indexing
+    the strided view 0.77. Into fresh memory it takes 3 ms, most of them page faults, so the layers
+    of one pass share their scratch.
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
@@ -85,7 +85,7 @@ class ReferenceAttention:
         keys = torch.arange(num_keys, device=device)
         positions = (seq_lens - query_lens)[:, None] + columns  # [num_reqs, width]
         attends = (columns < query_lens[:, None]) & (positions >= 0)
-        # A padded query row sees key 0, for a softmax over nothing is NaN.
+        # A padded query row sees key 0, because a softmax over nothing is NaN.
         last_key = torch.where(attends, positions, 0)
         hidden = keys > last_key[:, :, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
@@ -150,9 +150,10 @@ class ReferenceAttention:
         return found if out is None else out.copy_(found)
 
     def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
-        """Pool row of every (request, kv head, key). Keys past a request's end repeat its first.
+        """Pool row of every (request, kv head, key).
 
-        So a stale slot is never read: the mask alone would let a NaN in it through (0 · NaN).
+        Keys past a request's end repeat its first key, so that no stale slot is read: the mask
+        alone would let a NaN through (0 · NaN).
         """
         keys = torch.where(keys < seq_lens[:, None], keys, 0)  # [num_reqs, num_keys]
         pages = page_table.long().gather(1, keys // self.page_size)

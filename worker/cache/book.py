@@ -91,13 +91,13 @@ class PageBook:
         return Hold(node, len(pages) * self.page_size, pages, set(), wanted)
 
     def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
-        """Give `hold` page ids until it can store `num_slots` tokens; the new ids.
+        """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
 
         Reserved pages are used first, then unpromised ones.
 
         Raises:
-            OutOfPages: no room; with `for_pull` also when the pages have not cooled yet, which
-                passes by itself when the step in flight settles. `hold` is unchanged then.
+            OutOfPages: no room; with `for_pull` also while free pages still cool, which ends
+                when the step in flight settles. `hold` is unchanged then.
         """
         count = self.num_pages_for(num_slots) - len(hold.pages)
         if count <= 0:

@@ -1,8 +1,9 @@
 """The byte layout of the KV cache, and what two workers must agree on to move it.
 
-A region is [group][page][kv_head][layer in group][k|v][token][head_dim]. So a layer group of a run
-of pages (announced while later groups still compute) and a range of kv heads of a page within a
-group (unequal tensor parallelism) are each one range of bytes (ADR 0018).
+A region is [group][page][kv_head][layer in group][k|v][token][head_dim] (ADR 0018). So a layer
+group of a run of pages is one range of bytes; it is announced while later groups still compute. A
+range of kv heads of a page within a group is one range as well; peers with unequal tensor
+parallelism exchange those.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class KVLayout:
 class MemoryRegion:
     """One region's memory, as a transport registers it.
 
-    Group g of page p of n starts at address + (g·n + p)·group_bytes.
+    Of n pages, group g of page p starts at address + (g·n + p)·group_bytes.
     """
 
     name: str

@@ -60,7 +60,7 @@ class KVPool:
         return tuple(self._memory)
 
     def close(self) -> None:
-        """Give the memory back, once the last view of it is gone too; idempotent."""
+        """Give the memory back; it is freed when the last view of it is gone. Idempotent."""
         self._layers.clear()
         for region in self._memory:
             if region.fd is not None:

@@ -1,7 +1,7 @@
 """The prefix tree: whole pages of KV by the tokens that lead to them.
 
 One node is one page. A node's key is the page's own tokens; the path from the root is the prefix.
-Locked nodes, and so all their ancestors, stay; the rest goes least recently used first.
+Locked nodes and all their ancestors stay. The others are evicted, least recently used first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefixTree:
         self._leaves: list[tuple[int, int, Node]] = []  # (used_at, id, node), some entries stale
 
     def match(self, tokens: Sequence[int], max_tokens: int) -> Node:
-        """The deepest node whose prefix is one of tokens[:max_tokens], whole pages only."""
+        """The deepest node whose prefix begins tokens[:max_tokens]."""
         node = self.root
         self._clock += 1
         for start in range(0, max_tokens - self.page_size + 1, self.page_size):
@@ -65,10 +65,11 @@ class PrefixTree:
         """Add len(pages) whole pages of `tokens`.
 
         Returns:
-            The deepest node of that prefix; those of `pages` that the tree did not take, because
-            it holds the same prefix in another page that is locked (they stay the caller's); and
-            the unlocked pages that gave way to the caller's, to be freed. So no insertion makes
-            an evictable page unevictable: somebody was promised it.
+            (node, refused, displaced). node: the deepest of that prefix. refused: those of `pages`
+            whose prefix the tree already holds in a locked page; they stay the caller's.
+            displaced: unlocked pages of the tree that the caller's replaced, to be freed. Kept in
+            the tree, they would be locked with `node`, but reservations count on every page that
+            can be evicted.
         """
         assert len(tokens) >= len(pages) * self.page_size
         node = self.root

@@ -1,4 +1,4 @@
-"""What the ranks of one tensor-parallel worker say to each other, and who can say it."""
+"""The contract of collectives among the ranks of one worker, and their implementations."""
 
 from __future__ import annotations
 

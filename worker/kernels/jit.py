@@ -1,4 +1,4 @@
-"""Triton where it is installed; without it the kernels' files still import, for their references.
+"""Triton where it is installed; without it the kernel files still import, for their torch twins.
 
 With TRITON_INTERPRET=1 set before the import, every kernel runs on CPU tensors instead.
 """

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
-    """`options`, and those with which a kernel over `x` starts while the one before still ends.
+    """`options`, and what lets a kernel over `x` start while the kernel before it still ends.
 
-    Programmatic dependent launch, compute capability 9.0 and later: each program calls gdc_wait
-    before it touches anything but weights, so the kernel is right after whatever came before.
+    Programmatic dependent launch, compute capability 9.0 and later. Each program calls gdc_wait
+    before it touches anything but weights, so the kernel may follow any other kernel.
     """
     if has_dependent_launch(x):
         return {"PDL": True, "launch_pdl": True, **options}
@@ -21,12 +21,12 @@ def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def has_dependent_launch(x: Tensor) -> bool:
-    """Whether the device of `x` starts a kernel while the one before ends: Hopper and later."""
+    """Whether the device of `x` starts a kernel while the one before it ends: Hopper and later."""
     return x.is_cuda and _capability(x.device)[0] >= 9
 
 
 def power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
+    """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap
 
-# Columns of a program. Between the products of a layer of the Qwen3-8B shape the wider one takes
-# 10 us less than 36 of 2048 rows on an H200 (benchmarks/results/README.md).
+# Columns of one program. From MANY_ROWS rows on the wide block is faster: for 2048 rows of the
+# Qwen3-8B shape on an H200 it saves 10 of 36 us (benchmarks/results/kernels.md).
 BLOCK, WIDE_BLOCK = 1024, 2048
 MANY_ROWS = 1024
 

@@ -13,7 +13,7 @@ from worker.layers.rotary import RotaryEmbedding
 
 
 class Attention(nn.Module):
-    """From the packed projection: norms, rope, the new keys and values into the pool, attention."""
+    """From the packed projection to attention's output: norms, rope, KV store, attention."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.k_norm = k_norm
 
     def forward(self, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Attend to what is stored, qkv's own tokens included.
+        """Attend to all stored keys, those of qkv's own tokens included.
 
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim]; positions: [num_tokens] i64.
         Returns [num_tokens, num_heads, head_dim].
@@ -54,10 +54,11 @@ def attend(
     layer_id: int,
     out: Tensor,
 ) -> None:
-    """All of a layer that reads the forward context; fills `out` and the layer's slots.
+    """The part of a layer that reads the forward context; fills `out` and the tokens' KV slots.
 
-    The store of captured passes stays in the piece before the break: it reads nothing but positions
-    and slots, which lie in static buffers, so the layer's KV is final once that piece is through.
+    In a captured pass the store belongs to the graph before the break, because it reads only
+    positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
+    run.
 
     qkv .. eps: see qk_rope_store; out: [num_tokens, num_heads, head_dim], contiguous.
     """
@@ -73,7 +74,7 @@ def attend(
 
 
 def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
-    """A break of captured passes: all that depends on the batch's requests is read from here."""
+    """The break of captured passes: only from here on does code depend on the batch's requests."""
     context = current()
     if context.on_layer is not None:
         context.on_layer(layer_id)

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the weights are shaped like; says what the file says, whole model, not one rank's."""
+    """The shape of the weights, as the file gives it: of the whole model, not of one rank."""
 
     architecture: str
     hidden_size: int

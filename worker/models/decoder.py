@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward; each hands its ranks' parts to the norm that follows."""
+    """Attention and feed-forward; the norm that follows each of them adds up the ranks' parts."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class DecoderLayer(nn.Module):
         positions: Tensor,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(this rank's part of what the layer adds last, residual before that addition).
+        """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
         part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        rows: [n] i64; hidden states of these rows alone are returned; None: of all rows. The KV of
+        rows: [n] i64; only the hidden states of these rows are returned; None: of all. The KV of
         all tokens is stored and attended to either way.
         """
         if residual is None:
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         """All layers and the final norm, within a forward_context().
 
         hidden: [num_tokens, hidden_size] from `embed`, not changed; positions: [num_tokens] i64;
-        rows: [n] i64 of which hidden states are returned, None: of all.
+        rows: [n] i64, the rows whose hidden states are returned; None: all.
         Returns [num_tokens, hidden_size], or [n, hidden_size].
         """
         part, residual = hidden, None

@@ -35,9 +35,9 @@ def load_model(
 ) -> Decoder:
     """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
 
-    Reads one tensor at a time and of it only this rank's part. "dummy" reads no file: weights
-    come from `seed` and their names, the same whole model whatever the number of ranks (per
-    device type).
+    Reads one tensor at a time, and only this rank's part of it. "dummy" reads no file: weights
+    follow from `seed` and their names, so any number of ranks makes the same model (on one
+    type of device).
 
     Raises:
         ValueError: unknown architecture or format; a file is missing or broken; tensors are

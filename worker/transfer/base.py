@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region as its peers see it; `fd` is its memfd, a number of the owner's."""
+    """A registered region as its peers see it; `fd` is its memfd in the owner's process."""
 
     name: str
     address: int
@@ -95,7 +95,7 @@ class Pull(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Issue nothing further. FAILED follows once what is under way has ended, by `poll`.
+        """Issue no further reads. `poll` tells FAILED once those under way have ended.
 
         Does nothing to a pull that is over.
         """
@@ -106,7 +106,7 @@ class Peer(Protocol):
     """A connected source of KV: one incarnation of one process."""
 
     def pull(self, runs: Sequence[Run]) -> Pull:
-        """Begin to copy `runs` from the peer; no runs are OK at the first poll.
+        """Begin to copy `runs` from the peer; an empty list is OK at the first poll.
 
         Raises:
             ValueError: a run leaves a region on either side (our own bug; nothing was issued).

@@ -1,9 +1,8 @@
 """Which bytes of the peer's memory belong where in ours: pure arithmetic on two KV layouts.
 
-Group first makes one range of each layer group of a run of pages (announced while later groups
-still compute), and one of a range of kv heads of a page in a group (when the two sides have
-different numbers of tensor-parallel ranks). Whole pages are one range a group. No staging, no
-slices per token.
+Regions are group first (ADR 0018). A layer group of a run of pages is one range, so whole pages
+are one range in each group. Where the two sides have different numbers of tensor-parallel ranks, a
+range of kv heads is one range in each page and group. Nothing is staged or cut by token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class PageRun(NamedTuple):
 
 
 class PoolPages(NamedTuple):
-    """How many pages each side's pool has, the sink included: where its groups begin."""
+    """Pages of each side's pool, the sink included; they say where a group begins."""
 
     local: int
     remote: int
@@ -90,7 +89,7 @@ def rank_plan(
     """From which remote ranks `local_rank` pulls, and which heads of each region.
 
     Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
-    copies of a head, local ranks that want it spread over them.
+    copies of a head, the local ranks that need it are spread over them.
 
     Args:
         num_kv_heads: of the whole model, per region of the layout.
@@ -127,12 +126,11 @@ def plan_runs(
         layout: ours.
         pairs: (local page, remote page), each local page once.
         pool_pages: of the two sides; no page of `pairs` is beyond them.
-        groups: layer groups of the first region, None for all. A region with a single group, as
-            drafters have beside a target with several, goes with the last group: it has to be
-            final when that is announced.
+        groups: layer groups of the first region, None for all. A region with a single group, such
+            as a drafter's, goes with the last group, so it must be final when that is announced.
         remote: the peer's layout, None if it is the same.
-        heads: for each region the heads to copy, None for nothing of it; as a whole None for all
-            heads, which is right if both sides have the same.
+        heads: for each region the heads to copy, None for no heads. Without `heads` all are
+            copied, and both sides must hold the same.
     """
     remote = remote or layout
     assert len(remote.regions) == len(layout.regions)
@@ -165,7 +163,7 @@ def _region_groups(region: KVRegion, num_groups: int, wanted: range) -> range:
 
 
 def _check_heads(here: KVRegion, there: KVRegion, span: HeadRange) -> None:
-    """Assert that the two regions differ in their heads at most, and hold `span`."""
+    """Assert that the two regions differ at most in their heads, and that both hold `span`."""
     assert here.head_bytes == there.head_bytes, f"{here} and {there} do not match"
     assert here.num_groups == there.num_groups, f"{here} and {there} do not match"
     assert 0 <= span.local_first <= here.num_kv_heads - span.num_heads, (here, span)

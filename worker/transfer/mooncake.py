@@ -6,13 +6,13 @@ What was measured of the engine shapes this file:
   blocks an engine for 60 s under its own mutex, and a restarted peer of the same name is never
   found again through an engine that knew the old one.
 - Over NVLink an engine maps its peer's memory, and the mapping keeps that memory allocated after
-  the peer was killed: its successor would find no room on the device. So an engine is destroyed as
-  soon as its peer is closed, 1 s later and aside from the engine loop (see mooncake_engine).
+  the peer was killed: its successor would find no room on the device. So closing a peer destroys
+  its engine, 1 s later and outside the engine loop (see mooncake_engine).
 - One run per batch id: the status of a batch is that of its first entry. An id is freed when its
   status turns 1 or -1 and is a dangling pointer from then on; -2 is not final.
 - A window of as many outstanding reads as the peer has lanes: with more, a stopped peer takes
   several progress timeouts to drain.
-- A failed read is over: 0 bytes were written after the verdict, source killed or stopped.
+- A failed read is over: no byte is written afterwards, whether the source was killed or stopped.
 
 Kinds. The transport is chosen by the environment at import, once per process; the protocol
 argument chooses nothing. `rdma` fails loudly without an RDMA card; nothing falls back. `tcp` with
@@ -209,7 +209,7 @@ class MooncakePeer:
         return status
 
     def finish(self) -> None:
-        """Return once the bytes of reads that have ended are where they belong."""
+        """Wait until the bytes of ended reads are in place."""
         self._transport.engines.finish_copies()
 
     def pull(self, runs: Sequence[Run]) -> MooncakePull:
@@ -236,7 +236,7 @@ class MooncakePeer:
 
 
 class _Contact:
-    """First contact with a peer, in a thread that may outlive our patience with it."""
+    """First contact with a peer, in a thread that may go on when the caller has given up."""
 
     def __init__(self, transport: MooncakeTransport, endpoint: Endpoint) -> None:
         self._transport = transport
@@ -262,7 +262,7 @@ class _Contact:
                         f"{name} answers, but a first read of one byte failed"
                         + NO_PEER_ACCESS * (self._transport.kind == "nvlink")
                     )
-        except Unsupported as e:  # worked at start-up, so something of this machine went away
+        except Unsupported as e:  # it worked at start-up, so this machine has lost something
             error = Unreachable(f"no engine to reach {name} with: {e}")
         finally:
             with self._lock:
@@ -364,7 +364,7 @@ class MooncakeTransport:
     def close(self) -> None:
         """Close all peers and destroy the engines, all at once: about 1 s.
 
-        Does not wait for engines in first contact with a peer that hangs; they go when it is over.
+        Does not wait for engines in first contact with a hung peer; they go when that contact ends.
         """
         with self._lock:
             peers = list(self._peers)

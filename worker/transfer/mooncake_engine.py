@@ -1,13 +1,12 @@
 """The mooncake library itself: its environment, its import, and the engines of one process.
 
-How an engine is destroyed. Its destructor closes the CUDA IPC handles that the engine opened, which
-is what gives a killed peer's GPU memory free, and then joins its listener, a thread that looks at
-its stop flag only between two calls of accept(). Each of them takes as long as the receive time-out
-of the listening socket says, 1 s, and the interpreter's lock (GIL) is held meanwhile, whichever
-thread it happens in: the engine loop would stand still. But the socket is one of our descriptors.
-So a thread of ours makes its time-out short, waits for the accept() that began before, and only
-then drops the engine. Measured with tcp on 2 cores, HZ=250, the GIL is held for 1.02 s without this
-and for 6 ms with it (50 times: median 5.6, at most 11.8).
+How an engine is destroyed (ADR 0015). Its destructor closes the CUDA IPC handles that the engine
+opened, which frees a killed peer's GPU memory. Then it joins its listener thread, which looks at
+its stop flag only between two calls of accept(). A call lasts until the receive time-out of the
+listening socket, 1 s. The destructor holds the interpreter's lock (GIL) meanwhile, in whichever
+thread it runs, so the engine loop would stand still. But the socket is one of our descriptors. A
+thread of ours makes its time-out short, waits for the accept() that began before, and only then
+drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from worker.transfer.base import Endpoint
 
 log = logging.getLogger("kvlane.transfer")
 
-# Presence counts, not the value: exactly one variable that selects may be set.
+# A variable counts if it is set, whatever its value: exactly one may be set.
 SELECTION = {
     "tcp": "MC_FORCE_TCP",
     "rdma": "MC_FORCE_HCA",
@@ -73,14 +72,14 @@ OTHER_LIBRARIES = {
 
 # How long a listener stays in an accept() that it began before its time-out was made short.
 ACCEPT_S = 1.1
-SAY_EVERY = 20  # rounds of that, while somebody keeps a connection to an engine that is to go
+SAY_EVERY = 20  # rounds of ACCEPT_S between warnings that an open connection keeps an engine
 SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: 1 ms
 
 _chosen: str | None = None
 
 
 def configure(kind: str) -> dict[str, str]:
-    """Set mooncake's environment for `kind`; must come before its first import. What it set.
+    """Set mooncake's environment for `kind`, before its first import. Returns what it set.
 
     A value that the user's environment already holds wins, except for the choice of transport.
     The library reads most of it once, so a process has one kind for all its life.
@@ -138,8 +137,8 @@ def explain(error: ImportError) -> MissingLibrary:
 class Engine:
     """One mooncake engine with all our regions registered.
 
-    It knows one peer at most: it caches the addresses of a name for ever, so for another process of
-    that name it is useless.
+    It knows one peer at most: it caches the addresses of a name for ever, so it cannot reach
+    another process of that name.
     """
 
     raw: Any  # None once destroyed; nobody else keeps a reference to it
@@ -152,9 +151,9 @@ class Engine:
         return self.raw.transfer_sync_read(endpoint.name, self.first_read, theirs, 1) == 0
 
     def destroy(self) -> None:
-        """Destroy it, at the end of about ACCEPT_S; the module says how. Nothing is under way."""
+        """Destroy it after about ACCEPT_S, as the module describes; no read may be under way."""
         port = self.raw.get_rpc_port()
-        self.raw.batch_unregister_memory(self.registered)  # RDMA unpins: here without the GIL
+        self.raw.batch_unregister_memory(self.registered)  # RDMA unpins here, without the GIL
         let_listener_stop(port)
         began = time.perf_counter()
         self.raw = None
@@ -174,8 +173,8 @@ class Engines:
         self._kind = kind
         self._device = _current_device() if kind == "nvlink" else None
         self._regions: tuple[MemoryRegion, ...] = ()
-        # First reads land here: NVLink registers device memory only and uses region 0 instead,
-        # which begins with page 0, the sink that nobody reads.
+        # First reads land here. NVLink registers device memory only, so there they land at the
+        # beginning of region 0: in page 0, the sink that nobody reads.
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
         self._lock = threading.Lock()
         self._serving: Engine | None = None
@@ -194,7 +193,7 @@ class Engines:
     def answers(self, name: str) -> bool:
         """Whether an engine answers at `name`; blocks up to 60 s if its process hangs.
 
-        The serving engine asks, which that does not block: a peer that is away costs no engine.
+        The serving engine asks, and serves on meanwhile. So a peer that is away costs no engine.
         """
         serving = self._serving
         return serving is not None and serving.raw.send_probe(name) == 0
@@ -224,10 +223,10 @@ class Engines:
         return Engine(raw, addresses, first_read)
 
     def finish_copies(self) -> None:
-        """Wait for what ended reads have still to write into device memory.
+        """Wait until the bytes of ended reads are in device memory.
 
-        TCP copies there from pageable memory, which CUDA may have staged and not yet sent when it
-        returns. Steps run on a stream of their own, which does not wait for the default one.
+        TCP copies from pageable memory. When such a copy returns, CUDA may have staged the bytes
+        without having sent them. Steps run on a stream that does not wait for the default one.
         """
         if self._kind == "tcp" and self._regions[0].fd is None:
             _finish_default_stream()
@@ -245,7 +244,7 @@ class Engines:
     def close(self) -> None:
         """Destroy the serving engine; returns when all that were discarded are gone.
 
-        A first contact that has not ended keeps an engine, which goes when it ends.
+        The engine of a first contact that is under way is destroyed when the contact ends.
         """
         with self._lock:
             serving, self._serving = self._serving, None
@@ -267,7 +266,7 @@ class Engines:
 def let_listener_stop(port: int) -> None:
     """Return once our listener at `port` looks at its stop flag every few milliseconds.
 
-    Waits for connections that it serves: with one open it does not look for up to 60 s.
+    Waits until no connection is open: with one, the listener may not look for up to 60 s.
     """
     for sock in _sockets_at(port):
         if _listens(sock):

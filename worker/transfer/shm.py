@@ -1,9 +1,9 @@
 """KV between processes of one host: map the peer's memfd, copy with the CPU.
 
 The peer's pool memory is a memfd; /proc/<pid>/fd/<fd> opens it from another process of the same
-user and pid namespace. Nothing has a name in /dev/shm, so nothing can be left there, and the kernel
-frees the memory when the last process that maps it ends: a pull from a peer that was killed goes on
-and says OK. The mapping is read-only, so we cannot harm the peer either.
+user and pid namespace. Nothing has a name in /dev/shm, so nothing can be left there. The kernel
+frees the memory when the last process that maps it ends, so a pull from a killed peer goes on and
+says OK. The mapping is read-only, so we cannot harm the peer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from worker.transfer.base import (
 )
 from worker.transfer.host import process_stat
 
-# The budget of a poll is looked at between copies of at most COPY_BYTES (about 0.1 ms each).
+# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms each).
 COPY_BYTES = 1 << 20
 MAX_POLL_BYTES = 8 << 20
 
@@ -47,8 +47,8 @@ class ShmPull:
         self.error: str | None = None
         self._peer = peer
         self._runs = tuple(runs)
-        self._next = 0  # the first run that is not copied whole
-        self._copied = 0  # bytes of that run which are
+        self._next = 0  # the first run that is not fully copied
+        self._copied = 0  # bytes of that run that are copied
         self._state = PullState.RUNNING
 
     @property
@@ -69,13 +69,13 @@ class ShmPull:
         return self._state
 
     def cancel(self) -> None:
-        """Nothing is under way between polls, so the pull is over now."""
+        """End the pull now: between polls no copy is under way."""
         if self._state is PullState.RUNNING:
             self._state = PullState.FAILED
             self.error = "cancelled"
 
     def _copy(self, max_bytes: int) -> int:
-        """Copy the next bytes of the current run; how many."""
+        """Copy the next bytes of the current run; returns how many."""
         run = self._runs[self._next]
         num_bytes = min(max_bytes, run.num_bytes - self._copied)
         here, there = run.local_offset + self._copied, run.remote_offset + self._copied
@@ -208,7 +208,7 @@ def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
     """Map a peer's region, read-only."""
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
-        # Asked before opening: to open what is not a memfd, a pipe say, might block.
+        # Checked before opening: opening anything else, such as a pipe, might block.
         target = os.readlink(path)
         if not target.startswith("/memfd:"):
             raise Incompatible(f"region {region.name!r} of pid {pid} is {target}, not a memfd")
@@ -233,8 +233,8 @@ def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
 def _check_process(endpoint: Endpoint) -> None:
     """Make sure that the pid still is the announced process, and not a later one.
 
-    Looked at after the memory was opened: a process that has the right start time now has had the
-    pid all along.
+    Called after the memory was opened: if the process of that pid has the right start time now, it
+    also had the pid when the memory was opened.
     """
     try:
         start_ticks = process_stat(endpoint.pid).start_ticks

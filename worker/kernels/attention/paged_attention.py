@@ -1,12 +1,13 @@
 """Causal attention of ragged query rows over the paged KV cache, for decode, verify and prefill.
 
-The query rows of one request times the heads that share a kv head form tiles of `block_m` rows; a
-tile's keys are cut into splits. `plan_items` lists all (tile, split) of a batch on the device, once
-for all layers, so that no launch depends on a length that the host does not know and no program
-starts for a split that is empty. How a tile is cut depends on its own length and on the batch's
-shape alone (for prompts also on whether the bound is above SHORT_KEYS): a row's result is the same,
-bit for bit, whatever the other rows are. The last program to finish a tile adds the splits in their
-order.
+Rows are (token, query head) pairs. For each kv head, those of one request form tiles of `block_m`
+rows. The keys that a tile sees are cut into splits. `plan_items` lists all items (tile, split) of a
+batch on the device, once for all layers. So no launch depends on a length that the host does not
+know, and no program starts for an empty split.
+
+How a tile is cut depends on its own length and on the batch's padded shape alone (for prompts also
+on whether the bound of the keys is above SHORT_KEYS). So a row's result has the same bits whatever
+the other rows are. The last program to finish a tile adds up its splits in order.
 
 The twin in plain torch is `worker.attention.reference`.
 """
@@ -33,12 +34,12 @@ from worker.kernels.launch import overlap, power_of_two
 MAX_SPLITS = 64
 SHORT_KEYS = 2048
 FIELDS = 8  # i32 words of an item, see _item: one sector of the L2
-_TILE_BYTES = 16384  # of keys, and as much of values, that one step of the loop brings in
+_TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
 
 
 @triton.jit
 def _bound(x, INTERPRETED: tl.constexpr):
-    """x for range(): the interpreter's scalars are arrays of one element, which numpy refuses."""
+    """x for range(): the interpreter's scalars are arrays of one element, which range refuses."""
     if INTERPRETED:
         return x.handle.data.item()
     else:
@@ -123,7 +124,7 @@ def _combine(
     weight = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     for first in range(0, _bound(num_splits, INTERPRETED), UNROLL):
-        for i in tl.static_range(UNROLL):  # so many loads are under way together
+        for i in tl.static_range(UNROLL):  # so many loads are in flight together
             slot = first_slot + (first + i) * KV_HEADS
             known = here & (first + i < num_splits)
             stats_at = stats + slot * (2 * ROWS) + local
@@ -133,7 +134,7 @@ def _combine(
             part = tl.load(part_at, mask=known[:, None], other=0.0, cache_modifier=".cg")
             higher = tl.maximum(top, part_top)
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            old, new = tl.exp2(top - base), tl.exp2(part_top - base)  # new: 0 if it saw no key
+            old, new = tl.exp2(top - base), tl.exp2(part_top - base)  # new: 0 if it had no key
             weight = weight * old + part_weight * new
             total = total * old[:, None] + part * new[:, None]
             top = higher
@@ -157,7 +158,7 @@ def _item(items, index, wanted, FIELDS: tl.constexpr):
 
 @triton.jit
 def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of the block of keys that begins at `key`: one if it lies in one page, else of each."""
+    """Page of the block of keys that begins at `key`; of each key if the block spans pages."""
     if PAGE >= BLOCK_N:
         page = tl.load(table + key // PAGE, mask=key < end, other=0)
     else:
@@ -171,10 +172,10 @@ def _blocks(
     scale, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the blocks of keys from `begin` to before `stop`.
+    """Online softmax over the blocks of keys begin..stop - 1.
 
-    Without MASKED, every row sees every key of them. `page`: of the first block; that of the block
-    after the last comes back, and keys from `end` on have none.
+    Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
+    the block after the last is returned. Keys from `end` on have no page.
     """
     dims = tl.arange(0, HEAD_DIM)
     block = tl.arange(0, BLOCK_N)
@@ -185,7 +186,7 @@ def _blocks(
         else:
             spot = page * stride_page + (block % PAGE) * HEAD_DIM
         if MASKED:
-            inside = (keys < end)[:, None]  # what lies beyond may be NaN, and 0 · NaN is NaN
+            inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
             k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
             v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
         else:
@@ -196,7 +197,7 @@ def _blocks(
         if INTERPRETED:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-        if MASKED:  # only the last block goes past `end`, where no row of the tile sees anything
+        if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
             scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = higher
@@ -219,7 +220,7 @@ def _online(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     MANY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over keys begin..end - 1, not yet divided: sums, their weights, the highest score."""
+    """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score."""
     block = tl.arange(0, BLOCK_N)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -229,7 +230,9 @@ def _online(
     else:
         page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
     masked = begin
-    if MANY:  # most blocks of a prompt lie before all rows of a tile; a second loop costs a drain
+    # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
+    # the pipeline of loads, so short queries have one loop only.
+    if MANY:
         masked += tl.maximum(tl.min(position, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
         acc, weight, top, page = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
@@ -251,12 +254,12 @@ def _attend_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     FIELDS: tl.constexpr, MANY: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs; they share the (item, kv head) out among themselves.
+    """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
-    MANY: requests have several tiles. Later ones see more keys, so the last begin first.
+    MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
 
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
-    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: in base 2.
+    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: for exp2.
     items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
     partial: f32 [items, KV_HEADS, ROWS, HEAD_DIM]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
@@ -266,7 +269,7 @@ def _attend_kernel(
         gdc_launch_dependents()
     num_pairs = tl.load(counts) * KV_HEADS
     num_rows = tl.load(counts + 1)
-    # There is room for an item of every program: its load need not wait for the number of items.
+    # `items` has room for one item a program, so this load need not wait for the number of items.
     index = tl.maximum(num_pairs - 1 - program, 0) if MANY else program
     start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
         items, index // KV_HEADS, program >= 0, FIELDS
@@ -336,21 +339,21 @@ def _attend_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PagedTiles:
-    """How batches of one shape are cut up, and how much there can be at most."""
+    """How batches of one padded shape are cut into tiles and splits, and upper bounds of both."""
 
     block_m: int
     block_n: int
-    rows: int  # of a tile that can be in use
+    rows: int  # of a tile that can be used
     max_tiles: int  # of one request
     max_splits: int  # of one tile
     max_items: int  # of the batch
-    shortest: int  # keys that are worth a split
+    shortest: int  # keys that are worth a split of their own
     most: int  # splits of a tile, however long
     programs: int
     num_warps: int
     num_stages: int
-    max_registers: int | None  # of a thread
-    early: bool  # start while the kernel before still ends
+    max_registers: int | None  # of a thread; None = the compiler decides
+    early: bool  # start while the kernel before it still ends
 
 
 @lru_cache(4096)
@@ -364,19 +367,19 @@ def choose(
     item_bytes: int,
     num_sms: int,
 ) -> PagedTiles:
-    """The tiles for host bounds of a batch and (query, kv) heads; no search when serving.
+    """The tiles for a batch's host bounds and its (query, kv) heads, by rule and without a search.
 
-    `max_seq_len` bounds the splits and never moves them: a bound that is too high changes no
-    result, except that prompts over at most SHORT_KEYS keys may have lower tiles. A long row gets
-    up to 8 splits in any decode batch, lest the others wait for it.
+    `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
+    high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
+    A long row gets up to 8 splits in any decode batch, so that the other rows do not wait for it.
     """
     group = heads[0] // heads[1]
     rows = max_query_len * group
     widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
     block_n = min(64, _TILE_BYTES // (head_dim * item_bytes))
     highest = min(max(16, power_of_two(rows)), widest)
-    # Low tiles read the keys more often, which costs nothing while there are few, and fill the
-    # device: 64 tokens alone take 3.9 us a layer with 16 rows and 5.9 with 128.
+    # Small tiles read the keys more often, which costs little while there are few keys, and they
+    # fill the device: 64 tokens alone take 3.9 us a layer in tiles of 16 rows, 5.9 in tiles of 128.
     lowest = 16 if max_query_len >= 16 and max_seq_len <= SHORT_KEYS else highest
     block_m, max_tiles, tiles = _tiles(
         num_reqs, rows, num_tokens * group, highest, lowest, wanted=7 * num_sms // (8 * heads[1])
@@ -385,19 +388,19 @@ def choose(
     few_rows = rows <= 64
     most = -(-(16 if few_rows else 4) * num_sms // programs)
     most = min(max(most, 8 if few_rows else 1), MAX_SPLITS)
-    # Microseconds for 576 keys, whole and in splits of 320, 192 and 128, on an H200: 8 programs
+    # Microseconds for 576 keys, unsplit and in splits of 320, 192 and 128, on an H200: 8 programs
     # 11.5, 9.1, 7.4, 7.2; 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
     shortest = 128 if 3 * programs <= num_sms else 256 if 2 * programs <= num_sms else 1024
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
-    # Three programs fit an SM, or four with half the keys a step and fewer registers, which is
-    # worth it where all of them then run at once: 512 programs 40.4 us a layer, not 44.7.
+    # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
+    # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
     one_wave = block_m == 16 and 3 * num_sms < programs <= 4 * num_sms
     if one_wave:
         block_n = min(block_n, 32)
     return PagedTiles(
         block_m=block_m,
         block_n=block_n,
-        # Of prompts all rows, lest a kernel be compiled for each length that is below a tile.
+        # Prompts use all rows: otherwise each length below a tile would need a kernel of its own.
         rows=block_m if max_query_len > 1 else rows,
         max_tiles=max_tiles,
         max_splits=max_splits,
@@ -408,8 +411,8 @@ def choose(
         num_warps=4 if block_m * head_dim <= 8192 else 8,
         num_stages=3,
         max_registers=128 if one_wave else None,
-        # Programs that start early lie unevenly on the SMs: 256 took 28 us a layer so, and 23 not.
-        # Up to one an SM gain 0.7 us, and so do 512 and more.
+        # Programs that start early spread unevenly over the SMs: 256 take 28 us a layer instead of
+        # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.
         early=programs <= num_sms or programs > 3 * num_sms,
     )
 
@@ -417,7 +420,10 @@ def choose(
 def _tiles(
     num_reqs: int, rows: int, all_rows: int, highest: int, lowest: int, wanted: int
 ) -> tuple[int, int, int]:
-    """(rows of a tile, tiles of a request, tiles of the batch), at most; low to make `wanted`."""
+    """(rows of a tile, most tiles of a request, most tiles of the batch).
+
+    Halves the tile from `highest` rows down until there are `wanted` tiles or `lowest` is reached.
+    """
     block_m = highest
     while True:
         max_tiles = -(-rows // block_m)
@@ -429,7 +435,7 @@ def _tiles(
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """One batch cut up, for all layers of a pass, which run one after the other."""
+    """One batch cut into items. The layers of a pass run one after the other and share it all."""
 
     tiles: PagedTiles
     heads: tuple[int, int]  # query, kv
@@ -450,9 +456,9 @@ def plan_items(
     head_dim: int,
     page_size: int,
 ) -> PagedPlan:
-    """Cut the batch up, on the device; query_start and seq_lens are i32 as in Batch.
+    """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
 
-    All that a pass needs is allocated here, so during a capture from the graph's own pool.
+    Everything that a pass needs is allocated here; during a capture, from the graph's own pool.
     """
     assert query_start.dtype == seq_lens.dtype == page_table.dtype == torch.int32
     assert page_table.stride(1) == 1
@@ -493,7 +499,7 @@ def paged_attention(
 
     q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
     [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim],
-    which is `out` if that is given, contiguous.
+    contiguous: `out` if it is given.
     """
     num_tokens, num_heads, head_dim = q.shape
     tiles, page_size = plan.tiles, k_cache.shape[2]
@@ -506,7 +512,7 @@ def paged_attention(
     assert out.is_contiguous()
     options = overlap(q)
     if not tiles.early:
-        options = {"PDL": options["PDL"]}  # the kernel after may start early all the same
+        options = {"PDL": options["PDL"]}  # the next kernel may still start early
     options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if tiles.max_registers:
         options["maxnreg"] = tiles.max_registers
@@ -522,7 +528,7 @@ def paged_attention(
 def constants_of(
     tiles: PagedTiles, heads: tuple[int, int], head_dim: int, page_size: int
 ) -> dict[str, Any]:
-    """What _attend_kernel is compiled for, PDL aside."""
+    """The compile-time constants of _attend_kernel, except PDL."""
     return {
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,

@@ -76,9 +76,10 @@ def _qk_rope_store_kernel(
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, heads / HEADS); HEADS divides both counts, so a program's heads are of a kind.
+    """Grid (tokens, heads / HEADS).
 
-    BLOCK: power of two >= HEAD_DIM / 2. A head is handled as its two halves, as rope pairs them.
+    HEADS divides both head counts, so a program has heads of q, of k or of v only.
+    BLOCK: power of two >= HEAD_DIM / 2. A head is handled as two halves, which rope pairs.
     """
     if PDL:
         gdc_wait()

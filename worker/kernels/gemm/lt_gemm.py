@@ -1,12 +1,12 @@
 """x @ w.T by the algorithm of cuBLASLt that a search found best for one shape on one kind of card.
 
-The library's own guess at the best algorithm misses some for products of a hundred or two hundred
-rows (worker/adr/0010). `tuned/<device>.json`, written by `python -m benchmarks.gemm --tune`, names
-a better one for each exact (m, n, k). An algorithm is eight opaque words that mean something to one
-version of the library alone: on other versions, devices or shapes there is no tuned product, nor
-where the library refuses one. None needs scratch, so nothing is shared between streams.
+The library's own heuristic often misses the best algorithm for products of 80 to 256 rows (ADR
+0010). `tuned/<device>.json`, written by `python -m benchmarks.gemm --tune`, names a better one for
+each exact (m, n, k). An algorithm is eight opaque words that only one version of the library
+understands. So there is no tuned product for other versions, devices or shapes, nor where the
+library refuses an algorithm. None needs scratch, so streams share nothing.
 
-The library is the one that torch has loaded. The numbers below are those of its C header.
+The library is the one that torch has loaded. The constants below are those of its C header.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _algorithms(raw: dict[str, object]) -> dict[Shape, Words]:
 
 
 def table_of(device: str, folder: Path = TUNED) -> Table | None:
-    """The one in `folder` for devices of this name, if there is one. ValueError: a broken one."""
+    """The table in `folder` for devices of this name, or None. ValueError: it is broken."""
     path = folder / f"{device.replace(' ', '_').replace('/', '_')}.json"
     if not path.exists():
         return None
@@ -153,7 +153,7 @@ class CublasLt:
 
 
 class LtMatmul:
-    """One shape of product, described for the library, which sees columns where torch sees rows.
+    """A product of one shape, described for the library, which is column-major.
 
     Args:
         lt: the library.
@@ -251,7 +251,7 @@ class LtGemm:
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
-    """Whether the library may read them as the table's algorithms do."""
+    """Whether dtype, strides and alignment suit the table's algorithms."""
     return (
         x.dtype == w.dtype == DTYPE
         and x.stride(1) == 1
@@ -263,7 +263,7 @@ def _takes(x: Tensor, w: Tensor) -> bool:
 
 @cache
 def tuned_gemm(device: torch.device) -> LtGemm | None:
-    """None: there is no table for this CUDA device and this version of the library."""
+    """The tuned products of a CUDA device; None: no table for it and for this library."""
     table, library = table_of(torch.cuda.get_device_name(device)), CublasLt.loaded()
     if table is None or library is None or not table.algorithms:
         return None

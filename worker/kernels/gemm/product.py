@@ -16,24 +16,20 @@ from worker.kernels.swiglu import swiglu
 
 # Up to so many rows a product takes the time of reading its weights.
 MAX_STREAMED_ROWS = 64
-# Up to so many rows our own kernel computes it. At 64 rows cuBLAS is as fast product by product,
-# and 3 % slower in a chain of them, where its kernels do not overlap
-# (benchmarks/results/gemm-h200.json). Beyond, the libraries are faster than all that we tried on
-# an H200 (benchmarks/results/gemm-sweep-h200.json, worker/adr/0010):
-# 96 rows, the whole step: cuBLAS 4.79 ms, cuBLASLt 4.57, our best tiles 4.99;
-# 128 rows, the whole step: cuBLAS 5.01 ms, cuBLASLt 4.96, our best tiles 5.21;
-# 128 rows, gate and up: cuBLAS 56.6 us, SkinnyTile 61.7, a stream-K kernel, since deleted, 61.9.
+# Up to so many rows our own kernel computes it. At 64 rows on an H200 cuBLAS is as fast product by
+# product, but 3 % slower in a chain, where its kernels do not overlap. At 96 and 128 rows the
+# libraries are 4 to 9 % faster than our best tiles (benchmarks/results/kernels.md, ADR 0010).
 OWN_ROWS = 64
 MAX_PARTIALS = 3 << 18  # floats of workspace: the most that a tile of `choose` asks for
 MAX_TILES = 1 << 13
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ w.T + bias: few rows stream the weights through our own kernel, others are a library's.
+    """x @ w.T + bias: by our own kernel for few rows, otherwise by a library.
 
-    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; returns [m, n]. Up to `OWN_ROWS` a row's
-    result depends on the row alone, beyond also on the number of rows. Not for two streams at a
-    time: the scratch is one a device.
+    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; returns [m, n]. Up to `OWN_ROWS` rows a
+    row's result depends on that row alone, beyond also on the number of rows. A device has one
+    scratch, so only one stream at a time may call this.
     """
     if bias is not None:
         return F.linear(x, w, bias)
@@ -45,7 +41,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_product(x: Tensor, w: Tensor) -> Tensor:
-    """swiglu(product(x, w)), bit for bit; of few rows by one kernel.
+    """swiglu(product(x, w)), bit for bit; for few rows by one kernel.
 
     x: [m, k]; w: [2 · width, k] of x's dtype, gates before ups; returns [m, width].
     """
@@ -58,7 +54,7 @@ def gated_product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
-    """None: torch's product."""
+    """The tile of our own kernel; None: the product is a library's."""
     m, (n, k) = x.shape[0], w.shape
     if not (HAS_TRITON and x.is_cuda and x.dtype in DTYPES and 0 < m <= OWN_ROWS):
         return None
@@ -67,7 +63,7 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
 
 
 def _tuned(x: Tensor, w: Tensor) -> Tensor | None:
-    """By the algorithm that was found best for just this shape; None: by the library's choice."""
+    """By the algorithm that a search found for exactly this shape; None: there is none."""
     if not (x.is_cuda and x.shape[0] > OWN_ROWS):
         return None
     gemm = tuned_gemm(x.device)

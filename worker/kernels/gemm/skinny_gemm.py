@@ -1,18 +1,16 @@
 """y = x @ w.T for the few rows of a decode step: the weights stream through once.
 
-A program multiplies `block_n` rows of w with one of `split` ranges of K, weights as the left
-operand of the tensor cores, so that 16 rows of x cost little more than one. The f32 partial sums of
-a tile are added in the order of the ranges by whichever program comes last. The tile depends on the
-weights' shape, not on the batch: a row's result depends on that row alone, bit for bit.
+A program multiplies x by `block_n` rows of w over one of `split` ranges of K. The weights are the
+left operand of the tensor cores, so 16 rows of x cost little more than one. The program of a tile
+that finishes last adds the f32 partial sums in the order of the ranges. How sums are cut depends on
+the weights' shape, not on the batch: a row's result depends on that row alone, bit for bit.
 
-With programmatic dependent launch the next kernel's programs start while this one's last loads are
-under way, which saves about 0.8 µs a launch. What did not help on an H200, in chains of 4096 x 4096
-products (10.0 µs each): L2 prefetches or plain loads of the first weights before `gdc_wait` (what
-lies in the L2 comes in at 6.7 TB/s, hardly faster than from memory), asking for the next product's
-weights at the end of this one, the copy engine (TMA), tiles of 32 rows without a split (11.2 µs).
+With programmatic dependent launch the next kernel's programs start while the last loads of this one
+are in flight, which saves about 0.8 µs a launch. Prefetches, TMA and other tiles did not help on an
+H200 (benchmarks/results/kernels.md).
 
-A gated product takes as many rows of the gates as of the ups into a tile and activates its sums
-before it stores them: the kernel in between and its launch are saved, and half of what is written.
+A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
+before it stores them, which saves a kernel and half of the writes.
 """
 
 from __future__ import annotations
@@ -57,9 +55,9 @@ def _skinny_gemm_kernel(
 ):  # fmt: skip
     """Grid (tiles of w's rows, SPLIT).
 
-    x: [M, K], w: [N, K], out: [M, N], each with contiguous rows; w's rows stand close together.
-    GATED: w is [2 N, K], gates before ups, and SPLIT 1.
-    STEPS: blocks of K in one of the SPLIT ranges (a constant: the interpreter wants one).
+    x: [M, K], w: [N, K], out: [M, N]; rows contiguous, all of w contiguous.
+    GATED: w is [2 N, K], gate rows before up rows, and SPLIT is 1.
+    STEPS: blocks of K in one of the SPLIT ranges (a constant, as the interpreter needs one).
     partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
     TRIGGER: after which step the next kernel may start; below 0, at once.
     UPCAST: the interpreter multiplies no bf16.
@@ -73,7 +71,7 @@ def _skinny_gemm_kernel(
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     within = tl.arange(0, BLOCK_N)
-    # Beyond N it is the last row again, and not stored.
+    # Rows beyond N read the last row again and are not stored.
     rows = tile * WIDTH + (within % WIDTH if GATED else within)
     rows = (rows if EVEN_N else tl.minimum(rows, N - 1)).to(tl.int64)
     if GATED:
@@ -126,7 +124,7 @@ def _skinny_gemm_kernel(
 
 @triton.jit
 def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
-    """silu(gate) · up of acc [2 · WIDTH, BLOCK_M], rounded where swiglu of a stored product is."""
+    """silu(gate) · up of acc [2 · WIDTH, BLOCK_M], rounded as swiglu of a stored product is."""
     pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(pair)
     return silu_and_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
@@ -134,7 +132,10 @@ def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """How one product is cut up. `trigger`: steps before the end when the next kernel may start."""
+    """How one product is cut into programs.
+
+    `trigger`: the next kernel may start when so many steps are left.
+    """
 
     block_m: int
     block_n: int
@@ -153,7 +154,7 @@ class SkinnyTile:
         return self.num_tiles(n) * self.split * self.block_m * self.block_n if self.split > 1 else 0
 
     def gates(self, n: int) -> bool:
-        """Whether gates and ups, n rows of weights together, come in pairs of half a tile."""
+        """Whether n weight rows, gates and ups, can be paired in half tiles of each."""
         return self.split == 1 and n % 2 == 0
 
 
@@ -173,10 +174,11 @@ _TABLE = (
 
 @cache
 def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTile:
-    """The tile for x: [m, k], w: [n, k]; the sums depend on the weights' shape alone, not on m.
+    """The tile for x: [m, k], w: [n, k]. How sums are cut depends on the weights' shape, not on m.
 
-    Before a small kernel (a norm, attention, an activation), that one had best wait in place. Where
-    `product_follows`, the next one's loads compete, and it starts later.
+    The next kernel may start early. A small one (a norm, attention, an activation) starts at once
+    and waits on the device. A product starts later (`product_follows`), because its loads would
+    compete with ours.
     """
     assert 0 < m <= MAX_ROWS
     block_m = max(16, 1 << (m - 1).bit_length())
@@ -184,7 +186,7 @@ def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTi
     while split > 1 and split * 128 > k:
         split //= 2
     block_k = 128
-    if block_m == MAX_ROWS and num_stages == 3:  # blocks of x are as large as those of w there
+    if block_m == MAX_ROWS and num_stages == 3:  # a block of x is as large as one of w
         block_k, num_stages = 64, 4
     trigger = trigger if product_follows else AT_ONCE
     return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
@@ -220,15 +222,16 @@ def skinny_gemm(
     pdl: bool = False,
     gated: bool = False,
 ) -> Tensor:
-    """out[:] = x @ w.T, or swiglu of it, bit for bit; allocates nothing: a CUDA graph may hold it.
+    """out[:] = x @ w.T, or the same bits as its swiglu; allocates nothing, so graphs may hold it.
 
     Float32 goes to torch, and so does the CPU except under Triton's interpreter.
 
     x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
-    x's dtype, rows contiguous. `pdl` lets it start while the kernel before still runs, for whose
-    end it waits; a kernel after it that was launched without waits as ever. Hopper and later.
-    `gated`: w has gates in its first half, ups in the other; out is [m, n / 2]; only for tiles of
-    which `gates` is true.
+    x's dtype, rows contiguous.
+    `pdl` (Hopper and later): it starts while the kernel before it still runs, and waits for that
+    kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
+    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
+    `tile.gates(n)`.
     """
     if x.dtype == torch.float32 or (not x.is_cuda and not INTERPRETED):
         whole = skinny_gemm_ref(x, w)
@@ -242,7 +245,7 @@ def skinny_gemm(
 def compile_for(
     x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: SkinnyTile, *, pdl: bool
 ) -> None:
-    """Have the kernel ready for these, without a launch."""
+    """Compile the kernel for these arguments, without a launch."""
     grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl)
     _skinny_gemm_kernel.warmup(*arguments, grid=grid, **constants)
 

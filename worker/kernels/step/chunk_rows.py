@@ -1,4 +1,4 @@
-"""A step's prompt chunks, from one upload of the host to the rows and page tables kernels read."""
+"""Prompt chunks: pack them for one upload, unpack them to batch rows and page tables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,27 @@ NOTHING_NEW = NewPages(0, ())
 
 @dataclass(frozen=True, slots=True)
 class SentChunks:
-    """What the host says of `num_reqs` chunks, as `pack` laid it out.
+    """`num_reqs` chunks in one upload, as `pack` laid them out.
 
     `words` begins with NUM_LINES lines of `width` words, one word a request (query_start has one
-    more): row of the page table, query_start, seq_len, first new page, page after the last new one,
-    word at which the new ones begin. The token ids of all chunks follow, then the new pages.
-    Requests beyond the last are padding: row 0, no tokens, nothing new, seq_len 0.
+    more):
+
+        row of the page table
+        query_start
+        seq_len
+        first new page of the row
+        one past the last new page of the row
+        where the request's new pages begin in `words`
+
+    All token ids follow, then all new pages. Requests beyond the last are padding: row 0, no
+    tokens, no new pages, seq_len 0.
     """
 
     words: Tensor  # i32, contiguous
     width: int
     num_reqs: int
     num_tokens: int
-    last_page: int  # page after the last that is new in any table; 0 = nothing is
+    last_page: int  # one past the last new page of any row; 0 = there are no new pages
 
 
 def line_width(num_reqs: int) -> int:
@@ -90,18 +98,18 @@ def pack(
 def chunk_rows_ref(
     sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
-    """Write new pages to `page_table`, rows to `out`, and what tables are by then to `tables`.
+    """Write new pages to `page_table`, batch rows to `out`, each request's table to `tables`.
 
-    A row that stands for more than one request brings the same pages for all of them.
+    Requests that share a row bring the same new pages.
 
     Args:
-        sent: of the chunks.
+        sent: the chunks.
         page_table: [rows, max_pages] i32, rows contiguous; row 0 gets no pages.
         page_size: tokens a page.
         out: [3, capacity] i64, contiguous: token ids, positions, slots (page * page_size + offset)
             fill the first `num_rows` columns; those beyond the tokens are padding, all zero.
-        num_rows: at least num_tokens; slot 0 is the sink's.
-        tables: [num_reqs or more, num_pages] i32, contiguous; padding is as row 0.
+        num_rows: of the padded batch, at least num_tokens; slot 0 is the sink's.
+        tables: [num_reqs or more, num_pages] i32, contiguous; padded requests get row 0's table.
     """
     n, words = sent.num_tokens, sent.words
     lines = words[: NUM_LINES * sent.width].view(NUM_LINES, sent.width)
@@ -122,14 +130,14 @@ def chunk_rows_ref(
 
 @triton.jit
 def _pages_of(words, page_table, line, at, width, stride_table, mask):
-    """Pages `at` of request `line`'s table, new ones included; and which of them are new."""
+    """Pages `at` of request `line`'s table, new ones included; which are new; their addresses."""
     row = tl.load(words + line).to(tl.int64)
     first = tl.load(words + 3 * width + line)
     last = tl.load(words + 4 * width + line)
     begin = tl.load(words + 5 * width + line)
     new = (at >= first) & (at < last)
     there = page_table + row * stride_table + at
-    # Another program writes new ones to the table at this moment, perhaps.
+    # New pages come from `words`: another program may be writing them to the table right now.
     kept = tl.load(there, mask=mask & (at < first) | mask & (at >= last), other=0)
     brought = tl.load(words + begin + at - first, mask=new, other=0)
     return tl.where(new, brought, kept), new, there
@@ -146,7 +154,7 @@ def _chunk_rows_kernel(
     stride_table, stride_out,
     NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, then for each request blocks of pages)."""
+    """Grid: blocks of batch rows, then for each request blocks of its pages."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -155,7 +163,7 @@ def _chunk_rows_kernel(
     if program < row_blocks:
         at = program * BLOCK + within
         real, inside = at < num_tokens, at < num_rows
-        low = tl.zeros([BLOCK], dtype=tl.int32)  # the last request that begins at `at` or before
+        low = tl.zeros([BLOCK], dtype=tl.int32)  # last request to begin by `at`
         high, span = low + num_reqs, num_reqs
         while span > 1:
             span = (span + 1) // 2

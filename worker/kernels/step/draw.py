@@ -1,23 +1,24 @@
-"""One token a row straight from the logits, without sorting: temperature, filters, noise, argmax.
+"""Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
 
 The torch twin is `worker.sampling.sampler.draw_ref`, which defines the result. A row is cut into
-blocks of the vocabulary. Three kinds of pass run over all blocks of all rows:
+blocks of the vocabulary. Each pass runs over all blocks of all rows:
 
   best      the largest logit of each block
-  search    four bits of a threshold: the smallest logit whose likelier tokens weigh less than the
-            target, with weight 1 and target top_k, then with probabilities and top_p of their sum
-  ties      how many tokens of each block stand at the threshold exactly
-  draw      the largest perturbed value among what is left, block by block, then over the row
+  search    four bits of a threshold: the smallest logit such that all tokens above it weigh less
+            than the target. First each token weighs 1 and the target is top_k. Then a token weighs
+            its probability and the target is top_p of their sum.
+  ties      how many tokens of each block have exactly the threshold's logit
+  draw      the largest perturbed logit among the tokens that are left, by block, then by row
 
-The threshold is found on the logits' own bits, read as integers of the same order: 16 of them in
-bf16 (4 passes), 32 otherwise (8 passes). Of the tokens that share the threshold's logit those with
-the lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a row's
-result depends on that row alone.
+The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
+passes), otherwise 32 (8 passes). Of the tokens with the threshold's logit those with the lowest ids
+stay, as many as the target leaves room for. Every sum has a fixed order, and a row's result depends
+on that row alone.
 
-Against the twin: the set kept may differ where the probability before a token comes within f32's
-rounding of top_p, for the sums are added in another order (pairwise here, in sequence there), and
-in f32 where two different logits become equal once divided by the temperature (their ids decide
-there, their order here). top_k and min_p are exact.
+The tokens kept may differ from the twin's in two cases. The probability before a token is within
+f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two logits differ
+but become equal when divided by the temperature: here the larger one comes first, there the lower
+id. top_k and min_p are exact.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RADIX_BITS = 4
 
 @dataclass(slots=True, frozen=True)
 class DrawParams:
-    """Of the rows drawn for; index i belongs to logits[i]. Scalars a row, but for stop_ids."""
+    """Sampling parameters; index i belongs to logits[i]. One number a row, except stop_ids."""
 
     position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
     seed: Tensor  # [n] i64
@@ -52,9 +53,9 @@ class DrawParams:
 
 @triton.jit
 def _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS: tl.constexpr):
-    """Of `tokens` in f32; -inf beyond the vocabulary and for what must not be drawn yet.
+    """Logits of `tokens` in f32; -inf beyond the vocabulary and for stop ids below min_len.
 
-    STOPS: places for stop ids; 0: none is forbidden.
+    STOPS: stop ids of a row; 0: none is forbidden.
     """
     inside = tokens < vocab
     x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
@@ -68,7 +69,7 @@ def _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STO
 
 @triton.jit
 def _key_of(x, BITS: tl.constexpr):
-    """Signed integers in the order of x; BITS = 16 takes the upper half, all there is of bf16."""
+    """Signed integers in the order of x. BITS = 16 keeps the upper half, which is all of a bf16."""
     bits = x.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if BITS == 16:
@@ -94,7 +95,7 @@ def _best_of(best, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
 
 @triton.jit
 def _likely(x, highest, temperature, min_p, EXACT: tl.constexpr):
-    """Which tokens min_p leaves, as the twin rounds; -inf never counts."""
+    """Which tokens min_p keeps, with the twin's rounding; never those at -inf."""
     likely = x > float("-inf")
     if min_p > 0.0:
         bound = tl.div_rn(highest, temperature) + natural_log(min_p, EXACT)
@@ -104,7 +105,7 @@ def _likely(x, highest, temperature, min_p, EXACT: tl.constexpr):
 
 @triton.jit
 def _probability(x, highest, temperature):
-    """Of a token beside the likeliest one's."""
+    """A token's probability relative to the likeliest one's."""
     return tl.exp2((x - highest) * (1.4426950408889634 / temperature))
 
 
@@ -113,9 +114,9 @@ def _weights(
     x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """1 for each token, or its probability beside the likeliest's; 0 for what is filtered out.
+    """1 for each token, or with PROBABLE its relative probability; 0 for tokens filtered out.
 
-    Of the tokens at top_k's threshold some are out, but they weigh the same: all count in part.
+    At top_k's threshold only some tokens stay. They weigh the same, so all of them count in part.
     """
     likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
     if PROBABLE:
@@ -135,7 +136,10 @@ def _weights(
 
 @triton.jit
 def _reaches(digit, least, EXACT: tl.constexpr):
-    """1.0 where digit >= least, else 0.0, both whole: half the work of a comparison on a GPU."""
+    """1.0 where digit >= least, else 0.0; both are whole.
+
+    EXACT: one saturating addition, half the work of a comparison on a GPU.
+    """
     if EXACT:
         return tl.inline_asm_elementwise(
             "add.sat.f32 $0, $1, $2;", "=f,f,f", [digit, 1.0 - least],
@@ -150,7 +154,7 @@ def _best_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows). Also the start of both searches: the lowest key, nobody arrived."""
+    """Grid (blocks, rows). Also resets both searches: the lowest key, no arrivals."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -170,15 +174,15 @@ def _narrow(
     partial, row, n, limit, keys, sums, shift, first,
     PROBABLE: tl.constexpr, RADIX: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
 ):  # fmt: skip
-    """Four more bits of the row's threshold, once all blocks' sums are there.
+    """Find four more bits of the row's threshold; all blocks' sums are there.
 
-    keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight from it
-    on, target.
+    keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight at or
+    above it, target.
     """
     blocks, digits = tl.arange(0, BLOCKS_2), tl.arange(0, RADIX)
     at = (row * BLOCKS + blocks)[:, None] * RADIX + digits[None, :]
     parts = tl.load(partial + at, mask=(blocks < BLOCKS)[:, None], other=0.0, cache_modifier=".cg")
-    from_digit = tl.sum(parts, 0)  # falls along the digits
+    from_digit = tl.sum(parts, 0)  # never rises along the digits
     sums += PROBABLE * 3 * n + row
     if first:
         if PROBABLE:
@@ -209,9 +213,9 @@ def _search_kernel(
     BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the weight from each of RADIX keys on; the last block narrows the row's.
+    """Grid (blocks, rows): the weight at or above each of RADIX keys; the last block runs _narrow.
 
-    PROBABLE: the search for top_p; else for top_k. Rows that need it not return at once.
+    PROBABLE: the search for top_p; else for top_k. Rows without that filter return at once.
     """
     if PDL:
         gdc_wait()
@@ -249,11 +253,11 @@ def _search_kernel(
 
 @triton.jit
 def _room(key, row, n, highest, temperature, sums, BITS: tl.constexpr):
-    """How many tokens of top_p's threshold it takes to reach the target; at least one."""
+    """How many tokens at top_p's threshold it takes to reach the target; at least one."""
     sums += 3 * n + row
     weight = _probability(_value_of(key, BITS), highest, temperature)
     room = tl.ceil((tl.load(sums + 2 * n) - tl.load(sums)) / weight)
-    room = tl.where(room < 1e9, room, 1e9)  # weight is 0 or NaN where no token is
+    room = tl.where(room < 1e9, room, 1e9)  # weight is 0 or NaN if no token is there
     return tl.maximum(room, 1.0).to(tl.int32)
 
 
@@ -286,7 +290,7 @@ def _ties_kernel(
     SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): tokens of each block that stand at the threshold."""
+    """Grid (blocks, rows): how many tokens of each block are at the threshold."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -311,7 +315,7 @@ def _draw_kernel(
     SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
     BITS: tl.constexpr, FILTERED: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the largest perturbed value of each block, and the lowest id with it."""
+    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -336,7 +340,8 @@ def _draw_kernel(
                 tie = ((key == cut) & (x > float("-inf"))).to(tl.int32)
                 rank = before + tl.cumsum(tie, 0) - tie
                 x = tl.where((tie > 0) & (rank >= room), float("-inf"), x)
-        if tl.max(x, 0) > float("-inf"):  # few blocks have anything left: noise is the costly part
+        # Noise is the costly part, and after filters few blocks have tokens left.
+        if tl.max(x, 0) > float("-inf"):
             x = tl.div_rn(x, temperature)
             start = block * BLOCK
             x += gumbel_block(tl.load(seed + row), tl.load(position + row), start, BLOCK, EXACT)
@@ -382,7 +387,7 @@ class _Filters:
         self.ties = scratch(n, -(-vocab // DRAW_BLOCK), dtype=torch.int32)
 
     def run(self) -> None:
-        """Everything that must be known before the draw."""
+        """Launch every pass that comes before the draw."""
         params, (n, vocab), stride = self.params, self.logits.shape, self.logits.stride(0)
         rows = self.logits, params.position, params.min_len, params.stop_ids
         limits = params.temperature, params.top_k, params.top_p, params.min_p

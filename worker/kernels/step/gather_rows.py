@@ -1,4 +1,4 @@
-"""The rows of many small columns at once: what a step's sampling needs of the step state."""
+"""Gather rows of many small columns in one launch: what sampling reads of the step state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BLOCK = 32
 
 
 def gather_rows_ref(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
-    """`rows` [n] i64 of each column and of the table [num_rows, width] i64; all contiguous."""
+    """Each column and the table at `rows`.
+
+    rows: [n] i64; table: [num_rows, width] i64; all tensors contiguous.
+    """
     return (
         tuple(column[rows] for column in ints),
         tuple(column[rows] for column in floats),

@@ -70,9 +70,9 @@ def gumbel_ref(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 @triton.jit
 def natural_log(x, EXACT: tl.constexpr):
-    """log of f32 to the last bit or so: noise comes from near log(1), where the fast one fails.
+    """log of f32, right to about the last bit; the fast log fails near 1, where noise needs it.
 
-    EXACT: compiled for CUDA; else the interpreter's.
+    EXACT: CUDA's accurate log; else that of Triton's interpreter.
     """
     if EXACT:
         return _log(x)

@@ -15,7 +15,7 @@ BLOCK_PAGES = 256
 
 @dataclass(slots=True, frozen=True)
 class RowColumns:
-    """Columns of the step state, [num_rows + 1, ...], contiguous. Row 0 is nobody's."""
+    """Columns of the step state, [num_rows + 1, ...], contiguous. Row 0 is the sink."""
 
     active: Tensor  # bool
     seq_len: Tensor  # i64
@@ -26,12 +26,12 @@ class RowColumns:
 
 @dataclass(slots=True, frozen=True)
 class StepRows:
-    """What a step knows of its n rows; inactive ones are row 0 by now."""
+    """What a decode step reads of its n rows; an inactive row reads as row 0, the sink."""
 
     live: Tensor  # [n] i64
     valid: Tensor  # [n] bool; active
-    positions: Tensor  # [n] i64; of the token that goes in
-    next_positions: Tensor  # [n] i64; of the token that comes out
+    positions: Tensor  # [n] i64; of the input token
+    next_positions: Tensor  # [n] i64; of the token to be drawn
     input_ids: Tensor  # [n] i64
     seq_lens: Tensor  # [n] i32; KV length after the step
     slots: Tensor  # [n] i64; where the token's KV goes
@@ -39,7 +39,7 @@ class StepRows:
 
 
 def read_rows_ref(rows: Tensor, columns: RowColumns, page_size: int, num_pages: int) -> StepRows:
-    """The step of `rows` [n] i64 over pages of `page_size` tokens, `num_pages` of each at most."""
+    """Read the state of `rows` [n] i64, with at most `num_pages` pages of each."""
     live = rows * columns.active[rows]
     positions = columns.seq_len[live]
     table = columns.page_table[live, :num_pages]
@@ -118,10 +118,10 @@ def leave_rows_ref(
     min_len: Tensor,
     columns: RowColumns,
 ) -> Tensor:
-    """Move rows on by the token they drew, unless it is not `valid`; they end at stops and limits.
+    """Advance each valid row by its drawn token; a stop id or the maximum length ends the row.
 
     rows: [n] i64, distinct where valid; position: [n] i64, of the token; token: [n] i64;
-    stop_ids: [n, width] i64, -1 = unused; min_len: [n] i64, no stop counts below it.
+    stop_ids: [n, width] i64, -1 = unused; min_len: [n] i64, no stop id counts below it.
     Returns [n, 3] i64: token, valid, finished.
     """
     stop = (stop_ids == token[:, None]).any(-1) & (position >= min_len)
