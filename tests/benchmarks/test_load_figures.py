@@ -17,7 +17,7 @@ from benchmarks.load import compare, result
 from benchmarks.load.measure import STAGES, concurrency, spread, summary, table
 from benchmarks.load.records import Lag, Objectives, Outcome, Run
 from benchmarks.load.report import page, write_report
-from tests.support.load_results import OBJECTIVES, made_up_result, made_up_run
+from tests.benchmarks.load_results import OBJECTIVES, made_up_result, made_up_run
 
 BEGUN = "2026-11-21T10:00:00+00:00"
 SECTIONS = (

@@ -27,7 +27,7 @@ from benchmarks.load.records import Outcome, Run
 from benchmarks.load.workload import workload
 from cluster.config import load
 from cluster.resolve import with_devices
-from tests.support.load_results import made_up_result
+from tests.benchmarks.load_results import made_up_result
 
 SMALL = TINY / "config.json"
 CHAT_GAP_S = {"split": 0.01, "both-256": 0.02}
