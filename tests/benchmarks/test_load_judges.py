@@ -1,49 +1,58 @@
-"""The comparison with aiperf: how figures are pooled, and the model that is served for it."""
+"""The comparison with aiperf, without aiperf: what both replay, and what is compared."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.judges.agree import Replay, compared
-from benchmarks.judges.served import INSIDE, dummy_model, enter_namespace
-from benchmarks.load import tokens
-from worker.models.config import read_model_spec
+from benchmarks.judges import aiperf
+from benchmarks.judges.agree import FIGURES, compared, written_out
+from benchmarks.judges.served import INSIDE, TINY, enter_namespace
+from benchmarks.load import prompts, tokens
+from benchmarks.load.workload import workload
 
 
-def replay(ttft_ms: list[float], wall_s: float) -> Replay:
-    names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "requests_per_s", "tokens_per_s")
-    own = {name: ttft_ms[0] for name in names}
-    return Replay(own, ttft_ms, [2 * value for value in ttft_ms], 10 * len(ttft_ms), wall_s, {})
-
-
-def test_figures_of_all_requests_and_of_rounds() -> None:
-    """The median of the three rounds' p50 is 10, the p50 of their seven requests 1."""
-    rounds = [replay([1.0] * 5, 5.0), replay([10.0], 1.0), replay([10.0], 2.0)]
-    found = compared({"aiperf": rounds, "ours": [replay([2.0] * 7, 8.0)]})
-    assert found["ttft_p50"]["pooled"] == {"aiperf": 1.0, "ours": 2.0}
-    assert found["ttft_p50"]["ratio_pooled"] == 2.0
+def test_compared_are_the_medians_of_the_rounds() -> None:
+    rounds = [dict.fromkeys(FIGURES, value) for value in (1.0, 10.0, 12.0)]
+    found = compared({"aiperf": rounds, "ours": [dict.fromkeys(FIGURES, 2.0)]})
+    assert tuple(found) == FIGURES
     assert found["ttft_p50"]["median"] == {"aiperf": 10.0, "ours": 2.0}
     assert found["ttft_p50"]["ratio"] == 0.2
-    assert found["requests_per_s"]["pooled"] == {"aiperf": 7 / 8, "ours": 7 / 8}
-    assert found["tokens_per_s"]["ratio_pooled"] == 1.0
-    assert found["ttft_p99"]["rounds"]["aiperf"] == [1.0, 10.0, 10.0]
+    assert found["ttft_p99"]["rounds"]["aiperf"] == [1.0, 10.0, 12.0]
 
 
-def test_a_dummy_model_is_of_the_size_asked_for(tmp_path: Path) -> None:
-    arguments = dummy_model("256x3", tmp_path / "dummy")
-    assert arguments == ["--model", str(tmp_path / "dummy"), "--set", "model.load_format=dummy"]
-    spec = read_model_spec(tmp_path / "dummy")
-    assert (spec.hidden_size, spec.num_layers) == (256, 3)
-    assert spec.num_heads * spec.head_dim == spec.hidden_size
-    assert tokens.load(arguments[1]), "its tokenizer is beside it"
+def test_figures_of_aiperf_have_the_names_of_ours() -> None:
+    spread = {"p50": 2.0, "p99": 3.0, "avg": 2.5}
+    summary = {"time_to_first_token": spread, "request_throughput": {"avg": 4.0}}
+    found = aiperf.figures(summary)
+    assert [found[name] for name in FIGURES] == [2.0, 3.0, 0.0, 0.0, 4.0, 0.0]
 
 
-@pytest.mark.parametrize("size", ["512", "100x2", "256x0"])
-def test_a_size_that_makes_no_model_is_refused(tmp_path: Path, size: str) -> None:
-    with pytest.raises(ValueError, match=r"--dummy|unpack"):
-        dummy_model(size, tmp_path / "dummy")
+def test_both_replay_the_same_texts(tmp_path: Path) -> None:
+    trace = "benchmarks/load/traces/tiny.mooncake.jsonl"
+    options = Namespace(trace=trace, requests=5, block_size=64, time_scale=2.0)
+    path = tmp_path / "text.jsonl"
+    assert written_out(options, path) == 5
+    sent = []
+    for source, how in (
+        (trace, prompts.Options(block_size=64, time_scale=2.0)), (path, prompts.Options()),
+    ):  # fmt: skip
+        work = workload(
+            f"mooncake:{source}", None, num_sessions=5, duration_s=None, seed=0,
+            tokenizer=tokens.load("tiny"), options=how,
+        )  # fmt: skip
+        turns = [(each.start_s, each.turns[0]) for each in work.sessions]
+        sent.append([(at_s, turn.prompt, turn.max_tokens) for at_s, turn in turns])
+    assert sent[0] == sent[1]
+
+
+def test_the_tokenizer_lies_where_a_hub_would_have_it(tmp_path: Path) -> None:
+    environment = aiperf.tokenizer_cache(tmp_path)
+    (snapshot,) = (tmp_path / "hub" / "models--local--tiny" / "snapshots").iterdir()
+    assert (snapshot / "tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
+    assert environment["HF_HUB_OFFLINE"] == "1"
 
 
 def test_without_iproute2_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

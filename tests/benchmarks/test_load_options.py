@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load import measurement
+from benchmarks.load.measurement import progress
 from benchmarks.load.options import Options, objectives, parse
-from benchmarks.load.progress import Progress
 from benchmarks.load.records import Objectives, Outcome
 from benchmarks.load.search import highest_rate
 
@@ -92,15 +93,14 @@ def test_a_server_that_holds_nothing_ends_the_search() -> None:
     assert not any(probe.held for probe in probes)
 
 
-def test_progress_counts_and_names_errors() -> None:
+def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    progress = Progress(10, out, label="x ")
+    clock = [0.0]
+    monkeypatch.setattr(measurement, "now", lambda: clock[0])
+    watch = progress(10, "x ", out)
     served = Outcome(0, 0, 0.0, chunk_s=[0.1, 0.15], end_s=0.2, num_output_tokens=2)
-    progress([served, Outcome(1, 0, 0.0, error="http_429")], 3)
-    progress._drawn_at = -100.0  # as if nothing was drawn for long
-    progress([], 1)
-    line = out.getvalue()
-    assert "2/10 done, 1 running" in line
-    assert "TTFT p50 100.0" in line
-    assert "gap p50 50.0" in line
-    assert "http_429 1" in line
+    watch([served, Outcome(1, 0, 0.0, error="http_429")], 3)
+    assert out.getvalue() == "", "not at once"
+    clock[0] = measurement.PROGRESS_S
+    watch([], 1)
+    assert out.getvalue() == "x 2/10 done, 1 running, http_429 1\n"
