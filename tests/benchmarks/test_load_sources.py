@@ -351,6 +351,16 @@ def test_mooncake_sessions_and_literal_prompts_of_aiperf(tmp_path: Path) -> None
     assert third.turns[0].max_tokens == 200
 
 
+def test_text_conversations_go_on_after_a_space(tmp_path: Path) -> None:
+    turn: dict[str, Any] = {"session_id": "a", "input_length": 20, "output_length": 8}
+    rows = [turn | {"timestamp": 0}, turn | {"delay": 10}, turn | {"delay": 10}]
+    work = made(f"mooncake:{write_rows(tmp_path / 't.jsonl', rows)}", num=None, chat=False)
+    (session,) = work.sessions
+    assert not session.turns[0].prompt.startswith(" ")
+    assert all(turn.prompt.startswith(" ") for turn in session.turns[1:])
+    assert count("".join(turn.prompt for turn in session.turns)) == 60
+
+
 def test_burstgpt_rows_keep_times_and_lengths_and_lose_failures(tmp_path: Path) -> None:
     path = tmp_path / "b.csv"
     path.write_text(
