@@ -141,7 +141,8 @@ async def converse(
             raw = await reader.readexactly(int(length))
             pieces = stub.answer(words[0], words[1].partition("?")[0], raw, now())
             for due, part in pieces:
-                await pacer.until(stub.leaves(due))
+                while (leaves := stub.leaves(due)) > now():  # a stall may begin meanwhile
+                    await pacer.until(leaves)
                 writer.write(part)
             if headers.get("connection", "").lower() == "close":
                 return
