@@ -120,7 +120,11 @@ def compared(replays: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, An
 def main() -> int:
     """1 if a ratio of medians is further from 1 than allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    aiperf.server_options(parser)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="without /v1")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--endpoint", choices=tuple(aiperf.PATHS), default="chat")
+    parser.add_argument("--venv", type=Path, default=Path("/root/judges/aiperf"), help="aiperf's")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens of a trace's hash id")
     parser.add_argument("--trace", type=Path, default=TRACE, help="Mooncake format, with hash ids")
     parser.add_argument("--requests", type=int, help="the trace's first so many; all without it")
     parser.add_argument("--time-scale", type=float, default=1.0)

@@ -1,6 +1,4 @@
-"""aiperf 0.13 replays a trace against a server; its figures under our names.
-
-    python -m benchmarks.judges.aiperf --trace T.jsonl --out aiperf.json
+"""aiperf 0.13 replays a trace against a server; its figures under our names. Run by `agree`.
 
 Settings are those under which aiperf's own error is smallest on two cores: one worker, one record
 processor, no screen, no scraping of anything during the run. Token counts are the server's
@@ -15,13 +13,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.judges.served import TINY
 
-VENV = Path("/root/judges/aiperf")
 HUB_NAME = "local/tiny"  # of the tokenizer inside the hub cache that `tokenizer_cache` lays out
 TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -114,33 +110,3 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
         "errors": of("error_request_count"),
         "own_lag_ms": {q: of(f"replay_sched_lag_{q}") for q in ("p50", "p90", "p99")},
     }
-
-
-def server_options(parser: argparse.ArgumentParser) -> None:
-    """Flags that `agree` has, too."""
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
-    add("--model", default="tiny")
-    add("--endpoint", choices=tuple(PATHS), default="chat")
-    add("--block-size", type=int, default=64, help="tokens of a trace's hash id (%(default)s)")
-    add("--venv", type=Path, default=VENV, help="where aiperf is installed")
-
-
-def main() -> None:
-    """Replay, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    server_options(parser)
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake format")
-    parser.add_argument("--place", type=Path, default=Path("/tmp/aiperf"), help="for its files")
-    parser.add_argument("--out", type=Path, help="JSON; standard output without it")
-    options = parser.parse_args()
-    options.place.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(replay(options, options.trace, options.place.resolve()), indent=1) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    else:
-        sys.stdout.write(text)
-
-
-if __name__ == "__main__":
-    main()
