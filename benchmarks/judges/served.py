@@ -4,10 +4,9 @@
     python -m benchmarks.judges.served --model-config benchmarks/models/small.json -- COMMAND ...
 
 Starts `python -m cluster serve` with a loopback interface only, waits until it is ready, runs the
-commands one after another with `JUDGED_URL` set (and `{url}` in their arguments replaced), and ends
-the cluster. Everything dies with this process. The cluster's output is in `--keep`, or printed if
-a command fails. Needs root and iproute2, see
-`benchmarks.namespace`.
+commands one after another with `{url}` in their arguments replaced, and ends the cluster.
+Everything dies with this process. The cluster's output is in `--keep`, or printed if a command
+fails. Needs root and iproute2, see `benchmarks.namespace`.
 
 `--model-config` serves random weights of that shape, with the tiny model's tokenizer and under the
 name `dummy`: a model whose own times are large against a client's.
@@ -86,9 +85,7 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(
-    arguments: list[str], port: int, *, python: str = sys.executable, keep: Path | None = None
-) -> Iterator[str]:
+def serving(arguments: list[str], port: int, *, keep: Path) -> Iterator[str]:
     """A cluster that is ready; its URL. Ended after the body, its output is copied to `keep`.
 
     Raises:
@@ -98,7 +95,7 @@ def serving(
     output = root / "output"
     with output.open("wb") as log:
         server = subprocess.Popen(
-            [python, "-m", "cluster", "serve", "--port", str(port), *arguments],
+            [sys.executable, "-m", "cluster", "serve", "--port", str(port), *arguments],
             cwd=REPOSITORY,
             env=environment(root),
             stdin=subprocess.DEVNULL,
@@ -115,9 +112,8 @@ def serving(
             server.wait(40)
         except subprocess.TimeoutExpired:
             server.kill()
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(output, keep / "cluster.log")
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.copy(output, keep / "cluster.log")
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -137,10 +133,8 @@ def main() -> int:
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", default=sys.executable, help="one that can run the cluster")
     parser.add_argument("--serve", default="", help="more arguments for `serve`, as one string")
     parser.add_argument("--model-config", type=Path, help="random weights of this shape")
-    parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--keep", type=Path, help="where to copy the cluster's output")
     options = parser.parse_args(words[:cut])
     enter_namespace("benchmarks.judges.served")
@@ -153,10 +147,10 @@ def main() -> int:
             model.mkdir()
             make_model(options.model_config, model)
             arguments += ["--model", str(model), "--set", "model.load_format=dummy"]
-        with serving(arguments, options.port, python=options.python, keep=keep) as url:
+        with serving(arguments, 8000, keep=keep) as url:
             for command in split(words[cut:]):
                 filled = [word.replace("{url}", url) for word in command]
-                done = subprocess.run(filled, env={**os.environ, "JUDGED_URL": url}, check=False)
+                done = subprocess.run(filled, check=False)
                 text = f"exit code {done.returncode}: {shlex.join(filled)}"
                 print(text, file=sys.stderr, flush=True)
                 code = code or done.returncode
