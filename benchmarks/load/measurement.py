@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -20,6 +22,7 @@ from benchmarks.load.workload import workload
 
 WARMUP_SEED = 1_000_003
 PROGRESS_S = 5.0
+SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the next
 
 
 def run(options: Options) -> int:
@@ -134,31 +137,22 @@ def progress(num_requests: int, label: str, out: TextIO) -> fleet.Watch:
 def _search(
     options: Options, target: Target, tokenizer: Any, runs: list[Run]
 ) -> tuple[float, list[Probe]]:
-    """Appends the last run that held to `runs`, or else the last one."""
+    """Leaves in `runs` the last run that held, or else the first one."""
+    seeds = itertools.count(options.seed)  # else a probe would find the last one's prompts cached
 
-    seen: list[float] = []
-
-    def attempt(rate: float) -> tuple[float, dict[str, Any]]:
-        number = len(seen)  # prompts of its own, or it would find the last probe's in the cache
-        work = _workload(options, f"poisson:{rate}", tokenizer, options.seed + number)
+    def share_at(rate: float) -> float:
+        if runs:
+            time.sleep(SETTLE_S)
+        work = _workload(options, f"poisson:{rate}", tokenizer, next(seeds))
         one = _once(options, target, work, tokenizer, f"{rate:.3g} req/s ")
-        seen.append(rate)
-        good = [options.objectives.met_by(each) for each in one.outcomes]
-        share = sum(good) / max(1, len(good))
-        if share >= options.share or not runs:
+        share = sum(map(options.objectives.met_by, one.outcomes)) / max(1, len(one.outcomes))
+        held = share >= options.share
+        if held or not runs:
             runs[:] = [one]
-        return share, measure.summary(one, options.objectives)
-
-    def say(probe: Probe) -> None:
-        verdict = "holds" if probe.held else "fails"
-        print(
-            f"{probe.rate:8.3g} req/s: {100 * probe.share:5.1f} % good, {verdict}", file=sys.stderr
-        )
+        verdict = "holds" if held else "fails"
+        print(f"{rate:8.3g} req/s: {100 * share:5.1f} % good, {verdict}", file=sys.stderr)
+        return share
 
     return highest_rate(
-        attempt,
-        start=options.search_from,
-        share=options.share,
-        precision=options.precision,
-        say=say,
+        share_at, start=options.search_from, share=options.share, precision=options.precision
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load import search
+from benchmarks.load import measurement, search
 from benchmarks.load.__main__ import main
 from benchmarks.load.client import Target
 from benchmarks.load.fleet import run
@@ -60,6 +60,7 @@ def test_the_command_measures_searches_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "MAX_HALVINGS", 1)
+    monkeypatch.setattr(measurement, "SETTLE_S", 0.0)
     paths = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
     with running_stub(StubOptions(ttft_s=0.01, itl_s=0.002)) as url:
         common = ["--url", url, "--num", "12", "--source", "problems:train", "--quiet"]

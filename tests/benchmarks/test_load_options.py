@@ -12,7 +12,7 @@ from benchmarks.load import measurement
 from benchmarks.load.measurement import progress
 from benchmarks.load.options import Options, objectives, parse
 from benchmarks.load.records import Objectives, Outcome
-from benchmarks.load.search import highest_rate
+from benchmarks.load.search import MAX_DOUBLINGS, MAX_HALVINGS, highest_rate
 
 WRONG = [
     ("--num 5", "say when to send"),
@@ -74,11 +74,11 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
 def test_the_search_ends_just_below_what_the_server_holds(capacity: float, start: float) -> None:
     tried: list[float] = []
 
-    def attempt(rate: float) -> tuple[float, dict]:
+    def share_at(rate: float) -> float:
         tried.append(rate)
-        return (1.0 if rate <= capacity else 0.5), {"rate": rate}
+        return 1.0 if rate <= capacity else 0.5
 
-    best, probes = highest_rate(attempt, start=start, share=0.99, precision=0.05, settle_s=0)
+    best, probes = highest_rate(share_at, start=start, share=0.99, precision=0.05)
     assert capacity / 1.05 <= best <= capacity
     assert [probe.rate for probe in probes] == tried
     assert len(tried) == len(set(tried)) <= 20
@@ -86,11 +86,16 @@ def test_the_search_ends_just_below_what_the_server_holds(capacity: float, start
 
 
 def test_a_server_that_holds_nothing_ends_the_search() -> None:
-    best, probes = highest_rate(
-        lambda rate: (0.0, {}), start=1, share=0.9, precision=0.1, settle_s=0
-    )
+    best, probes = highest_rate(lambda rate: 0.0, start=1, share=0.9, precision=0.1)
     assert best == 0.0
     assert not any(probe.held for probe in probes)
+    assert len(probes) == 1 + MAX_HALVINGS
+
+
+def test_a_server_that_holds_everything_ends_the_search() -> None:
+    best, probes = highest_rate(lambda rate: 1.0, start=1, share=0.9, precision=0.1)
+    assert [probe.rate for probe in probes] == [2.0**n for n in range(MAX_DOUBLINGS)]
+    assert best == probes[-1].rate
 
 
 def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
