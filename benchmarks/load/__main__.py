@@ -9,14 +9,15 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.load import measurement, report, selfcheck
 from benchmarks.load.fleet import run_loop
-from benchmarks.load.options import parse
 from benchmarks.load.stub import StubOptions, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 done, 1 something failed, 2 the user's mistake."""
+    # Client processes are spawned: they import this module, too, and need none of these.
+    from benchmarks.load import report, selfcheck
+
     given = list(sys.argv[1:] if argv is None else argv)
     commands = {"run": _run, "report": report.main, "selfcheck": selfcheck.main, "stub": _stub}
     command = commands.get(given[0]) if given else None
@@ -34,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    return measurement.run(parse(argv))
+    from benchmarks.load import measurement, options
+
+    return measurement.run(options.parse(argv))
 
 
 def _stub(argv: Sequence[str]) -> int:
