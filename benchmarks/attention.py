@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gemm import about, bandwidth, spread, times_ms
+from benchmarks.engine import read_bandwidth
+from benchmarks.gemm_step import spread, times_ms
+from benchmarks.load.result import machine
 from worker.attention.base import ATTENTION
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -157,24 +159,6 @@ def measure(scene: Scene, args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-@dataclass(slots=True)
-class Memory:
-    """What `benchmarks.gemm.bandwidth` reads."""
-
-    device: str
-    slab: Tensor
-
-
-def read_gb_s(scene: Scene, args: argparse.Namespace) -> float:
-    """GB/s of a plain streaming read of the pool's own memory."""
-    keys, _ = scene.pool.layer(0)
-    num_words = min(scene.pool.num_pages * scene.pool.layout.page_bytes, 8 << 30) // 4
-    slab = torch.empty(0, dtype=torch.int32, device=keys.device)
-    slab.set_(keys.untyped_storage(), 0, (num_words,))
-    step: Any = Memory("cpu" if args.model == "tiny" else scene.device, slab)
-    return bandwidth(step, args.replays)
-
-
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -196,23 +180,19 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure, print a table, write the figures."""
     args = parsed()
-    report: dict[str, Any] = {"rows": [], "read_gb_s": 0.0}
+    read_gb_s = round(read_bandwidth() / 1e9, 1)
+    print(f"reads {read_gb_s} GB/s")
+    report: dict[str, Any] = {"rows": [], "read_gb_s": read_gb_s, "machine": machine()}
     report |= {key: str(value) for key, value in vars(args).items() if key != "json"}
     cases = [(num, args.context, args.query_len) for num in map(int, args.batch.split(","))]
     if args.prefill:
         cases = [(1, num, num) for num in map(int, args.prefill.split(","))]
-    # The largest first: its pool is what the bandwidth is measured on.
     for case in sorted(cases, reverse=True):
         scene = scene_of(args, *case)
-        if not report["rows"]:
-            machine: Any = scene
-            report |= about(machine)
-            report["read_gb_s"] = round(read_gb_s(scene, args), 1)
-            print(f"{report['device']}: reads {report['read_gb_s']} GB/s")
         row = measure(scene, args)
         report["rows"].append(row)
         for name, found in row["backends"].items():
-            share = found["gb_s"] / report["read_gb_s"] if report["read_gb_s"] else 0.0
+            share = found["gb_s"] / read_gb_s
             found["share"] = round(share, 4)
             print(
                 f"batch {case[0]:3d} rows {case[2]:4d} {name:14s} {found['layer_us']:8.2f} us a "

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,10 +29,9 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.judges.served import REPOSITORY, enter_namespace, serving
+from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
 from benchmarks.load.result import machine, read, version_of
 
-TINY = REPOSITORY / "worker" / "assets" / "tiny"
 PULLED = "kvlane_kv_pulled_bytes_total"
 PACKAGES = ("torch", "triton", "ray", "flashinfer-python", "mooncake-transfer-engine-cuda13")
 
@@ -64,21 +62,6 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
     add("--port", type=int, default=8000)
     add("--out", type=Path, required=True, help="a directory")
-
-
-def make_model(model_config: Path, place: Path) -> None:
-    """A model directory without weights, with a word for every token id.
-
-    The bundled tokenizer makes the prompts; ids beyond its own stand for numbers, so that every
-    token that random weights draw is a piece of text, and so of the stream.
-    """
-    shutil.copy(model_config, place / "config.json")
-    shutil.copy(TINY / "tokenizer_config.json", place)
-    size = json.loads(model_config.read_text(encoding="utf-8"))["vocab_size"]
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
-    words = tokenizer["model"]["vocab"]
-    words |= {f"\u0120{token}": token for token in range(len(words), size)}  # \u0120 is a space
-    (place / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[str, Any]:

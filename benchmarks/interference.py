@@ -2,16 +2,14 @@
 
     python -m benchmarks.interference --gpus 2 --kind nvlink --out DIR
     python -m benchmarks.interference --gpus 2 --layouts both-512 --out DIR    # one more, same load
-    python -m benchmarks.interference show DIR    # figures and plot of all layouts that are in DIR
+    python -m benchmarks.interference show DIR    # the table of all layouts measured in DIR
 
 `split` is 1 prefill + 1 decode worker; `both-CHUNK` is two workers that each do both, prompts in
 chunks of CHUNK tokens. Each gets the same recorded loads: `alone.jsonl` has the chats,
 `mixed.jsonl` the same chats and the prompts between them. Both are in DIR, and by layout the
-results of the load (`LAYOUT-LOAD.json.gz`) and the machine, versions and configuration
-(`LAYOUT.json`). The figures by class of request are in `interference.json`, which keeps those of
-layouts whose results are not in DIR any more; `show` draws `interference.html` and, where there is
-a Chromium, `interference.png`, of these figures. Runs in a network namespace of its own (root),
-unless KVLANE_JUDGES_NAMESPACE is set.
+results of the load (`LAYOUT-LOAD.json.gz`). `interference.json` has of each layout the machine,
+versions and configuration, and the figures by class of request. Runs in a network namespace of its
+own (root), unless KVLANE_JUDGES_NAMESPACE is set.
 
 The same without a GPU:
 
@@ -27,6 +25,7 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,16 +35,18 @@ import numpy as np
 from benchmarks.gpu_cluster import (
     about,
     cluster_options,
-    make_model,
     run_load,
     serve_config,
     started,
 )
-from benchmarks.interference_figures import LOADS, SPLIT, figures, table
-from benchmarks.judges.served import enter_namespace
-from benchmarks.load import arrivals, result
+from benchmarks.judges.served import enter_namespace, make_model
+from benchmarks.load import arrivals, report, result
 from benchmarks.load.lengths import pair
+from benchmarks.load.measure import summary
+from benchmarks.load.records import Objectives, Result
 
+SPLIT = "split"
+LOADS = ("alone", "mixed")
 BOTH = "both-"
 WARMUP = 16  # requests, the first of the load; 4 at a time
 
@@ -101,6 +102,11 @@ def recorded(options: Namespace) -> list[Row]:
     return sorted(rows, key=lambda row: row.timestamp)
 
 
+def kept(rows: Sequence[Row], load: str) -> list[Row]:
+    """Those that are in `load`."""
+    return [row for row in rows if load == "mixed" or row.type == "chat"]
+
+
 def write_loads(options: Namespace) -> list[Row]:
     """Both loads into `options.out`; the rows of the mixed one.
 
@@ -109,8 +115,7 @@ def write_loads(options: Namespace) -> list[Row]:
     """
     rows = recorded(options)
     for load in LOADS:
-        kept = [row for row in rows if load == "mixed" or row.type == "chat"]
-        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in kept)
+        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in kept(rows, load))
         path = options.out / f"{load}.jsonl"
         if path.exists() and path.read_bytes() != lines:
             raise ValueError(f"{path} is another load: use its options, or another --out")
@@ -141,41 +146,76 @@ def layout_config(options: Namespace, model: Path, layout: str, rows: list[Row])
     return tree
 
 
-def measure(options: Namespace, tree: dict[str, Any], model: Path, layout: str) -> int:
+def measure(
+    options: Namespace, tree: dict[str, Any], model: Path, layout: str, rows: Sequence[Row]
+) -> int:
     """One layout, from its start to its end; 0 if every request of both loads was served."""
-    codes = []
-    (options.out / f"{layout}.json").unlink(missing_ok=True)  # of an earlier run
+    figures: dict[str, Any] = {}
+    num_failed = 0
     with started(options, tree, layout) as (url, start_s):
         for load in LOADS:
             path = options.out / f"{layout}-{load}.json.gz"
-            path.unlink(missing_ok=True)
             repeat = options.repeat if load == "mixed" else 1
             code = run_load(
                 url, model, path, "--source", f"mooncake:{options.out / load}.jsonl",
                 "--warmup", str(WARMUP), "--repeat", str(repeat),
             )  # fmt: skip
-            codes.append(code or any(s["requests"]["failed"] for s in result.read(path).summaries))
+            if code:
+                return code
+            found = result.read(path)
+            num_failed += sum(each["requests"]["failed"] for each in found.summaries)
+            figures[load] = by_class(found, kept(rows, load))
         told = about(url, start_s)
     asked = {name: str(value) for name, value in vars(options).items() if name != "out"}
-    (options.out / f"{layout}.json").write_text(
-        json.dumps(told | {"options": asked}, indent=1) + "\n"
-    )
+    keep(options.out, layout, told | {"options": asked} | figures)
     if bool(told["kv_pulled_bytes"]) != (layout == SPLIT):
         print(f"{layout}: {told['kv_pulled_bytes']} bytes of KV were pulled", file=sys.stderr)
         return 1
-    return int(any(codes))
+    return int(num_failed > 0)
+
+
+def by_class(found: Result, rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """Class of request -> summaries of the runs (`benchmarks.load.measure`) over it alone.
+
+    Rates are over the time of the whole run, and the harness's lag is that of the whole.
+    """
+    # The harness numbers sessions in the order of their starts, which is that of the rows.
+    kinds = [row.type for row in rows]
+    figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in sorted(set(kinds))}
+    for run in found.runs:
+        for kind, summaries in figures.items():
+            part = [each for each in run.outcomes if kinds[each.session] == kind]
+            of_kind = msgspec.structs.replace(run, outcomes=part, schedule=[])
+            summaries.append(summary(of_kind, Objectives()))
+    return figures
+
+
+def read(out: Path) -> dict[str, Any]:
+    """Layout -> its figures, `split` first, then by chunk; empty if nothing was measured."""
+    path = out / "interference.json"
+    layouts = json.loads(path.read_text())["layouts"] if path.exists() else {}
+    names = sorted(layouts, key=lambda name: (name != SPLIT, len(name), name))
+    return {name: layouts[name] for name in names}
+
+
+def keep(out: Path, layout: str, figures: dict[str, Any]) -> None:
+    """Write the figures of `layout` beside those of others."""
+    layouts = read(out) | {layout: figures}
+    (out / "interference.json").write_text(json.dumps({"layouts": layouts}, indent=1) + "\n")
 
 
 def show(out: Path) -> int:
-    """Figures and plot of the layouts in `out`; 2 if there are none."""
-    from benchmarks.interference_plot import draw
-
-    told = figures(out)
-    if not told["layouts"]:
-        print(f"error: {out} has neither whole results of a layout nor figures", file=sys.stderr)
+    """Print a line for each layout, load and class of request; 2 if nothing was measured."""
+    lines = [
+        (f"{layout}, {load}: {kind}s", summaries)
+        for layout, figures in read(out).items()
+        for load in LOADS
+        for kind, summaries in figures[load].items()
+    ]
+    if not lines:
+        print(f"error: {out} has no figures of a layout", file=sys.stderr)
         return 2
-    print(table(told), end="")
-    print(draw(out, told))
+    print("\n".join(report.side_by_side(lines)))
     return 0
 
 
@@ -197,8 +237,8 @@ def main() -> int:
         trees = {
             each: layout_config(options, model, each, rows) for each in options.layouts.split(",")
         }
-        codes = [measure(options, tree, model, layout) for layout, tree in trees.items()]
-    print(table(figures(options.out)), end="")
+        codes = [measure(options, tree, model, layout, rows) for layout, tree in trees.items()]
+    show(options.out)
     return max(codes)
 
 

@@ -1,16 +1,15 @@
 """Run commands against a fresh cluster, server and client alone together in a network namespace.
 
     python -m benchmarks.judges.served [--serve "--decode 2"] -- COMMAND ... [-- COMMAND ...]
-    python -m benchmarks.judges.served --dummy 512x8 -- COMMAND ...
+    python -m benchmarks.judges.served --model-config benchmarks/models/small.json -- COMMAND ...
 
 Starts `python -m cluster serve` with a loopback interface only, waits until it is ready, runs the
-commands one after another with `JUDGED_URL` set (and `{url}` in their arguments replaced), and ends
-the cluster. Everything dies with this process. The cluster's output is in `--keep`, or printed if
-a command fails. Needs root and iproute2, see
-`benchmarks.namespace`.
+commands one after another with `{url}` in their arguments replaced, and ends the cluster.
+Everything dies with this process. The cluster's output is in `--keep`, or printed if a command
+fails. Needs root and iproute2, see `benchmarks.namespace`.
 
-`--dummy` serves random weights of that many hidden units and layers, with the tiny model's
-tokenizer and under the name `dummy`: a model whose own times are large against a client's.
+`--model-config` serves random weights of that shape, with the tiny model's tokenizer and under the
+name `dummy`: a model whose own times are large against a client's.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.judges.common import REPOSITORY, TOKENIZER, TOKENIZER_FILES
 from benchmarks.namespace import can_enter, start_over
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = REPOSITORY / "worker" / "assets" / "tiny"
 INSIDE = "KVLANE_JUDGES_NAMESPACE"
 READY = "Ctrl-C stops it."
 READY_TIMEOUT_S = 600.0
@@ -60,28 +60,19 @@ def environment(root: Path) -> dict[str, str]:
     return {**kept, **own, **ray}
 
 
-def dummy_model(size: str, directory: Path) -> list[str]:
-    """Lay out a model of `size`, `HIDDENxLAYERS`; the arguments of `serve` that serve it.
+def make_model(model_config: Path, place: Path) -> None:
+    """A model directory without weights, with a word for every token id.
 
-    Raises:
-        ValueError: `size` is none, or hidden is not a multiple of 128 (two heads of 64 a KV head).
+    The bundled tokenizer makes the prompts; ids beyond its own stand for numbers, so that every
+    token that random weights draw is a piece of text, and so of the stream.
     """
-    hidden, layers = (int(part) for part in size.split("x"))
-    if hidden < 128 or hidden % 128 or layers < 1:
-        raise ValueError(f"--dummy {size}: wants HIDDENxLAYERS, HIDDEN a multiple of 128")
-    directory.mkdir()
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(TOKENIZER / name, directory / name)
-    config = directory / "config.json"
-    changed = {
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 128,
-    }
-    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
-    return ["--model", str(directory), "--set", "model.load_format=dummy"]
+    shutil.copy(model_config, place / "config.json")
+    shutil.copy(TINY / "tokenizer_config.json", place)
+    size = json.loads(model_config.read_text(encoding="utf-8"))["vocab_size"]
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    words |= {f"\u0120{token}": token for token in range(len(words), size)}  # \u0120 is a space
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
@@ -94,9 +85,7 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(
-    arguments: list[str], port: int, *, python: str = sys.executable, keep: Path | None = None
-) -> Iterator[str]:
+def serving(arguments: list[str], port: int, *, keep: Path) -> Iterator[str]:
     """A cluster that is ready; its URL. Ended after the body, its output is copied to `keep`.
 
     Raises:
@@ -106,7 +95,7 @@ def serving(
     output = root / "output"
     with output.open("wb") as log:
         server = subprocess.Popen(
-            [python, "-m", "cluster", "serve", "--port", str(port), *arguments],
+            [sys.executable, "-m", "cluster", "serve", "--port", str(port), *arguments],
             cwd=REPOSITORY,
             env=environment(root),
             stdin=subprocess.DEVNULL,
@@ -123,9 +112,8 @@ def serving(
             server.wait(40)
         except subprocess.TimeoutExpired:
             server.kill()
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(output, keep / "cluster.log")
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.copy(output, keep / "cluster.log")
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -145,10 +133,8 @@ def main() -> int:
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", default=sys.executable, help="one that can run the cluster")
     parser.add_argument("--serve", default="", help="more arguments for `serve`, as one string")
-    parser.add_argument("--dummy", metavar="HIDDENxLAYERS", help="random weights of this size")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model-config", type=Path, help="random weights of this shape")
     parser.add_argument("--keep", type=Path, help="where to copy the cluster's output")
     options = parser.parse_args(words[:cut])
     enter_namespace("benchmarks.judges.served")
@@ -156,12 +142,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="judged-") as place:
         keep = options.keep or Path(place)
         arguments = shlex.split(options.serve)
-        if options.dummy:
-            arguments += dummy_model(options.dummy, Path(place) / "dummy")
-        with serving(arguments, options.port, python=options.python, keep=keep) as url:
+        if options.model_config:
+            model = Path(place) / "dummy"
+            model.mkdir()
+            make_model(options.model_config, model)
+            arguments += ["--model", str(model), "--set", "model.load_format=dummy"]
+        with serving(arguments, 8000, keep=keep) as url:
             for command in split(words[cut:]):
                 filled = [word.replace("{url}", url) for word in command]
-                done = subprocess.run(filled, env={**os.environ, "JUDGED_URL": url}, check=False)
+                done = subprocess.run(filled, check=False)
                 text = f"exit code {done.returncode}: {shlex.join(filled)}"
                 print(text, file=sys.stderr, flush=True)
                 code = code or done.returncode

@@ -1,27 +1,25 @@
-"""`python -m benchmarks.load [run | compare | report | selfcheck | stub]`; no word means run."""
+"""`python -m benchmarks.load [run | report | selfcheck | stub]`; no word means run."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from benchmarks.load.stub import StubOptions
+from benchmarks.load.fleet import run_loop
+from benchmarks.load.stub import StubOptions, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 done, 1 something failed, 2 the user's mistake."""
+    # Client processes are spawned: they import this module, too, and need none of these.
+    from benchmarks.load import report, selfcheck
+
     given = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "run": _run,
-        "compare": _compare,
-        "report": _report,
-        "selfcheck": _selfcheck,
-        "stub": _stub,
-    }
+    commands = {"run": _run, "report": report.main, "selfcheck": selfcheck.main, "stub": _stub}
     command = commands.get(given[0]) if given else None
     try:
         return _run(given) if command is None else command(given[1:])
@@ -37,35 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from benchmarks.load.measurement import run
-    from benchmarks.load.options import parse
+    from benchmarks.load import measurement, options
 
-    return run(parse(argv))
-
-
-def _compare(argv: Sequence[str]) -> int:
-    from benchmarks.load.compare import main as compare
-
-    return compare(argv)
-
-
-def _report(argv: Sequence[str]) -> int:
-    from benchmarks.load.report import main as report
-
-    return report(argv)
-
-
-def _selfcheck(argv: Sequence[str]) -> int:
-    from benchmarks.load.selfcheck import main as selfcheck
-
-    return selfcheck(argv)
+    return measurement.run(options.parse(argv))
 
 
 def _stub(argv: Sequence[str]) -> int:
     """A server with known delays."""
-    from benchmarks.load.fleet import run_loop
-    from benchmarks.load.stub import serve
-
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.load stub", description=_stub.__doc__
     )

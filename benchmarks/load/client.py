@@ -5,7 +5,6 @@ Bytes are stamped when the loop hands them over, before they are parsed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,11 +108,10 @@ class Conversation:
             new = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             self._messages = [*self._messages, *new]  # type: ignore[list-item]
             body["messages"] = self._messages
-        elif isinstance(prompt, str):
+        else:
+            assert isinstance(prompt, str), "traces with messages are for chats"
             self._text += prompt
             body["prompt"] = self._text
-        else:
-            body["prompt"] = list(prompt)
         if target.streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if target.stages:
@@ -243,11 +241,6 @@ def _fail(outcome: Outcome, kind: str, message: str) -> None:
     outcome.error, outcome.message = outcome.error or kind, message[:MESSAGE_CHARS]
 
 
-def served_models(answer: Any) -> Sequence[dict[str, Any]]:
-    """The rows of GET /v1/models."""
-    return answer.get("data", []) if isinstance(answer, dict) else []
-
-
 async def discover(url: str, headers: dict[str, str]) -> dict[str, Any]:
     """The first model that the server lists.
 
@@ -260,7 +253,8 @@ async def discover(url: str, headers: dict[str, str]) -> dict[str, Any]:
             aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
             http.get(f"{url}/v1/models") as response,
         ):
-            rows = served_models(await response.json()) if response.status == 200 else []
+            answer = await response.json() if response.status == 200 else {}
+            rows = answer.get("data", []) if isinstance(answer, dict) else []
             if not rows:
                 raise ConnectionError(f"{url}/v1/models lists no model (status {response.status})")
             return rows[0]

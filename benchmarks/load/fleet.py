@@ -64,7 +64,7 @@ def run(
     concurrency: int | None = None,
     duration_s: float | None = None,
     num_processes: int = 1,
-    watch: Watch = lambda outcomes, num_running: None,
+    watch: Watch | None = None,
 ) -> Run:
     """Send `workload` and wait for all of it. Ctrl-C ends it early, with what there is by then.
 
@@ -111,7 +111,7 @@ def _share(total: int, parts: int, index: int) -> int:
     return total // parts + (index < total % parts)
 
 
-def _conduct(links: Sequence[Connection], watch: Watch) -> Run:
+def _conduct(links: Sequence[Connection], watch: Watch | None) -> Run:
     for link in links:
         _receive(link)
     origin = now() + HEADSTART_S
@@ -128,7 +128,8 @@ def _conduct(links: Sequence[Connection], watch: Watch) -> Run:
                 report = msgspec.msgpack.decode(_receive(link), type=Report)
                 outcomes += report.outcomes
                 running[link] = report.num_running
-                watch(report.outcomes, sum(running.values()))
+                if watch is not None:
+                    watch(report.outcomes, sum(running.values()))
                 if report.lag is not None:
                     lags.append(report.lag)
                     del running[link]

@@ -7,7 +7,7 @@ A length is one of
     normal(512,100)      mean, standard deviation; rounded, at least 1
     lognormal(512,0.5)   median, standard deviation of the logarithm; rounded, at least 1
 
-and a pair of lengths is `IN,OUT`, or a mix of pairs with weights: `0.7*128/64+0.3*2048/256`.
+and a pair of lengths is `IN,OUT`.
 """
 
 from __future__ import annotations
@@ -47,28 +47,10 @@ def length(text: str, part: str) -> Length:
 
 def pair(text: str, what: str) -> Pair:
     """A drawer of (prompt, answer) lengths; raises ValueError, which names `what` and the part."""
-    if "/" not in text:
-        parts = read.fields(text, ("IN", "OUT"), (), what)
-        num_in = length(parts["IN"], f"{what}: IN")
-        num_out = length(parts["OUT"], f"{what}: OUT")
-        return lambda rng: (num_in(rng), num_out(rng))
-    weights: list[float] = []
-    pairs: list[tuple[Length, Length]] = []
-    for index, term in enumerate(read.split(text, "+"), start=1):
-        part = f"{what}: part {index} of the mix"
-        weight, star, lengths = term.rpartition("*")
-        begin, slash, end = lengths.partition("/")
-        if not star or not slash:
-            raise ValueError(f"{part}: {term!r} is not WEIGHT*IN/OUT")
-        weights.append(read.number(weight, f"{part}: WEIGHT", above=True))
-        pairs.append((length(begin, f"{part}: IN"), length(end, f"{part}: OUT")))
-    shares = [weight / sum(weights) for weight in weights]
-
-    def draw(rng: Generator) -> tuple[int, int]:
-        num_in, num_out = pairs[int(rng.choice(len(pairs), p=shares))]
-        return num_in(rng), num_out(rng)
-
-    return draw
+    parts = read.fields(text, ("IN", "OUT"), what)
+    num_in = length(parts["IN"], f"{what}: IN")
+    num_out = length(parts["OUT"], f"{what}: OUT")
+    return lambda rng: (num_in(rng), num_out(rng))
 
 
 def clip(num_in: int, num_out: int, room: int | None) -> tuple[int, int]:

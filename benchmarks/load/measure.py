@@ -7,36 +7,24 @@ the moment of sending, which is what most other tools report. Only served reques
 
 from __future__ import annotations
 
-import io
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.load.records import Lag, Objectives, Outcome, Result, Run
+from benchmarks.load.records import Objectives, Outcome, Run
 
-LATENCIES = {
-    "ttft_s": "time to first token",
-    "ttft_from_send_s": "  from the send (as other tools)",
-    "tpot_s": "inter-token, mean of a request",
-    "gaps_s": "inter-token, every gap",
-    "e2e_s": "end to end",
-}
-STAGES_TO_FIRST_TOKEN = (
+STAGES = (  # all but the last one before the first token
     "router_queue_s",
     "prefill_queue_s",
     "prefill_s",
     "transfer_s",
     "decode_queue_s",
     "first_step_s",
+    "decode_s",
 )
-STAGES = (*STAGES_TO_FIRST_TOKEN, "decode_s")
 QUANTILES = {
     "p1": 0.01,
     "p25": 0.25,
@@ -69,21 +57,17 @@ def was_sent(outcome: Outcome) -> bool:
     return outcome.sent_s > 0 or not outcome.error
 
 
-def gaps_of(outcome: Outcome) -> np.ndarray:
-    """Seconds between each piece of output and the next."""
-    return np.diff(np.array(outcome.chunk_s, float))
-
-
 def samples(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
-    """The values behind each entry of `LATENCIES`, in seconds, of the served requests."""
+    """The values of each latency, in seconds, of the served requests."""
     served = [outcome for outcome in outcomes if not outcome.error]
     begun = [outcome for outcome in served if outcome.chunk_s]
     tpots = [outcome.tpot_s for outcome in served]
+    gaps = [np.diff(np.array(outcome.chunk_s, float)) for outcome in begun]
     return {
         "ttft_s": np.array([o.chunk_s[0] - o.intended_s for o in begun], float),
         "ttft_from_send_s": np.array([o.chunk_s[0] - o.sent_s for o in begun], float),
         "tpot_s": np.array([tpot for tpot in tpots if tpot is not None], float),
-        "gaps_s": np.concatenate([gaps_of(o) for o in begun]) if begun else np.zeros(0),
+        "gaps_s": np.concatenate(gaps or [np.zeros(0)]),
         "e2e_s": np.array([outcome.e2e_s for outcome in served], float),
     }
 
@@ -104,7 +88,7 @@ def concurrency(outcomes: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summary(run: Run, objectives: Objectives) -> dict[str, Any]:
-    """All figures of `run`, as plain JSON values; `table` and `report` show them."""
+    """All figures of `run`, as plain JSON values; `report` shows them."""
     served = [outcome for outcome in run.outcomes if not outcome.error]
     latency = {name: spread(values) for name, values in samples(served).items()}
     ok, says = verdict(run, latency["ttft_s"]["p50"])
@@ -151,21 +135,16 @@ def throughput(run: Run, served: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def goodput(run: Run, objectives: Objectives) -> dict[str, Any]:
-    """Requests within every objective, and within each alone. A failed one is within none: a time
-    that ran out counts as infinite."""
+    """Requests within every objective. A failed one is not: a time that ran out counts as
+    infinite."""
     num = len(run.outcomes)
     good = sum(objectives.met_by(outcome) for outcome in run.outcomes)
-    limits = {name: s for name, s in msgspec.structs.asdict(objectives).items() if s is not None}
-    alone = {name: Objectives(**{name: limit}) for name, limit in limits.items()}
+    limits = msgspec.structs.asdict(objectives)
     return {
-        "objectives": limits,
+        "objectives": {name: limit for name, limit in limits.items() if limit is not None},
         "good": good,
         "good_per_s": good / run.wall_s if run.wall_s else 0.0,
         "share": good / num if num else None,
-        "share_by_objective": {
-            name: sum(one.met_by(outcome) for outcome in run.outcomes) / num if num else None
-            for name, one in alone.items()
-        },
     }
 
 
@@ -201,33 +180,20 @@ def concurrency_figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {"mean": area / float(times[-1] - times[0]), "max": int(at_once.max())}
 
 
-def parts_s(outcome: Outcome) -> dict[str, float] | None:
-    """Seconds of each of `STAGES`, or None if the server did not tell."""
-    if outcome.stages is None:
-        return None
-    return {name: float(outcome.stages.get(name) or 0.0) for name in STAGES}
-
-
 def stages(served: Sequence[Outcome]) -> dict[str, Any]:
     """Percentiles of each stage; `unaccounted_s` is what the client saw beyond them, apart from its
-    own lag: network, HTTP, and the router's own work. Empty without stages."""
-    told = [(outcome, parts) for outcome in served if (parts := parts_s(outcome)) is not None]
+    own lag: network, HTTP, and the router's own work. Empty if the server told no stages."""
+    told = [(outcome, outcome.stages) for outcome in served if outcome.stages is not None]
     if not told:
         return {}
-    figures: dict[str, Any] = {
-        name: spread(np.array([parts[name] for _, parts in told])) for name in STAGES
+    parts = np.array([[float(each.get(name) or 0.0) for name in STAGES] for _, each in told])
+    seen = np.array([outcome.e2e_s - outcome.lag_s for outcome, _ in told])
+    firsts = [each.get("first_token_s") for _, each in told]
+    return {
+        **{name: spread(column) for name, column in zip(STAGES, parts.T, strict=True)},
+        "unaccounted_s": spread(seen - parts.sum(axis=1)),
+        "first_token_s": spread(s for s in firsts if s is not None),
     }
-    figures["unaccounted_s"] = spread(
-        np.array([o.e2e_s - o.lag_s - sum(parts.values()) for o, parts in told])
-    )
-    firsts = [o.stages.get("first_token_s") for o, _ in told if o.stages is not None]
-    figures["first_token_s"] = spread(s for s in firsts if s is not None)
-    return figures
-
-
-def cpu_share(lag: Lag) -> float:
-    """Share of one core that a client process used."""
-    return lag.cpu_s / lag.wall_s if lag.wall_s else 0.0
 
 
 def harness(run: Run) -> dict[str, Any]:
@@ -237,7 +203,9 @@ def harness(run: Run) -> dict[str, Any]:
         "loop_s": spread(np.concatenate([np.array(lag.loop_s, float) for lag in run.lags]))
         if run.lags
         else spread(()),
-        "cpu_share": {str(lag.process): cpu_share(lag) for lag in run.lags},
+        "cpu_share": {
+            str(lag.process): lag.cpu_s / lag.wall_s if lag.wall_s else 0.0 for lag in run.lags
+        },
     }
 
 
@@ -259,135 +227,3 @@ def verdict(run: Run, median_ttft_s: float | None) -> tuple[bool, str]:
         f"THE HARNESS DID NOT KEEP UP: {told} (limit {CPU_LIMIT}); the figures may be its own. "
         "Use more client processes or more cores."
     )
-
-
-def pick(figures: dict[str, Any], *path: str) -> float | None:
-    """The number at `path` of a summary, None if there is none."""
-    value: Any = figures
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    return None if value is None else float(value)
-
-
-def median(summaries: Sequence[dict[str, Any]], *path: str) -> float | None:
-    """The median over the runs of the number at `path`."""
-    found = [value for each in summaries if (value := pick(each, *path)) is not None]
-    return statistics.median(found) if found else None
-
-
-def ms(seconds: float | None) -> str:
-    """Milliseconds with three digits or more; a dash for None."""
-    if seconds is None:
-        return "-"
-    value = seconds * 1e3
-    return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2}f}"
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    """With thousands marked; a dash for None."""
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    """Of a share; a dash for None."""
-    return "-" if share is None else f"{share * 100:.1f} %"
-
-
-SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
-
-
-def table(summaries: Sequence[dict[str, Any]], result: Result, colour: bool = False) -> str:
-    """The text for the terminal at the end. Of several runs it shows the median of each figure, and
-    then a line for each run."""
-    out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=colour, highlight=False)
-    if not summaries:
-        return "no runs\n"
-    runs = f"median of {len(summaries)} runs" if len(summaries) > 1 else "1 run"
-    named = [str(result.options[name]) for name in ("url", "model") if name in result.options]
-    console.print(" · ".join([result.kind, *named, summaries[0]["begun_at"], runs]), markup=False)
-    console.print(latency_table(summaries))
-    for line in sentences(summaries):
-        console.print(line, markup=False)
-    if len(summaries) > 1:
-        console.print(runs_table(summaries))
-    for index, each in enumerate(summaries):
-        prefix = f"run {index + 1}: " if len(summaries) > 1 else ""
-        style = None if each["harness_ok"] else "bold white on red"
-        console.print(prefix + each["harness_says"], style=style, markup=False)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def latency_table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """Latencies and stages in milliseconds."""
-    shown = Table("ms", box=SIMPLE, pad_edge=False)
-    for column in SHOWN:
-        shown.add_column(column, justify="right")
-    rows = [("latency", name, label) for name, label in LATENCIES.items()]
-    if any(each["stages"] for each in summaries):
-        names = (*STAGES, "unaccounted_s")
-        rows += [("stages", name, f"  {name[:-2].replace('_', ' ')}") for name in names]
-    for part, name, label in rows:
-        cells = [ms(median(summaries, part, name, column)) for column in SHOWN]
-        shown.add_row(label, *cells)
-    return shown
-
-
-def sentences(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """What has no percentiles, a line each."""
-
-    def of(*path: str, digits: int = 1) -> str:
-        return number(median(summaries, *path), digits)
-
-    errors: Counter[str] = Counter()
-    for each in summaries:
-        errors.update(each["requests"]["errors"])
-    failed = ", ".join(f"{name} {num}" for name, num in errors.most_common())
-    total = {name: sum(s["requests"][name] for s in summaries) for name in ("sent", "served")}
-    limits = {
-        name[:-2]: f"{ms(limit)} ms"
-        for name, limit in summaries[0]["goodput"]["objectives"].items()
-    }
-    under = ", ".join(f"{name} <= {limit}" for name, limit in limits.items())
-    return [
-        f"requests    {total['served']} of {total['sent']} served"
-        + (f"; FAILED: {failed} (not in the latencies)" if failed else ""),
-        f"throughput  {of('throughput', 'requests_per_s', digits=2)} requests/s, "
-        f"{of('throughput', 'output_tokens_per_s')} output and "
-        f"{of('throughput', 'input_tokens_per_s')} input tokens/s in {of('wall_s')} s",
-        f"arrivals    {of('throughput', 'offered_per_s', digits=2)}/s offered, "
-        f"{of('throughput', 'started_per_s', digits=2)}/s started; at the server "
-        f"{of('concurrency', 'mean')} on average, {of('concurrency', 'max', digits=0)} at most",
-        f"goodput     {of('goodput', 'good_per_s', digits=2)} requests/s, "
-        f"{percent(median(summaries, 'goodput', 'share'))} of all"
-        + (f" within {under}" if under else " (no objectives)"),
-        f"tokens      {of('tokens', 'prompt', digits=0)} prompt "
-        f"({percent(median(summaries, 'tokens', 'cached_share'))} cached), "
-        f"{of('tokens', 'output', digits=0)} output; {of('tokens', 'mismatched', digits=0)} of "
-        f"{of('tokens', 'checked', digits=0)} texts counted differently by our tokenizer, "
-        f"{of('tokens', 'without_usage', digits=0)} without usage",
-    ]
-
-
-def runs_table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """A line for each run."""
-    columns = {
-        "requests/s": ("throughput", "requests_per_s"),
-        "tokens/s": ("throughput", "output_tokens_per_s"),
-        "ttft p50": ("latency", "ttft_s", "p50"),
-        "ttft p99": ("latency", "ttft_s", "p99"),
-        "gap p50": ("latency", "gaps_s", "p50"),
-        "gap p99": ("latency", "gaps_s", "p99"),
-        "good": ("goodput", "share"),
-    }
-    shown = Table("run", box=SIMPLE, pad_edge=False)
-    for column in columns:
-        shown.add_column(column, justify="right")
-    for index, each in enumerate(summaries):
-        cells = []
-        for path in columns.values():
-            value = pick(each, *path)
-            latency = path[0] == "latency"
-            cells.append(ms(value) if latency else number(value, 2))
-        shown.add_row(str(index + 1), *cells)
-    return shown

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 import msgspec
 
-from benchmarks.load import fleet, measure, result, tokens
+from benchmarks.load import fleet, measure, report, result, tokens
 from benchmarks.load.client import Target, discover
 from benchmarks.load.options import Options
-from benchmarks.load.progress import Progress
-from benchmarks.load.records import Result, Run, Session, Workload
+from benchmarks.load.pacer import now
+from benchmarks.load.records import Outcome, Result, Run, Session, Workload
 from benchmarks.load.search import Probe, highest_rate
 from benchmarks.load.workload import workload
 
 WARMUP_SEED = 1_000_003
+PROGRESS_S = 5.0
+SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the next
 
 
 def run(options: Options) -> int:
@@ -49,13 +55,9 @@ def run(options: Options) -> int:
         runs,
         [msgspec.to_builtins(probe) for probe in probes],
     )
-    print(measure.table(summaries, found))
+    print(report.table(found))
     if options.json_path:
         result.write(options.json_path, found)
-    if options.html_path:
-        from benchmarks.load.report import write_report
-
-        write_report(options.html_path, [found])
     return 0 if any(not each.error for one in runs for each in one.outcomes) else 1
 
 
@@ -74,20 +76,15 @@ def _target(options: Options) -> Target:
 
 
 def _workload(options: Options, rate: str, tokenizer: Any, seed: int) -> Workload:
-    found = workload(
+    return workload(
         options.source,
         rate or None,
         num_sessions=options.num or None,
         duration_s=options.duration_s or None,
         seed=seed,
         tokenizer=tokenizer,
-        options=options.trace,
+        options=options.prompts,
     )
-    for session in found.sessions:
-        texts = [isinstance(turn.prompt, str) for turn in session.turns]
-        if options.endpoint == "completions" and len(texts) > 1 and not all(texts):
-            raise ValueError(f"{options.source}: token ids cannot be continued in a session")
-    return found
 
 
 def _warmup(options: Options, tokenizer: Any) -> list[Session]:
@@ -101,13 +98,12 @@ def _warmup(options: Options, tokenizer: Any) -> list[Session]:
         duration_s=None,
         seed=options.seed + WARMUP_SEED,
         tokenizer=tokenizer,
-        options=options.trace | {"max_requests": options.warmup},
+        options=msgspec.structs.replace(options.prompts, max_requests=options.warmup),
     )
     return [Session(each.turns[:1]) for each in other.sessions[: options.warmup]]
 
 
 def _once(options: Options, target: Target, work: Workload, tokenizer: Any, label: str = "") -> Run:
-    progress = Progress(work.num_requests, label=label)
     found = fleet.run(
         work,
         target,
@@ -115,41 +111,48 @@ def _once(options: Options, target: Target, work: Workload, tokenizer: Any, labe
         concurrency=options.concurrency or None,
         duration_s=options.duration_s or None,
         num_processes=options.num_processes,
-        watch=progress if not options.quiet else lambda outcomes, num_running: None,
+        watch=progress(work.num_requests, label, sys.stderr) if not options.quiet else None,
     )
-    progress.close()
     tokens.count(found.outcomes, tokenizer)
     return found
+
+
+def progress(num_requests: int, label: str, out: TextIO) -> fleet.Watch:
+    """Writes a line of counts every few seconds: done, running, failed by class."""
+    errors: Counter[str] = Counter()
+    num_done, written_at = 0, now()
+
+    def watch(outcomes: Sequence[Outcome], num_running: int) -> None:
+        nonlocal num_done, written_at
+        num_done += len(outcomes)
+        errors.update(each.error for each in outcomes if each.error)
+        if now() - written_at >= PROGRESS_S:
+            written_at = now()
+            failed = "".join(f", {name} {num}" for name, num in errors.most_common())
+            print(f"{label}{num_done}/{num_requests} done, {num_running} running{failed}", file=out)
+
+    return watch
 
 
 def _search(
     options: Options, target: Target, tokenizer: Any, runs: list[Run]
 ) -> tuple[float, list[Probe]]:
-    """Appends the last run that held to `runs`, or else the last one."""
+    """Leaves in `runs` the last run that held, or else the first one."""
+    seeds = itertools.count(options.seed)  # else a probe would find the last one's prompts cached
 
-    seen: list[float] = []
-
-    def attempt(rate: float) -> tuple[float, dict[str, Any]]:
-        number = len(seen)  # prompts of its own, or it would find the last probe's in the cache
-        work = _workload(options, f"poisson:{rate}", tokenizer, options.seed + number)
+    def share_at(rate: float) -> float:
+        if runs:
+            time.sleep(SETTLE_S)
+        work = _workload(options, f"poisson:{rate}", tokenizer, next(seeds))
         one = _once(options, target, work, tokenizer, f"{rate:.3g} req/s ")
-        seen.append(rate)
-        good = [options.objectives.met_by(each) for each in one.outcomes]
-        share = sum(good) / max(1, len(good))
-        if share >= options.share or not runs:
+        share = sum(map(options.objectives.met_by, one.outcomes)) / max(1, len(one.outcomes))
+        held = share >= options.share
+        if held or not runs:
             runs[:] = [one]
-        return share, measure.summary(one, options.objectives)
-
-    def say(probe: Probe) -> None:
-        verdict = "holds" if probe.held else "fails"
-        print(
-            f"{probe.rate:8.3g} req/s: {100 * probe.share:5.1f} % good, {verdict}", file=sys.stderr
-        )
+        verdict = "holds" if held else "fails"
+        print(f"{rate:8.3g} req/s: {100 * share:5.1f} % good, {verdict}", file=sys.stderr)
+        return share
 
     return highest_rate(
-        attempt,
-        start=options.search_from,
-        share=options.share,
-        precision=options.precision,
-        say=say,
+        share_at, start=options.search_from, share=options.share, precision=options.precision
     )

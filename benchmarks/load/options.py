@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.load import prompts
 from benchmarks.load.records import Objectives
+from benchmarks.load.traces import READERS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PROCESSES_SHARE = 0.5  # of the machine's cores, at most, when nobody says how many
@@ -19,20 +23,14 @@ EPILOG = """\
 workloads (--source):
   problems                         word problems with checkable answers
   synthetic:IN,OUT                 lengths in tokens: 512 | 128-1024 | normal(512,100) |
-                                   lognormal(512,0.5), or a mix 0.7*128/64+0.3*2048/256
+                                   lognormal(512,0.5)
   shared-prefix:GROUPS,PREFIX,IN,OUT
-  multi-turn:TURNS,IN,OUT,THINK_S[,prefix=N]
-  mooncake:FILE  burstgpt:FILE  jsonl:FILE     traces, with their own times
+  mooncake:FILE  burstgpt:FILE     traces, with their own times
 
 arrivals (--rate), open loop, timed from the intended moment:
-  10 | poisson:10 | constant:10 | gamma:10,0.5 | bursts:10,8 | ramp:1-20,60 | steps:5,10,20@30
+  10 | poisson:10 | constant:10 | gamma:10,0.5
 
-examples:
-  python -m benchmarks.load --rate 4 --duration 60 --slo ttft=0.5,itl=0.05
-  python -m benchmarks.load --concurrency 32 --num 512 --source synthetic:512,128 --tokenizer DIR
-  python -m benchmarks.load --search --slo ttft=0.5,itl=0.05 --duration 30
-  python -m benchmarks.load --source mooncake:trace.jsonl --json a.json --html a.html
-  python -m benchmarks.load compare a.json b.json
+examples: benchmarks/load/README.md
 """
 
 
@@ -40,6 +38,8 @@ examples:
 class Options:
     """What a run was asked to be. Times in seconds, rates in requests per second."""
 
+    objectives: Objectives
+    prompts: prompts.Options
     url: str = DEFAULT_URL
     model: str = ""  # "" = the first that the server lists
     endpoint: str = "chat"
@@ -55,29 +55,27 @@ class Options:
     num_processes: int = 1
     repeat: int = 1
     timeout_s: float = 600.0
-    objectives: Objectives = field(default_factory=Objectives)
     search: bool = False
     search_from: float = 1.0
     share: float = 0.99
     precision: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
-    trace: dict[str, Any] = field(default_factory=dict)  # time_scale, input_scale, ...
     json_path: str = ""
-    html_path: str = ""
     quiet: bool = False
 
     def shown(self) -> dict[str, Any]:
         """For the result file; keys are left out."""
-        values = asdict(self) | {"objectives": {}}
-        limits = {name: getattr(self.objectives, name) for name in Objectives.__struct_fields__}
-        values["objectives"] = {name: value for name, value in limits.items() if value is not None}
-        values["headers"] = sorted(self.headers)
-        return values
+        limits = msgspec.structs.asdict(self.objectives)
+        return asdict(self) | {
+            "objectives": {name: value for name, value in limits.items() if value is not None},
+            "prompts": msgspec.structs.asdict(self.prompts),
+            "headers": sorted(self.headers),
+        }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of a run."""
+    """The flags of a run; a flag whose `dest` is a field of `Options` becomes that field."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.load",
         description="Measure an OpenAI-compatible server.",
@@ -88,18 +86,19 @@ def parser() -> argparse.ArgumentParser:
     add("--url", default=DEFAULT_URL, help="of the server, without /v1 (%(default)s)")
     add("--model", default="", help="default: the first that it lists")
     add("--endpoint", choices=("chat", "completions"), default="chat")
-    add("--no-stream", action="store_true", help="ask for whole answers")
+    add("--no-stream", dest="streamed", action="store_false", help="ask for whole answers")
     add("--source", default="problems", help="what to send, see below (%(default)s)")
     add("--rate", default="", help="open loop: when to send, see below")
     add("--concurrency", type=int, default=0, help="closed loop: so many sessions at a time")
     add("--num", type=int, default=0, help="sessions (requests, if they have one turn)")
-    add("--duration", type=float, default=0.0, help="seconds in which sessions begin")
+    add("--duration", dest="duration_s", type=float, default=0.0, help="in which sessions begin, s")
     add("--warmup", type=int, default=4, help="requests before the run, not counted (%(default)s)")
     add("--seed", type=int, default=0)
     add("--tokenizer", default="", help="directory with tokenizer.json; 'tiny': the bundled one")
-    add("--processes", type=int, default=0, help="client processes; default: by rate and cores")
+    own = max(1, int((os.cpu_count() or 1) * PROCESSES_SHARE))
+    add("--processes", dest="num_processes", type=int, default=own, help="clients (%(default)s)")
     add("--repeat", type=int, default=1, help="runs, for the spread (%(default)s)")
-    add("--timeout", type=float, default=600.0, help="of a request, seconds (%(default)g)")
+    add("--timeout", dest="timeout_s", type=float, default=600.0, help="s (%(default)g)")
     add("--slo", default="", help="objectives: ttft=S,itl=S,stall=S,e2e=S")
     add("--search", action="store_true", help="find the highest rate that holds them")
     add("--search-from", type=float, default=1.0, help="its first rate (%(default)g)")
@@ -112,8 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add("--extra", default="{}", help="JSON object: further fields of every body")
     add("--header", action="append", default=[], metavar="NAME: VALUE")
     add("--api-key-file", default="", help="its first line is sent as bearer token")
-    add("--json", default="", metavar="FILE", help="write everything that was measured")
-    add("--html", default="", metavar="FILE", help="write a report")
+    add("--json", dest="json_path", default="", metavar="FILE", help="write all that was measured")
     add("--quiet", action="store_true", help="no progress")
     return made
 
@@ -124,41 +122,22 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
         ValueError: they contradict each other; the message names the flag.
     """
-    args = parser().parse_args(argv)
-    options = Options(
-        url=args.url.rstrip("/").removesuffix("/v1"),
-        model=args.model,
-        endpoint=args.endpoint,
-        streamed=not args.no_stream,
-        source=args.source,
-        rate=_arrivals(args.rate),
-        concurrency=args.concurrency,
-        num=args.num,
-        duration_s=args.duration,
-        warmup=args.warmup,
-        seed=args.seed,
-        tokenizer=args.tokenizer,
-        num_processes=args.processes or max(1, int((os.cpu_count() or 1) * PROCESSES_SHARE)),
-        repeat=args.repeat,
-        timeout_s=args.timeout,
-        objectives=objectives(args.slo),
-        search=args.search,
-        search_from=args.search_from,
-        share=args.share,
-        precision=args.precision,
-        extra=_object(args.extra),
-        headers=_headers(args.header, args.api_key_file),
-        trace={
-            "time_scale": args.time_scale,
-            "input_scale": args.input_scale,
-            "block_size": args.block_size,
-            "max_len": args.max_len,
-            "chat": args.endpoint == "chat",
-        },
-        json_path=args.json,
-        html_path=args.html,
-        quiet=args.quiet,
-    )
+    given = vars(parser().parse_args(argv))
+    made = {
+        "objectives": objectives(given.pop("slo")),
+        "headers": _headers(given.pop("header"), given.pop("api_key_file")),
+        "extra": _object(given.pop("extra")),
+        "rate": _arrivals(given.pop("rate")),
+        "url": given.pop("url").rstrip("/").removesuffix("/v1"),
+        "prompts": prompts.Options(
+            chat=given["endpoint"] == "chat",
+            max_len=given.pop("max_len"),
+            time_scale=given.pop("time_scale"),
+            input_scale=given.pop("input_scale"),
+            block_size=given.pop("block_size"),
+        ),
+    }
+    options = Options(**made, **given)
     _check(options)
     return options
 
@@ -225,7 +204,7 @@ def _headers(given: Sequence[str], key_file: str) -> dict[str, str]:
 
 
 def _check(options: Options) -> None:
-    is_trace = options.source.partition(":")[0] in ("mooncake", "burstgpt", "jsonl")
+    is_trace = options.source.partition(":")[0] in READERS
     if options.search:
         if options.concurrency or is_trace:
             raise ValueError("--search: tries rates; leave out --concurrency and traces")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-Prompt = str | list[Any]  # text; token ids (completions only); whole messages (chat only)
+Prompt = str | list[Any]  # text; whole messages (chat only)
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -1,392 +1,193 @@
-"""One self-contained HTML page from a result file, or from two, side by side.
+"""What results say: one in full, or several side by side, as text; and one plot of them.
 
-python -m benchmarks.load report a.json [b.json] --out report.html
+python -m benchmarks.load report a.json [b.json ...] [--plot page.html]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
-
-from benchmarks.load import compare, plots, result
-from benchmarks.load.compare import objectives_of
-from benchmarks.load.measure import (
-    LATENCIES,
-    SHOWN,
-    STAGES_TO_FIRST_TOKEN,
-    median,
-    ms,
-    number,
-    percent,
-    pick,
-)
+from benchmarks.load import result
+from benchmarks.load.measure import STAGES
 from benchmarks.load.records import Result
 
-STAGE_ROWS = ("first_token_s", *STAGES_TO_FIRST_TOKEN, "decode_s", "unaccounted_s")
-STYLE = """
-body { font: 14px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: #1c1f23;
-  background: #fff; max-width: 1140px; margin: 28px auto; padding: 0 20px; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 34px 0 4px; }
-p { margin: 4px 0 8px; } .note { color: #555b63; max-width: 900px; }
-table { border-collapse: collapse; margin: 8px 0; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 14px 3px 0; text-align: right; border-bottom: 1px solid #e9ebee; }
-th { color: #555b63; font-weight: 600; border-bottom-color: #b9bec6; }
-th:first-child, td:first-child, td.text { text-align: left; }
-tr.first td { border-top: 1px solid #b9bec6; }
-.heads { display: grid; grid-auto-flow: column; grid-auto-columns: 1fr; gap: 40px; }
-.head { display: grid; grid-template-columns: 80px 1fr; gap: 0 12px; margin: 10px 0; }
-.head div:nth-child(odd) { color: #555b63; } code { font-size: 12.5px; word-break: break-word; }
-.ok, .bad { padding: 7px 12px; margin: 8px 0; border-left: 4px solid #3a9a75; background: #f1f8f5; }
-.bad { border-color: #c0392b; background: #c0392b; color: #fff; font-weight: 600; }
-.beside { display: flex; gap: 70px; align-items: flex-start; }
-.range { color: #7a8088; font-size: 12px; } .key { display: inline-block; width: 11px;
-  height: 11px; border-radius: 2px; margin-right: 6px; }
-summary { cursor: pointer; color: #555b63; }
-"""
+Summary = dict[str, Any]  # of `measure.summary`
+
+LATENCIES = {
+    "ttft_s": "time to first token",
+    "ttft_from_send_s": "  from the send (as other tools)",
+    "tpot_s": "inter-token, mean of a request",
+    "gaps_s": "inter-token, every gap",
+    "e2e_s": "end to end",
+}
+SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+COLUMNS = (
+    ("requests/s", ("throughput", "requests_per_s")),
+    ("tokens/s", ("throughput", "output_tokens_per_s")),
+    ("ttft p50", ("latency", "ttft_s", "p50")),
+    ("p99", ("latency", "ttft_s", "p99")),
+    ("inter-token p50", ("latency", "tpot_s", "p50")),
+    ("p99", ("latency", "tpot_s", "p99")),
+    ("gap p50", ("latency", "gaps_s", "p50")),
+    ("p99", ("latency", "gaps_s", "p99")),
+    ("p99.9", ("latency", "gaps_s", "p99.9")),
+    ("good", ("goodput", "share")),
+)
 
 
-def write_report(
-    path: str | Path, results: Sequence[Result], names: Sequence[str] = (), title: str = ""
-) -> None:
-    """Writes the page of one or two results; `names` tell two apart ("a" and "b" without)."""
-    Path(path).write_text(page(results, names, title), encoding="utf-8")
+def pick(figures: Summary, *path: str) -> float | None:
+    """The number at `path` of a summary, None if there is none."""
+    value: Any = figures
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return None if value is None else float(value)
 
 
-def page(results: Sequence[Result], names: Sequence[str] = (), title: str = "") -> str:
-    """The page, as text; nothing in it is fetched from anywhere.
-
-    Raises ValueError for no results or more than two.
-    """
-    if not 1 <= len(results) <= 2:
-        raise ValueError(f"a report shows one result or two, not {len(results)}")
-    given = list(names) or (["a", "b"] if len(results) > 1 else ["this run"])
-    named = list(zip(given, results, strict=True))
-    title = title or "Load test" + (f": {' and '.join(given)}" if len(results) > 1 else "")
-    body = "".join(
-        [
-            f"<h1>{escape(title)}</h1>",
-            '<div class="heads">',
-            *(head(name, each, len(results) > 1) for name, each in named),
-            "</div>",
-            comparison(named),
-            figures(named),
-            *latencies(named),
-            *timelines(named),
-            *searches(named),
-            *details(named),
-        ]
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
-        f"<script>{get_plotlyjs()}</script></head>\n<body>{body}</body></html>\n"
-    )
+def median(summaries: Sequence[Summary], *path: str) -> float | None:
+    """The median over the runs of the number at `path`."""
+    found = [value for each in summaries if (value := pick(each, *path)) is not None]
+    return statistics.median(found) if found else None
 
 
-def drawing(figure: go.Figure) -> str:
-    """A figure as HTML, without the library."""
-    return figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        include_mathjax=False,
-        config={"displayModeBar": False},  # dragging zooms, a double click goes back
-    )
+def ms(seconds: float | None) -> str:
+    """Milliseconds with three digits or more; a dash for None."""
+    if seconds is None:
+        return "-"
+    value = seconds * 1e3
+    return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2}f}"
 
 
-def section(title: str, note: str = "") -> str:
-    """A heading and a line on how to read what follows."""
-    return f"<h2>{escape(title)}</h2>" + (f'<p class="note">{escape(note)}</p>' if note else "")
+def number(value: float | None, digits: int = 1) -> str:
+    """With thousands marked; a dash for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def rows_table(columns: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) -> str:
-    """A table of ready HTML cells; each group of `first` rows is set apart (0: none)."""
-    top = "".join(f"<th>{column}</th>" for column in columns)
-    lines = []
-    for index, row in enumerate(rows):
-        mark = ' class="first"' if first and index % first == 0 else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>")
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+def percent(share: float | None) -> str:
+    """Of a share; a dash for None."""
+    return "-" if share is None else f"{share * 100:.1f} %"
 
 
-def head(name: str, found: Result, several: bool) -> str:
-    """What ran, when, where, and whether the harness kept up."""
-    machine, options = found.machine, found.options
-    hardware = [f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"]
-    hardware.append(f"{machine.get('memory_gib', '?')} GiB")
-    hardware += [str(gpu) for gpu in machine.get("gpus") or []]
-    commit = str(machine.get("commit") or "unknown")[:12] + (
-        " (changed)" * bool(machine.get("dirty"))
-    )
-    command = "python -m benchmarks.load " + shlex.join(map(str, options.get("argv", [])))
-    begun = found.summaries[0]["begun_at"] if found.summaries else machine.get("date", "?")
-    server = " · ".join(str(options[key]) for key in ("url", "model") if options.get(key))
-    rows = {
-        "server": escape(server),
-        "begun": escape(f"{begun} · {len(found.runs)} run" + "s" * (len(found.runs) != 1)),
-        "client on": escape(", ".join(hardware) + f" · kvlane commit {commit}"),
-        "workload": escape(", ".join(f"{k} {v}" for k, v in found.workload.items())),
-        "command": f"<code>{escape(command)}</code>",
-    }
-    cells = "".join(f"<div>{label}</div><div>{cell}</div>" for label, cell in rows.items() if cell)
-    verdicts = "".join(verdict_boxes(found))
-    label = f"<h2>{escape(name)}</h2>" if several else ""
-    return f'<div>{label}<div class="head">{cells}</div>{verdicts}</div>'
-
-
-def verdict_boxes(found: Result) -> list[str]:
-    """Whether the harness kept up; each run in which it did not has a box of its own."""
-    told = [each["harness_says"] for each in found.summaries if each["harness_ok"]]
-    bad = [
-        f'<div class="bad">Run {index + 1}: {escape(each["harness_says"])}</div>'
-        for index, each in enumerate(found.summaries)
-        if not each["harness_ok"]
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells in columns, all but the first one to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
     ]
-    if bad or not told:
-        return bad
-    text = told[0] if len(told) == 1 else f"the harness kept up in all {len(told)} runs"
-    return [f'<div class="ok">{escape(text)}</div>']
 
 
-def key(index: int, name: str) -> str:
-    """A name with its result's colour."""
-    colour = plots.RESULT_COLOURS[index]
-    return f'<span class="key" style="background:{colour}"></span>{escape(name)}'
+def table(found: Result) -> str:
+    """One result in full. Of several runs it shows the median of each figure, and then a line for
+    each run."""
+    summaries = found.summaries
+    if not summaries:
+        return "no runs\n"
+    several = len(summaries) > 1
+    named = [str(found.options[name]) for name in ("url", "model") if name in found.options]
+    runs = f"median of {len(summaries)} runs" if several else "1 run"
+    lines = [" · ".join([*named, summaries[0]["begun_at"], runs]), ""]
+    lines += [*latencies(summaries), "", *sentences(summaries)]
+    for probe in found.search:
+        held = "holds" if probe["held"] else "fails"
+        lines.append(f"search      {probe['rate']:.3g}/s: {percent(probe['share'])} good, {held}")
+    if (best := found.workload.get("highest_rate")) is not None:
+        lines.append(f"search      the highest rate that holds is {best:.3g}/s")
+    if several:
+        lines += ["", *side_by_side([(f"run {i + 1}", [s]) for i, s in enumerate(summaries)])]
+    else:
+        lines.append(summaries[0]["harness_says"])
+    return "\n".join(lines) + "\n"
 
 
-def value_of(found: Result, shown: Any, *path: str) -> str:
-    """The median over the runs, and under it their extremes if there are several."""
-    text = shown(median(found.summaries, *path))
-    values = [v for each in found.summaries if (v := pick(each, *path)) is not None]
-    low, high = (shown(end(values)) for end in (min, max)) if values else (text, text)
-    return text if low == high else f'{text}<br><span class="range">{low} to {high}</span>'
-
-
-def figures(named: Sequence[tuple[str, Result]]) -> str:
-    """Tables: rates and counts with a column each result, then the latencies."""
-
-    def whole(value: float | None) -> str:
-        return number(value, 0)
-
-    lines: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("requests sent", whole, ("requests", "sent")),
-        ("requests failed", whole, ("requests", "failed")),
-        ("requests/s served", number, ("throughput", "requests_per_s")),
-        ("output tokens/s", number, ("throughput", "output_tokens_per_s")),
-        ("input tokens/s", number, ("throughput", "input_tokens_per_s")),
-        ("first turns/s offered", number, ("throughput", "offered_per_s")),
-        ("first turns/s started", number, ("throughput", "started_per_s")),
-        ("goodput, requests/s", number, ("goodput", "good_per_s")),
-        ("goodput, share of all", percent, ("goodput", "share")),
-        ("requests at the server, mean", number, ("concurrency", "mean")),
-        ("requests at the server, most", whole, ("concurrency", "max")),
-        ("prompt tokens", whole, ("tokens", "prompt")),
-        ("prompt tokens cached", percent, ("tokens", "cached_share")),
-        ("output tokens", whole, ("tokens", "output")),
-        ("texts our tokenizer counts differently", whole, ("tokens", "mismatched")),
-        ("requests without usage", whole, ("tokens", "without_usage")),
-        ("wall time, s", number, ("wall_s",)),
+def latencies(summaries: Sequence[Summary]) -> list[str]:
+    """Latencies and stages in milliseconds."""
+    rows = [("latency", name, label) for name, label in LATENCIES.items()]
+    if any(each["stages"] for each in summaries):
+        names = (*STAGES, "unaccounted_s")
+        rows += [("stages", name, f"  {name[:-2].replace('_', ' ')}") for name in names]
+    cells = [
+        [label, *(ms(median(summaries, part, name, column)) for column in SHOWN)]
+        for part, name, label in rows
     ]
-    rows = [
-        [label, *(value_of(found, shown, *path) for _, found in named)]
-        for label, shown, path in lines
+    return aligned([["ms", *SHOWN], *cells])
+
+
+def sentences(summaries: Sequence[Summary]) -> list[str]:
+    """What has no percentiles, a line each."""
+
+    def of(*path: str, digits: int = 1) -> str:
+        return number(median(summaries, *path), digits)
+
+    errors: Counter[str] = Counter()
+    for each in summaries:
+        errors.update(each["requests"]["errors"])
+    failed = ", ".join(f"{name} {num}" for name, num in errors.most_common())
+    total = {name: sum(s["requests"][name] for s in summaries) for name in ("sent", "served")}
+    limits = summaries[0]["goodput"]["objectives"]
+    under = ", ".join(f"{name[:-2]} <= {ms(limit)} ms" for name, limit in limits.items())
+    return [
+        f"requests    {total['served']} of {total['sent']} served"
+        + (f"; FAILED: {failed} (not in the latencies)" if failed else ""),
+        f"throughput  {of('throughput', 'requests_per_s', digits=2)} requests/s, "
+        f"{of('throughput', 'output_tokens_per_s')} output and "
+        f"{of('throughput', 'input_tokens_per_s')} input tokens/s in {of('wall_s')} s",
+        f"arrivals    {of('throughput', 'offered_per_s', digits=2)}/s offered, "
+        f"{of('throughput', 'started_per_s', digits=2)}/s started; at the server "
+        f"{of('concurrency', 'mean')} on average, {of('concurrency', 'max', digits=0)} at most",
+        f"goodput     {of('goodput', 'good_per_s', digits=2)} requests/s, "
+        f"{percent(median(summaries, 'goodput', 'share'))} of all"
+        + (f" within {under}" if under else " (no objectives)"),
+        f"tokens      {of('tokens', 'prompt', digits=0)} prompt "
+        f"({percent(median(summaries, 'tokens', 'cached_share'))} cached), "
+        f"{of('tokens', 'output', digits=0)} output; {of('tokens', 'mismatched', digits=0)} of "
+        f"{of('tokens', 'checked', digits=0)} texts counted differently by our tokenizer, "
+        f"{of('tokens', 'without_usage', digits=0)} without usage",
     ]
-    goals = msgspec.structs.asdict(objectives_of(named[0][1]))
-    wanted = [f"{name[:-2]} at most {s * 1e3:g} ms" for name, s in goals.items() if s is not None]
-    note = f"Goodput: within {', '.join(wanted)}." if wanted else "No objectives were set."
-    if any(len(found.runs) > 1 for _, found in named):
-        note += " Medians over the runs; lowest and highest below."
-    several = len(named) > 1
-    names = ["", *(key(i, name) if several else "" for i, (name, _) in enumerate(named))]
-    half = -(-len(rows) // 2)
-    beside = rows_table(names, rows[:half]) + rows_table(names, rows[half:])
-    return section("Figures", note) + f'<div class="beside">{beside}</div>' + latency_rows(named)
 
 
-def latency_rows(named: Sequence[tuple[str, Result]]) -> str:
-    """Latencies and stages, a row for each result and, for two, their ratio."""
-    lines = [("latency", name, label) for name, label in LATENCIES.items()]
-    labels = plots.STAGE_NAMES | {"first_token_s": "router: arrival to first token"}
-    if any(each["stages"] for _, found in named for each in found.summaries):
-        lines += [("stages", stage, labels[stage]) for stage in STAGE_ROWS]
-    rows = []
-    for part, name, label in lines:
-        colour = plots.STAGE_COLOURS.get(name) if part == "stages" else None
-        mark = f'<span class="key" style="background:{colour}"></span>' if colour else ""
-        for index, (who, found) in enumerate(named):
-            paths = [(part, name, column) for column in SHOWN]
-            if part == "latency":
-                cells = [value_of(found, ms, *path) for path in paths]
-            else:
-                cells = [ms(median(found.summaries, *path)) for path in paths]
-            start = mark + escape(label) if index == 0 else ""
-            rows.append([start, *([key(index, who)] if len(named) > 1 else []), *cells])
-        if len(named) > 1:
-            rows.append(["", "b / a", *(ratio(named, part, name, column) for column in SHOWN)])
-    columns = ["ms", *([""] if len(named) > 1 else []), *SHOWN]
-    return rows_table(columns, rows, len(named) + 1 if len(named) > 1 else 0)
-
-
-def ratio(named: Sequence[tuple[str, Result]], *path: str) -> str:
-    """Of the second result's median to the first's."""
-    a, b = (median(found.summaries, *path) for _, found in named)
-    return f"{b / a:.2f}" if a and b is not None else "-"
-
-
-def comparison(named: Sequence[tuple[str, Result]]) -> str:
-    """Ratios of two results, with their intervals, as `compare` finds them."""
-    if len(named) < 2 or not all(found.runs for _, found in named):
-        return ""
-    (_, a), (_, b) = named
-    rows = []
-    for row in compare.compare(a, b):
-        shown = ms if compare.METRICS[row.metric].is_latency else number
-        between = "{:.3f} to {:.3f}".format(*row.interval) if row.interval else "-"
-        told = ("better" if row.better else "worse") if row.significant else "no sure difference"
-        over = f"{row.ratio:.3f}" if row.ratio is not None else "-"
-        rows.append([row.metric, shown(row.a), shown(row.b), over, between, told])
-    columns = ["", *(key(i, name) for i, (name, _) in enumerate(named))]
-    note = "Latencies in ms. The interval holds 95 % of the ratios that redrawn requests give."
-    doubts = "".join(f"<p>{escape(doubt)}.</p>" for doubt in compare.warnings(a, b))
-    table = rows_table((*columns, "b / a", "interval", ""), rows)
-    return section("Is it more than chance?", note) + table + doubts
-
-
-def latencies(named: Sequence[tuple[str, Result]]) -> list[str]:
-    """Distributions, and latency and load over time."""
-    runs = [(name, found.runs) for name, found in named]
-    firsts = [(name, found.runs[0]) for name, found in named if found.runs]
-    if not firsts:
-        return []
-    goals = objectives_of(named[0][1])
-    several = any(len(found.runs) > 1 for _, found in named)
-    only = " Of the first run." if several else ""
-    parts = [
-        section(
-            "Latency at every percentile",
-            "Read the tail at the right. Dotted: counted from the send, as other tools report; "
-            "where it lies below the full line, requests were late to leave. Failed requests are "
-            "left out.",
-        ),
-        drawing(plots.percentiles(runs, goals)),
-        section(
-            "Time to first token over time",
-            "Each request where it was due; crosses failed, after that time." + only,
-        ),
-    ]
-    parts.append(drawing(plots.over_time(firsts, goals.ttft_s)))
-    parts.append(section("Load over time", "Served is counted where requests ended." + only))
-    return [*parts, drawing(plots.load_over_time(firsts))]
-
-
-def timelines(named: Sequence[tuple[str, Result]]) -> list[str]:
-    """Where the time went, if the server told."""
-    told = [(name, found) for name, found in named if any(map(plots.tells, found.runs))]
-    if not told:
-        note = "The server told no stages (kvlane does, when asked)."
-        return [section("Where the time to first token goes", note), section("Timeline", note)]
-    parts = [
-        section(
-            "Where the time to first token goes",
-            "Requests by their time to first token: the fast half, slower ones, the slowest 1 %.",
-        )
-    ]
-    parts.append(drawing(plots.first_token([(name, found.runs) for name, found in told])))
-    note = (
-        f"A line for each request, at most {plots.MAX_BARS}, taken evenly from the first run. "
-        "What the stages do not explain stands at the end; in a long run all begin at zero."
-    )
-    parts.append(section("Timeline", note))
-    for name, found in told:
-        parts.append(f"<p><b>{escape(name)}</b></p>" if len(named) > 1 else "")
-        first = next(run for run in found.runs if plots.tells(run))
-        parts.append(drawing(plots.timeline(first)))
-    return parts
-
-
-def searches(named: Sequence[tuple[str, Result]]) -> list[str]:
-    """The rates that a search for the highest one tried."""
-    parts = []
-    for name, found in named:
-        if found.search:
-            rows = [
-                [
-                    number(pick(probe, "rate"), 2),
-                    percent(pick(probe, "share")),
-                    "held" if probe.get("held") else "failed",
-                    *(ms(pick(probe, "summary", "latency", *path)) for path in PROBED),
-                ]
-                for probe in found.search
-            ]
-            columns = ("requests/s", "good", "", "ttft p50, ms", "ttft p99", "gap p50", "gap p99")
-            parts.append(section(f"Search for the highest rate: {name}"))
-            parts.append(rows_table(columns, rows))
-    return parts
-
-
-PROBED = (("ttft_s", "p50"), ("ttft_s", "p99"), ("gaps_s", "p50"), ("gaps_s", "p99"))
-
-
-def details(named: Sequence[tuple[str, Result]]) -> list[str]:
-    """Errors with an example each, the harness's lag, options and machine."""
-    parts = [section("Failures")]
-    for name, found in named:
-        examples: dict[str, tuple[int, str]] = {}
-        for outcome in plots.outcomes_of(found.runs):
-            if outcome.error:
-                count, text = examples.get(outcome.error, (0, ""))
-                examples[outcome.error] = (count + 1, text or outcome.message)
-        rows = [[escape(k), str(n), escape(text)] for k, (n, text) in examples.items()]
-        parts.append(f"<p><b>{escape(name)}</b></p>" if len(named) > 1 else "")
-        parts.append(
-            rows_table(("class", "count", "for example"), rows) if rows else "<p>None.</p>"
-        )
-    parts.append(section("The harness itself", "Lateness of its sends and of its loop, in ms."))
-    for name, found in named:
-        rows = []
-        for index, each in enumerate(found.summaries):
-            own = each["harness"]
-            lags = [ms(own[lag][column]) for lag in ("lag_s", "loop_s") for column in LAG_COLUMNS]
-            shares = ", ".join(f"{share:.2f}" for share in own["cpu_share"].values())
-            rows.append([f"{escape(name)}, run {index + 1}", *lags, shares])
-        columns = [f"{lag} {column}" for lag in ("send", "loop") for column in LAG_COLUMNS]
-        parts.append(rows_table(("", *columns, "share of a core, each process"), rows))
-    for name, found in named:
-        text = json.dumps(
-            {"options": found.options, "machine": found.machine}, indent=2, default=str
-        )
-        label = f"All options and the machine: {escape(name)}"
-        parts.append(f"<details><summary>{label}</summary><pre>{escape(text)}</pre></details>")
-    return parts
-
-
-LAG_COLUMNS = ("p50", "p99", "max")
+def side_by_side(named: Sequence[tuple[str, Sequence[Summary]]]) -> list[str]:
+    """A line for each (name, summaries of its runs), medians; then what is to be doubted."""
+    rows = [["ms", *(label for label, _ in COLUMNS)]]
+    doubts: list[str] = []
+    for name, summaries in named:
+        cells = [name]
+        for _, path in COLUMNS:
+            value = median(summaries, *path)
+            style = {"latency": ms, "goodput": percent}.get(path[0], number)
+            cells.append(style(value))
+        rows.append(cells)
+        failed = sum(each["requests"]["failed"] for each in summaries)
+        doubts += [f"{name}: {failed} requests FAILED"] if failed else []
+        doubts += [f"{name}: {s['harness_says']}" for s in summaries if not s["harness_ok"]]
+    return aligned(rows) + doubts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes a page from result files.
+    """Print, and draw if asked.
 
     Raises ValueError if a file is not a result.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load report",
-        description="One HTML page from one or two results.",
+        prog="python -m benchmarks.load report", description="Results side by side."
     )
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="result file; at most two")
-    parser.add_argument("--out", default="report.html", help="the page to write")
-    parser.add_argument("--title", default="", help="stands above it")
-    parser.add_argument("--name", action="append", default=[], help="of a result, in their order")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="result file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")
     args = parser.parse_args(argv)
-    names = args.name or [Path(path).name.split(".")[0] for path in args.results]
-    if len(names) != len(args.results):
-        parser.error("give --name once for each result")
-    write_report(args.out, [result.read(path) for path in args.results], names, args.title)
+    named = [(Path(path).name.split(".json")[0], result.read(path)) for path in args.results]
+    if len(named) == 1:
+        print(table(named[0][1]), end="")
+    else:
+        print("\n".join(side_by_side([(name, found.summaries) for name, found in named])))
+    if args.plot:
+        from benchmarks.load.plot import draw
+
+        draw(named, args.plot)
     return 0

@@ -1,4 +1,4 @@
-"""The result file: JSON, gzip if its name ends in .gz; an indented head, then a request a line."""
+"""The result file: JSON, gzip if its name ends in .gz; and the machine that it was made on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import os
 import platform
 import subprocess
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.load.records import Outcome, Result, Run
+from benchmarks.load.records import Outcome, Result
 
 KIND = "kvlane.load/1"
 DIGITS = 6  # of a piece's arrival time in seconds; the clock tells no more, the file is half as big
@@ -26,31 +25,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def write(path: str | Path, result: Result) -> None:
     """Writes `result` to `path`; arrival times are rounded to the microsecond."""
-    data = b"".join(pieces(result))
+    runs = [
+        msgspec.structs.replace(run, outcomes=[rounded(outcome) for outcome in run.outcomes])
+        for run in result.runs
+    ]
+    data = msgspec.json.encode(msgspec.structs.replace(result, runs=runs))
     if str(path).endswith(".gz"):
         data = gzip.compress(data, compresslevel=6, mtime=0)
     Path(path).write_bytes(data)
-
-
-def pieces(result: Result) -> Iterator[bytes]:
-    """The file's bytes."""
-    yield b"{\n"
-    for name in (name for name in result.__struct_fields__ if name != "runs"):
-        value = msgspec.json.format(msgspec.json.encode(getattr(result, name)), indent=2)
-        yield b'"%s": %s,\n' % (name.encode(), value)
-    yield b'"runs": ['
-    yield b",\n".join(b"".join(run_pieces(run)) for run in result.runs)
-    yield b"]\n}\n"
-
-
-def run_pieces(run: Run) -> Iterator[bytes]:
-    """One run: the small fields, then a line for each outcome."""
-    yield b"{\n"
-    for name in (name for name in run.__struct_fields__ if name != "outcomes"):
-        yield b'"%s": %s,\n' % (name.encode(), msgspec.json.encode(getattr(run, name)))
-    yield b'"outcomes": [\n'
-    yield b",\n".join(msgspec.json.encode(rounded(outcome)) for outcome in run.outcomes)
-    yield b"\n]}"
 
 
 def rounded(outcome: Outcome) -> Outcome:
@@ -68,18 +50,12 @@ def read(path: str | Path) -> Result:
         data = Path(path).read_bytes()
         if str(path).endswith(".gz"):
             data = gzip.decompress(data)
-        kind = msgspec.json.decode(data, type=Kind).kind
-        if kind != KIND:
-            raise ValueError(f"its kind is {kind!r}, not {KIND!r}")
-        return msgspec.json.decode(data, type=Result)
+        found = msgspec.json.decode(data, type=Result)
+        if found.kind != KIND:
+            raise ValueError(f"its kind is {found.kind!r}, not {KIND!r}")
+        return found
     except (OSError, EOFError, zlib.error, ValueError, msgspec.MsgspecError) as e:
         raise ValueError(f"{path} is not a result of benchmarks.load: {e}") from e
-
-
-class Kind(msgspec.Struct):
-    """The field by which a file says what it is."""
-
-    kind: str
 
 
 def machine() -> dict[str, Any]:

@@ -42,25 +42,13 @@ def whole(text: str, part: str, *, low: int = 0) -> int:
     return value
 
 
-def fields(
-    text: str, names: tuple[str, ...], options: tuple[str, ...], what: str
-) -> dict[str, str]:
-    """The pieces of `a,b,...[,option=value]` by name.
+def fields(text: str, names: tuple[str, ...], what: str) -> dict[str, str]:
+    """The pieces of `a,b,...` by name.
 
     Raises:
-        ValueError: a piece is missing, unknown, or one too many; the message names `what`.
+        ValueError: there are more or fewer; the message names `what`.
     """
-    form = ",".join((*names, *(f"[{option}=...]" for option in options)))
-    plain: list[str] = []
-    found: dict[str, str] = {}
-    for piece in split(text, ","):
-        name, equals, value = piece.partition("=")
-        if not equals:
-            plain.append(piece)
-        elif name not in options:
-            raise ValueError(f"{what}: unknown option {name!r}; the form is {what}:{form}")
-        else:
-            found[name] = value
-    if len(plain) != len(names) or not all(plain):
-        raise ValueError(f"{what}: the form is {what}:{form}, not {what}:{text}")
-    return found | dict(zip(names, plain, strict=True))
+    pieces = split(text, ",")
+    if len(pieces) != len(names) or not all(pieces):
+        raise ValueError(f"{what}: the form is {what}:{','.join(names)}, not {what}:{text}")
+    return dict(zip(names, pieces, strict=True))

@@ -5,8 +5,8 @@ last prompt) alone, so two clients that send the same requests meet the same ser
 leaves at its due time, counted from the arrival of the request's last byte (of a pipelined request:
 from the end of the answer before).
 
-It sits on the bare transport and makes an answer's bytes before they are due, because every layer
-between the two would be a delay that nobody asked for. It reads HTTP/1.1 with `Content-Length`.
+It reads HTTP/1.1 with `Content-Length` off asyncio's streams and makes an answer's bytes before
+they are due: every further layer would be a delay that nobody asked for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import asyncio
 import gc
 import itertools
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 
@@ -80,12 +79,7 @@ class _Body(msgspec.Struct):
         return str(self.messages[-1].content if self.messages else self.prompt)
 
 
-@dataclass(slots=True)
-class Answer:
-    """What goes out when: (seconds of the monotonic clock, bytes), ascending."""
-
-    pieces: deque[tuple[float, bytes]] = field(default_factory=deque)
-    closes: bool = False  # the connection, after the last one
+Pieces = list[tuple[float, bytes]]  # when each leaves, by the monotonic clock, and its bytes
 
 
 class Stub:
@@ -96,31 +90,32 @@ class Stub:
         self._indices = itertools.count()
         self._stall = (0.0, 0.0)  # begin and end, monotonic
 
-    def answer(self, method: str, path: str, raw: bytes, arrived: float) -> Answer:
+    def answer(self, method: str, path: str, raw: bytes, arrived: float) -> Pieces:
         """To a request whose last byte arrived at `arrived`."""
         if (method, path) == ("GET", "/v1/models"):
             row = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
-            return _at_once(arrived, 200, {"object": "list", "data": [row]})
+            listed = msgspec.json.encode({"object": "list", "data": [row]})
+            return [(arrived, _response(200, listed))]
         if method != "POST" or path not in ("/v1/chat/completions", "/v1/completions"):
-            return _at_once(arrived, 404, _error("no such route", "not_found"))
+            return [(arrived, _response(404, _error("no such route", "not_found")))]
         try:
             body = msgspec.json.decode(raw, type=_Body)
         except msgspec.DecodeError as error:
-            return _at_once(arrived, 400, _error(str(error), "bad_request"))
+            return [(arrived, _response(400, _error(str(error), "bad_request")))]
         options, index = self._options, next(self._indices)
         if options.stall_s and index == options.stall_after:
             self._stall = arrived, arrived + options.stall_s
         if options.fail_every and index % options.fail_every == options.fail_every - 1:
-            return _at_once(arrived, 503, _error("as asked", "busy"))
+            return [(arrived, _response(503, _error("as asked", "busy")))]
         num_tokens = body.max_completion_tokens or body.max_tokens or options.num_tokens
         each = delays(options, body.last_prompt)
         due = [arrived + each.ttft_s + i * each.itl_s for i in range(num_tokens)]
         if not body.stream:
             whole = _whole("chat" in path, num_tokens)
-            return Answer(deque([(due[-1], _response(200, whole))]))
+            return [(due[-1], _response(200, whole))]
         first, piece, last = _stream("chat" in path, num_tokens)
         pieces = [first, *[piece] * (num_tokens - 2), last] if num_tokens > 1 else [first + last]
-        return Answer(deque(zip(due, pieces, strict=True)))
+        return list(zip(due, pieces, strict=True))
 
     def leaves(self, due: float) -> float:
         """When what is due at `due` leaves: at the end of the stall if it falls into one."""
@@ -128,79 +123,38 @@ class Stub:
         return end if begin <= due < end else due
 
 
-class Connection(asyncio.Protocol):
-    """Reads requests off one connection and answers them one after the other."""
-
-    def __init__(self, stub: Stub, pacer: Pacer) -> None:
-        self._stub = stub
-        self._pacer = pacer
-        self._unread = b""
-        self._answer: Answer | None = None  # the one under way
-        self._transport: asyncio.Transport | None = None  # None once it is lost
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop has its own class
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-
-    def data_received(self, data: bytes) -> None:
-        arrived = now()
-        self._unread += data
-        if self._answer is None:
-            self._read(arrived)
-
-    def _read(self, arrived: float) -> None:
-        """Take the next request if all of it is here."""
-        head, found, rest = self._unread.partition(HEAD_END)
-        if not found:
-            return
-        request, *lines = head.decode("latin-1").lstrip("\r\n").split("\r\n")
-        named = [line.partition(":") for line in lines]
-        headers = {name.lower(): value.strip() for name, _, value in named}
-        length = headers.get("content-length", "0")
-        words = request.split(" ")
-        if len(words) != 3 or not length.isdigit() or "transfer-encoding" in headers:
-            self._unread = b""
-            self._answer = _at_once(arrived, 400, _error("not read here", "bad_request"))
-            self._answer.closes = True
-        elif len(rest) >= int(length):
-            raw, self._unread = rest[: int(length)], rest[int(length) :]
-            self._answer = self._stub.answer(words[0], words[1].partition("?")[0], raw, arrived)
-            self._answer.closes |= headers.get("connection", "").lower() == "close"
-        if self._answer is not None:
-            self._wait()
-
-    def _wait(self) -> None:
-        assert self._answer is not None
-        self._pacer.at(self._stub.leaves(self._answer.pieces[0][0]), self._write)
-
-    def _write(self) -> None:
-        """Write all that has fallen due; the end of a stall, or a late wake, may find several."""
-        answer, transport = self._answer, self._transport
-        if transport is None:
-            return
-        assert answer is not None
-        moment, parts = now(), []
-        while answer.pieces and self._stub.leaves(answer.pieces[0][0]) <= moment:
-            parts.append(answer.pieces.popleft()[1])
-        transport.write(b"".join(parts))
-        if answer.pieces:
-            self._wait()
-            return
-        self._answer = None
-        if answer.closes:
-            transport.close()
-        elif self._unread:
-            self._read(moment)
+async def converse(
+    stub: Stub, pacer: Pacer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Read requests off one connection and answer them one after the other."""
+    try:
+        while True:
+            head = await reader.readuntil(HEAD_END)
+            request, *lines = head.decode("latin-1").strip().split("\r\n")
+            named = [line.partition(":") for line in lines]
+            headers = {name.lower(): value.strip() for name, _, value in named}
+            length = headers.get("content-length", "0")
+            words = request.split(" ")
+            if len(words) != 3 or not length.isdigit() or "transfer-encoding" in headers:
+                writer.write(_response(400, _error("not read here", "bad_request")))
+                return
+            raw = await reader.readexactly(int(length))
+            pieces = stub.answer(words[0], words[1].partition("?")[0], raw, now())
+            for due, part in pieces:
+                while (leaves := stub.leaves(due)) > now():  # a stall may begin meanwhile
+                    await pacer.until(leaves)
+                writer.write(part)
+            if headers.get("connection", "").lower() == "close":
+                return
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the client is gone
+    finally:
+        writer.close()
 
 
-def _at_once(arrived: float, status: int, body: dict[str, Any]) -> Answer:
-    return Answer(deque([(arrived, _response(status, msgspec.json.encode(body)))]))
-
-
-def _error(message: str, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "error", "param": None, "code": code}}
+def _error(message: str, code: str) -> bytes:
+    error = {"message": message, "type": "error", "param": None, "code": code}
+    return msgspec.json.encode({"error": error})
 
 
 def _response(status: int, body: bytes) -> bytes:
@@ -261,8 +215,9 @@ async def serve(options: StubOptions, host: str, port: int) -> None:
     stub = Stub(options)
     gc.freeze()  # a collection would be a delay
     with Pacer() as pacer:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(stub, pacer), host, port, backlog=1024)
+        server = await asyncio.start_server(
+            lambda reader, writer: converse(stub, pacer, reader, writer), host, port, backlog=1024
+        )
         print(f"http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
         async with server:
             await server.serve_forever()

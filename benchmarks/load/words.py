@@ -93,7 +93,7 @@ class Words:
         return [len(encoding.ids) for encoding in batch]
 
 
-def number(text: str) -> int:
+def text_number(text: str) -> int:
     """A whole number that stands for `text`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 

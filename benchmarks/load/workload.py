@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from benchmarks.load.prompts import Options
 from benchmarks.load.records import Session, Workload
 from benchmarks.load.words import Words
 
-CLOSED = "closed"  # arrivals of a closed loop, also for a trace that has times of its own
-
 
 def workload(
     source: str,
@@ -28,11 +26,11 @@ def workload(
     duration_s: float | None,
     seed: int,
     tokenizer: Tokenizer | None,
-    options: Options | Mapping[str, Any] | None = None,
+    options: Options | None = None,
 ) -> Workload:
     """The sessions of `source`, due as `arrivals` says.
 
-    `arrivals` is a spec of arrivals.py, "closed", or None: a trace's own times, else closed. The
+    `arrivals` is a spec of arrivals.py, or None: a trace's own times, else a closed loop. The
     number of sessions follows from `arrivals` and `duration_s` where `num_sessions` is None; a
     closed loop needs it. Start times and prompts come from the seed apart from each other: another
     source keeps the times, another rate keeps the prompts.
@@ -40,46 +38,49 @@ def workload(
     Raises:
         ValueError: a spec, an option or a file is wrong, or nothing is left to send.
     """
-    options = _checked(options)
-    if arrivals not in (None, CLOSED):
+    options = options or Options()
+    if arrivals is not None:
         open_loop.check(arrivals)
     if num_sessions is not None and num_sessions < 1:
         raise ValueError(f"sessions: must be at least 1, not {num_sessions}")
     time_seed, prompt_seed = np.random.SeedSequence(seed).spawn(2)
-    time_rng = np.random.default_rng(time_seed)
     kind, _, name = source.partition(":")
+    is_trace = kind in traces.READERS
     about: dict[str, Any] = {"source": source, "arrivals": arrivals, "seed": seed}
     words = Words(tokenizer) if tokenizer is not None and kind != "problems" else None
-    if kind in traces.READERS:
-        found = traces.sessions(source, words, options, seed)
+    if is_trace:
+        found = traces.sessions(source, words, options, seed)[:num_sessions]
         about["file_sha256"] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
-        if arrivals == CLOSED:
-            found = [msgspec.structs.replace(session, start_s=None) for session in found]
-        elif arrivals is not None:
-            limit = len(found) if num_sessions is None else min(num_sessions, len(found))
-            times = open_loop.starts(arrivals, time_rng, limit, duration_s)
-            found = [
-                msgspec.structs.replace(session, start_s=at_s)
-                for session, at_s in zip(found, times, strict=False)
-            ]
-        found = _bounded(found, num_sessions, duration_s)
+        num_sessions = len(found)
+    if arrivals is not None:
+        times: Sequence[float | None] = open_loop.starts(
+            arrivals, np.random.default_rng(time_seed), num_sessions, duration_s
+        )
+    elif is_trace:
+        times = [each.start_s for each in found if _is_early(each.start_s, duration_s)]
+    elif num_sessions is None:
+        raise ValueError("sessions: a closed loop needs their number")
     else:
+        times = [None] * num_sessions
+    if not is_trace:
         draw = prompts.source(source, words, options, tokenizer)
-        starts: Sequence[float | None]
-        if arrivals is None or arrivals == CLOSED:
-            if num_sessions is None:
-                raise ValueError("sessions: a closed loop needs their number")
-            starts = [None] * num_sessions
-        else:
-            starts = open_loop.starts(arrivals, time_rng, num_sessions, duration_s)
-        turns = draw(np.random.default_rng(prompt_seed), len(starts))
-        found = [Session(t, at_s) for t, at_s in zip(turns, starts, strict=True)]
+        turns = draw(np.random.default_rng(prompt_seed), len(times))
+        found = [Session((turn,)) for turn in turns]
+    # A trace is in the order of its starts, so that what is too late stands at its end.
+    found = [
+        msgspec.structs.replace(session, start_s=at_s)
+        for session, at_s in zip(found, times, strict=False)
+    ]
     if not found:
         raise ValueError(f"{source}: nothing to send within {duration_s} s")
     if words is not None:
-        about["exact"] = words.is_additive or kind not in traces.READERS
+        about["exact"] = words.is_additive or not is_trace
     about["options"] = msgspec.to_builtins(options)
     return Workload(tuple(found), about | describe(found))
+
+
+def _is_early(start_s: float | None, duration_s: float | None) -> bool:
+    return duration_s is None or start_s is None or start_s < duration_s
 
 
 def describe(sessions: Sequence[Session]) -> dict[str, Any]:
@@ -100,15 +101,6 @@ def describe(sessions: Sequence[Session]) -> dict[str, Any]:
     }
 
 
-def _checked(options: Options | Mapping[str, Any] | None) -> Options:
-    if isinstance(options, Options):
-        return options
-    try:
-        return msgspec.convert(dict(options or {}), Options)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"options: {error}") from None
-
-
 def _spread(values: list[int]) -> dict[str, float]:
     """Sum, mean, least, median and most of `values`."""
     return {
@@ -118,12 +110,3 @@ def _spread(values: list[int]) -> dict[str, float]:
         "p50": float(np.median(values)),
         "max": max(values),
     }
-
-
-def _bounded(sessions: list[Session], num: int | None, duration_s: float | None) -> list[Session]:
-    """The first `num` sessions, those that begin before `duration_s`."""
-    return [
-        session
-        for session in sessions[:num]
-        if duration_s is None or session.start_s is None or session.start_s < duration_s
-    ]

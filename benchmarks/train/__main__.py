@@ -1,7 +1,8 @@
 """Makes the bundled model `tiny` from nothing: `python -m benchmarks.train [--out DIR]`.
 
-Writes tokenizer, weights, configs and README.md to the output folder. The text is a function of
---seed; the weights also depend on the machine, since the order of GPU sums is not fixed.
+Writes tokenizer, weights and configs to the output folder, and prints the figures for its README.
+The text is a function of --seed. The weights also depend on the machine, since the order of GPU
+sums is not fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import transformers
 from benchmarks import accuracy
 from benchmarks.train.data import ChatBatches, batches
 from benchmarks.train.model import Recipe, new_model, save_model, train
-from benchmarks.train.readme import Run, readme
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
 
@@ -39,7 +39,12 @@ def main() -> None:
     train(model, loader, recipe, args.device, compiled=args.compile)
     num_params = save_model(model, args.out)
     minutes = (time.monotonic() - started) / 60
-    print(f"{num_params} parameters, {minutes:.1f} minutes", flush=True)
+    print(
+        f"{num_params} parameters, {minutes:.1f} minutes on {_machine(args.device)}; "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}",
+        flush=True,
+    )
 
     scores = [
         accuracy.local_score(args.out, args.num, split, args.device)
@@ -48,16 +53,6 @@ def main() -> None:
     print(accuracy.table(scores), flush=True)
     for item in scores:
         print(f"wrong, {item.split}: {item.wrong_by_template}", flush=True)
-    run = Run(
-        command=f"python -m benchmarks.train --steps {args.steps} --batch {args.batch} "
-        f"--seed {args.seed} --device {args.device.partition(':')[0]}",
-        machine=_machine(args.device),
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}",
-        minutes=minutes,
-        num_params=num_params,
-    )
-    (args.out / "README.md").write_text(readme(run, scores), "utf-8")
 
 
 def _machine(device: str) -> str:

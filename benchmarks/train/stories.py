@@ -7,147 +7,23 @@ and may end with a fair share.
 from __future__ import annotations
 
 import random
+import tomllib
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-LOOSE = (8, 420)  # things gained or lost one by one
-GROUPS = (2, 9)
-GROUP_SIZE = (3, 60)
+RANGES = {"loose": (8, 420), "groups": (2, 9), "size": (3, 60)}  # of drawn numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Wordings of one kind of event, and its steps as "label: left op right".
-
-    In a step `t` is the number so far, `b` and `c` the event's own numbers, and `u` the result of
-    the step before; the last step gives the next `t`.
-    """
+    """Wordings of one kind of event, its steps, and the ranges of its numbers."""
 
     texts: tuple[str, ...]
-    steps: tuple[str, ...] = ()
-    b: tuple[int, int] = LOOSE
-    c: tuple[int, int] | None = None
-
-
-STARTS = (
-    Event(
-        (
-            "{N} has {b} {X}.",
-            "There are {b} {X} in a {C1}.",
-            "At first {N} owns {b} {X}.",
-            "A {C1} holds {b} {X}.",
-            "{N} brings {b} {X} to school.",
-            "{N} counts {b} {X} at home.",
-        )
-    ),
-    Event(
-        (
-            "{N} has {b} {C} with {c} {X} each.",
-            "There are {c} {X} in each of {b} {C}.",
-            "{N} fills {b} {C} with {c} {X} each.",
-            "Each of the {b} {C} of {N} holds {c} {X}.",
-            "{N} owns {b} {C} of {c} {X}.",
-        ),
-        ("In the {C}: b * c",),
-        GROUPS,
-        GROUP_SIZE,
-    ),
-    Event(
-        (
-            "{N} makes {b} {X} each day for {c} days.",
-            "For {c} days {N} finds {b} {X} a day.",
-            "{N} collects {b} {X} every day. After {c} days {N} stops.",
-            "Each day {N} gets {b} {X}, and this goes on for {c} days.",
-        ),
-        ("In {c} days: b * c",),
-        GROUP_SIZE,
-        GROUPS,
-    ),
-    Event(
-        (
-            "{N} has {b} {X} and {M} has {c} {X}. {N} takes all of them.",
-            "{N} picks {b} {X} in the morning and {c} {X} in the evening.",
-            "{N} keeps {b} {X} at home and {c} {X} at school.",
-            "{N} finds {b} {X} on {D} and {c} on {E}.",
-        ),
-        ("In all: b + c",),
-        LOOSE,
-        LOOSE,
-    ),
-)
-MIDDLES = (
-    Event(
-        (
-            "{N} finds {b} {X}",
-            "{M} gives {N} {b} {X}",
-            "{N} gets {b} more {X} from {M}",
-            "{N} wins {b} {X} in a game",
-            "{N} buys {b} new {X}",
-            "{N} picks another {b} {X}",
-            "{b} more {X} come in",
-        ),
-        ("In all: t + b",),
-    ),
-    Event(
-        (
-            "{N} buys {b} {C} of {c} {X}",
-            "{M} brings {N} {b} {C} with {c} {X} each",
-            "{N} gets {c} {X} from each of {b} friends",
-            "{N} adds {b} rows of {c} {X}",
-        ),
-        ("Added: b * c", "In all: t + u"),
-        GROUPS,
-        GROUP_SIZE,
-    ),
-    Event(
-        (
-            "{N} gives {b} {X} to {M}",
-            "{N} loses {b} {X}",
-            "{N} sells {b} of the {X}",
-            "{N} throws {b} {X} away",
-            "{M} takes {b} {X}",
-            "{b} of the {X} break",
-            "{N} uses {b} {X}",
-            "{b} {X} are sold",
-        ),
-        ("Left: t - b",),
-    ),
-    Event(
-        (
-            "{N} sells {b} {C} of {c} {X}",
-            "{N} gives {c} {X} to each of {b} friends",
-            "{N} uses {b} {X} a day for {c} days",
-            "{b} kids take {c} {X} each",
-        ),
-        ("Gone: b * c", "Left: t - u"),
-        GROUPS,
-        GROUP_SIZE,
-    ),
-    Event(
-        (
-            "{N} works on until there are {b} times as many {X}",
-            "the number of {X} grows to {b} times as many",
-        ),
-        ("Now: t * b",),
-        GROUPS,
-    ),
-)
-SHARE = Event(
-    (
-        "{N} shares them equally among {b} friends",
-        "the {X} are put into {b} {C}, the same number in each",
-        "{b} people split the {X} equally",
-    ),
-    ("Each: t / b",),
-    GROUPS,
-)
-JOINS = ("", "Then ", "Later ", "After that ", "The next day ", "Now ")
-ASKS = (
-    "How many {X} are there now?",
-    "How many {X} are left in the end?",
-    "Find the number of {X}.",
-    "How many {X} is that in all?",
-)
-SHARE_ASKS = ("How many {X} is that for each?", "How many {X} are in each part?")
+    steps: tuple[str, ...]
+    b: tuple[int, int]
+    c: tuple[int, int] | None
 
 
 @dataclass(slots=True)
@@ -184,13 +60,35 @@ def compose(rng: random.Random) -> Story:
     num_steps = rng.randint(2, 4)
     while True:
         story = Story()
-        start = rng.choice(STARTS)
+        start = rng.choice(events("start"))
         story.add(start, rng.choice(start.texts))
         while len(story.steps) < num_steps:
             story.is_shared = len(story.steps) == num_steps - 1 and rng.random() < 0.4
-            event = SHARE if story.is_shared else rng.choice(MIDDLES)
-            text = rng.choice(JOINS) + rng.choice(event.texts) + "."
+            if story.is_shared:
+                (event,) = events("share")
+            else:
+                event = rng.choice(events("middle"))
+            text = rng.choice(_raw()["joins"]) + rng.choice(event.texts) + "."
             story.add(event, text if text[0] == "{" else text[0].upper() + text[1:])
         if len(story.steps) == num_steps:
-            story.text.append(rng.choice(SHARE_ASKS if story.is_shared else ASKS))
+            story.text.append(rng.choice(_raw()["share_asks" if story.is_shared else "asks"]))
             return story
+
+
+@cache
+def events(kind: str) -> tuple[Event, ...]:
+    """The events of a kind: "start", "middle" or "share"."""
+    return tuple(
+        Event(
+            tuple(entry["texts"]),
+            tuple(entry.get("steps", ())),
+            RANGES[entry["b"]],
+            RANGES[entry["c"]] if "c" in entry else None,
+        )
+        for entry in _raw()[kind]
+    )
+
+
+@cache
+def _raw() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("stories.toml").read_text("utf-8"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.load import measurement, search
 from benchmarks.load.__main__ import main
 from benchmarks.load.client import Target
 from benchmarks.load.fleet import run
@@ -55,14 +56,15 @@ def test_failures_are_classes_and_not_latencies() -> None:
     assert "as asked" in next(each.message for each in found.outcomes if each.error)
 
 
-def test_the_command_measures_compares_and_reports(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_measures_searches_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(search, "MAX_HALVINGS", 1)
+    monkeypatch.setattr(measurement, "SETTLE_S", 0.0)
     paths = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
     with running_stub(StubOptions(ttft_s=0.01, itl_s=0.002)) as url:
         common = ["--url", url, "--num", "12", "--source", "problems:train", "--quiet"]
-        html = str(tmp_path / "a.html")
-        first = ["--rate", "40", "--repeat", "2", "--slo", "ttft=5s", "--html", html]
+        first = ["--rate", "40", "--repeat", "2", "--slo", "ttft=5s"]
         assert main([*common, *first, "--json", paths[0]]) == 0
         assert main([*common, "--concurrency", "3", "--json", paths[1]]) == 0
         searched = ["--search", "--slo", "ttft=1ms", "--url", url, "--num", "5", "--quiet"]
@@ -73,9 +75,8 @@ def test_the_command_measures_compares_and_reports(
     assert a.summaries[0]["requests"] == a.summaries[1]["requests"]
     assert a.summaries[0]["goodput"]["share"] == 1.0
     assert len(b.runs[0].outcomes) == 12
-    assert "time to first token" in (tmp_path / "a.html").read_text()
-    assert main(["compare", *paths]) == 0
-    assert "ttft_p50" in capsys.readouterr().out
+    assert main(["report", *paths]) == 0
+    assert "ttft p50" in capsys.readouterr().out
     assert main(["--rate", "5"]) == 2
     assert "say how much" in capsys.readouterr().err
     assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1

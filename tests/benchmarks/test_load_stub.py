@@ -141,3 +141,25 @@ def test_a_call_that_fails_does_not_stop_the_others() -> None:
         return said
 
     assert "division" in asyncio.run(main())[0]
+
+
+def test_a_stall_holds_back_what_waits_when_it_begins() -> None:
+    """The first answer's second piece is due half a second into the stall of the second request."""
+    options = StubOptions(ttft_s=0.01, itl_s=1.0, stall_after=1, stall_s=1.5, num_tokens=2)
+
+    async def main(url: str) -> list[float]:
+        async with httpx.AsyncClient(base_url=url) as client:
+
+            async def last_s(delay_s: float) -> float:
+                await asyncio.sleep(delay_s)
+                await client.post(CHAT, json={"messages": [{"content": "a"}], "stream": True})
+                return now()
+
+            began = now()
+            ends = await asyncio.gather(last_s(0.0), last_s(0.5))
+            return [end - began for end in ends]
+
+    with running_stub(options) as url:
+        first, second = asyncio.run(main(url))
+    assert first >= 2.0, "not at 1.01, but at the end of the stall"
+    assert second >= 2.0

@@ -1,16 +1,13 @@
-"""benchmarks.idle on a trace written by hand, and its two ways to run the same steps."""
+"""benchmarks.idle on a trace written by hand."""
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import engine, idle
-from tests.support.prompts import TINY
-from worker.api import Sampling
+from benchmarks import idle
 
 
 def event(cat: str, name: str, ts: float, dur: float, correlation: int = 0) -> dict:
@@ -45,23 +42,6 @@ def trace(num_steps: int = 10) -> list[dict]:
     return events
 
 
-def test_a_prompt_waits_for_the_host_where_it_launches_op_by_op() -> None:
-    eager = [event("cpu_op", "aten::mm", 0, 95), event("cpu_op", "aten::silu", 95, 110)]
-    for number in range(3):
-        eager.append(event("cuda_runtime", "cudaLaunchKernel", 100.0 * number, 5, number + 1))
-        eager.append(event("kernel", "k", 100.0 * number + 10, 20, number + 1))
-    found = idle.prompt_of(eager)
-    assert (found.device_us, found.num_activities, found.num_launches) == (220, 3, 3)
-    assert found.busy == pytest.approx(60 / 220)
-    assert [gap.span.us for gap in found.longest] == [80, 80]
-    assert {gap.host[0].name for gap in found.longest} == {"aten::mm", "aten::silu"}
-    graph = [event("kernel", "k", 20.0 * number, 20, 7) for number in range(3)]
-    found = idle.prompt_of(graph)
-    assert (found.device_us, found.busy, found.num_activities, found.num_launches) == (60, 1, 3, 1)
-    with pytest.raises(ValueError, match="nothing in this trace"):
-        idle.prompt_of([event("cpu_op", "aten::mm", 0, 95)])
-
-
 def test_shares_and_gaps_of_a_known_trace() -> None:
     found = idle.idle_of(trace())
     assert found.num_steps == 4  # 10, less 3 and 2, and the last one only ends a gap
@@ -94,25 +74,3 @@ def test_a_trace_file_is_shown(
     said = capsys.readouterr().out
     assert "4 steps of 0.100 ms" in said
     assert "28.0 us between steps: cudaMalloc 28.0 us, aten::slow 28.0 us" in said
-
-
-def test_all_at_once_runs_the_steps_of_the_loop() -> None:
-    options = Namespace(
-        model_config=TINY / "config.json", prompt_len=20, output_len=12, page_size=16, chunk=32,
-        dtype="", load_format="dummy", eager=False, graph="", attention="auto",
-        phase="decode",
-    )  # fmt: skip
-    bench = engine.Bench(engine.build(options, 3))
-    counter = bench.engine.metrics.steps
-    taken = []
-    for run in (
-        lambda: bench.generate(3, 20, 12, Sampling(12, ignore_eos=True, temperature=0.0), 1),
-        lambda: idle.ahead(bench, 3, 20, 12, 1),
-    ):
-        before = [counter(kind, "eager")._value.get() for kind in ("prefill", "decode")]
-        assert run() > 0
-        after = [counter(kind, "eager")._value.get() for kind in ("prefill", "decode")]
-        taken.append([b - a for a, b in zip(before, after, strict=True)])
-    assert taken[0] == taken[1]
-    assert bench.engine.book.num_holds == 0
-    bench.engine.close()

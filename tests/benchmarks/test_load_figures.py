@@ -1,10 +1,9 @@
-"""The load harness's figures, its result file, comparison and report."""
+"""The load harness's figures, its result file, its report and its plot."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
@@ -13,23 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load import compare, result
-from benchmarks.load.measure import STAGES, concurrency, spread, summary, table
+from benchmarks.load import plot, report, result
+from benchmarks.load.measure import STAGES, concurrency, spread, summary
 from benchmarks.load.records import Lag, Objectives, Outcome, Run
-from benchmarks.load.report import page, write_report
-from tests.support.load_results import OBJECTIVES, made_up_result, made_up_run
+from benchmarks.load.report import side_by_side, table
+from tests.benchmarks.load_results import OBJECTIVES, made_up_result, made_up_run
 
 BEGUN = "2026-11-21T10:00:00+00:00"
-SECTIONS = (
-    "Figures",
-    "Latency at every percentile",
-    "Time to first token over time",
-    "Load over time",
-    "Where the time to first token goes",
-    "Timeline",
-    "Failures",
-    "The harness itself",
-)
 
 
 def served(
@@ -176,8 +165,8 @@ def test_a_late_or_busy_harness_says_so(
     made = made_up_result([run])
     assert made.summaries[0]["harness_ok"] is ok
     loud = "THE HARNESS DID NOT KEEP UP"
-    assert (loud in table(made.summaries, made)) is not ok
-    assert (loud in page([made])) is not ok
+    assert (loud in table(made)) is not ok
+    assert (loud in "".join(side_by_side([("a", made.summaries)]))) is not ok
 
 
 def test_a_slow_server_forgives_a_small_lag() -> None:
@@ -199,7 +188,7 @@ def test_the_table_shows_failures_and_figures(num_runs: int) -> None:
     made = made_up_result(
         [made_up_run(seed, num=100, share_failing=0.2) for seed in range(num_runs)]
     )
-    text = table(made.summaries, made)
+    text = table(made)
     assert "FAILED" in text
     assert "time to first token" in text
     assert (f"median of {num_runs} runs" in text) == (num_runs > 1)
@@ -232,168 +221,7 @@ def test_the_machine_is_told_as_json() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-# Comparison.
-
-
-@pytest.fixture(autouse=True)
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coarser intervals, in a fifth of the time."""
-    monkeypatch.setattr(compare, "NUM_DRAWS", compare.MIN_DRAWS)
-
-
-def test_weighted_percentiles_are_those_of_the_values_repeated() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        values = np.sort(rng.normal(size=rng.integers(1, 20)))
-        weights = rng.integers(0, 4, values.size)
-        repeated = np.repeat(values, weights)
-        for quantile in (0.0, 0.5, 0.99, 1.0):
-            found = compare.weighted(values, weights, quantile)
-            assert (found is None) == (repeated.size == 0)
-            if found is not None:
-                assert found == pytest.approx(np.quantile(repeated, quantile))
-        if repeated.size:
-            assert compare.weighted(values, weights, None) == pytest.approx(repeated.mean())
-
-
-def scaled(run: Run, factor: float) -> Run:
-    """`run` with every time between pieces multiplied; first pieces stay where they are."""
-    outcomes = []
-    for outcome in run.outcomes:
-        changed = msgspec.structs.replace(outcome)
-        if outcome.chunk_s:
-            first = outcome.chunk_s[0]
-            changed.chunk_s = [first + factor * (t - first) for t in outcome.chunk_s]
-            changed.end_s = changed.chunk_s[-1] + 0.001
-        outcomes.append(changed)
-    return Run(outcomes, run.lags, run.begun_at, run.wall_s, run.schedule)
-
-
-def test_a_known_factor_is_found_and_nothing_else() -> None:
-    run = made_up_run(num=300)
-    a, b = made_up_result([run]), made_up_result([scaled(run, 1.2)])
-    rows = {row.metric: row for row in compare.compare(a, b)}
-    for metric in ("tpot_mean", "tpot_p50", "gaps_p50", "gaps_mean"):
-        row = rows[metric]
-        assert row.interval is not None
-        assert row.interval[0] - 1e-6 <= 1.2 <= row.interval[1] + 1e-6
-        assert row.significant
-        assert not row.better
-    assert not rows["ttft_p50"].significant
-    assert rows["ttft_p50"].ratio == 1
-    assert not rows["requests_per_s"].significant
-    back = {row.metric: row for row in compare.compare(b, a)}
-    assert back["tpot_p50"].better
-
-
-def test_two_samples_of_one_server_seldom_differ_significantly() -> None:
-    """Pairs of runs with other arrivals: 5 % of the intervals should miss 1."""
-    quiet = {"num": 200, "stall": (0.0, 0.0), "rate": 10.0}
-    missed, num = 0, 0
-    for seed in range(0, 16, 2):
-        a, b = (made_up_result([made_up_run(seed + i, **quiet)], seed=seed + i) for i in range(2))
-        b.workload = {"seed": "another"}
-        rows = [
-            r for r in compare.compare(a, b) if r.metric in ("ttft_p50", "tpot_mean", "e2e_p50")
-        ]
-        missed += sum(row.significant for row in rows)
-        num += len(rows)
-    assert missed <= 0.2 * num
-
-
-def test_a_rate_is_the_mean_of_its_slices() -> None:
-    run = made_up_run()
-    figures = summary(run, OBJECTIVES)
-    for name in ("requests_per_s", "output_tokens_per_s"):
-        mean = compare.per_slice(run, name, OBJECTIVES).mean()
-        assert mean == pytest.approx(figures["throughput"][name])
-    good = compare.per_slice(run, "good_per_s", OBJECTIVES).mean()
-    assert good == pytest.approx(figures["goodput"]["good_per_s"])
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[str, str]:
-    run = made_up_run(num=200)
-    result.write(tmp_path / "a.json", made_up_result([run]))
-    result.write(tmp_path / "b.json", made_up_result([scaled(run, 1.2)]))
-    return str(tmp_path / "a.json"), str(tmp_path / "b.json")
-
-
-@pytest.mark.parametrize(
-    ("limits", "status"),
-    [
-        (["tpot_p50=25"], 0),
-        (["tpot_p50=10"], 1),
-        (["ttft_p99=0", "requests_per_s=0"], 0),
-        (["ttft_p99=0", "gaps_p50=5"], 1),
-    ],
-)
-def test_the_gate_closes_on_a_sure_regression(
-    files: tuple[str, str], limits: list[str], status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [word for each in limits for word in ("--max-regression", each)]
-    assert compare.main([*files, *given]) == status
-    assert ("REGRESSION" in capsys.readouterr().out) == (status == 1)
-    assert compare.main([files[1], files[0], *given]) == 0, "b is the better one"
-
-
-def test_the_gate_closes_if_nothing_was_served(tmp_path: Path, files: tuple[str, str]) -> None:
-    dead = made_up_result([run_of(failed(0.0, 1.0, "connection"))])
-    result.write(tmp_path / "dead.json", dead)
-    gone = str(tmp_path / "dead.json")
-    for metric in ("ttft_p50", "requests_per_s"):
-        assert compare.main([files[0], gone, "--max-regression", f"{metric}=50"]) == 1
-    assert compare.main([gone, gone, "--max-regression", "ttft_p50=50"]) == 1
-    assert compare.main([gone, gone]) == 0
-
-
-@pytest.mark.parametrize("wrong", ["nonsense=5", "ttft_p50", "ttft_p50=x", "ttft_p50=-1"])
-def test_a_wrong_limit_is_refused(files: tuple[str, str], wrong: str) -> None:
-    with pytest.raises(SystemExit) as error:
-        compare.main([*files, "--max-regression", wrong])
-    assert error.value.code == 2
-
-
-def test_the_comparison_as_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    compare.main([*files, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    row = next(row for row in found["metrics"] if row["metric"] == "tpot_p50")
-    assert row["ratio"] == pytest.approx(1.2, abs=1e-3)
-    assert row["significant"]
-    assert any("single run" in warning for warning in found["warnings"])
-
-
-def test_other_machines_and_workloads_are_warned_of() -> None:
-    a, b = made_up_result([made_up_run(num=20)]), made_up_result([made_up_run(num=20)])
-    assert not any(warning.startswith("the ") for warning in compare.warnings(a, b))
-    b.machine["cpu"] = "Another"
-    b.workload["seed"] = 1
-    text = " ".join(compare.warnings(a, b))
-    assert "cpu: Some CPU / Another" in text
-    assert "seed: 0 / 1" in text
-
-
 # The report.
-
-
-class Elements(HTMLParser):
-    """What a browser would fetch, and the headings."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.titles: list[str] = []
-        self.inside = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.inside = tag
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        if self.inside == "h2" and data.strip():
-            self.titles.append(data)
-            self.inside = ""
 
 
 def odd_runs() -> dict[str, list[Run]]:
@@ -412,31 +240,54 @@ def odd_runs() -> dict[str, list[Run]]:
 
 @pytest.mark.parametrize("name", odd_runs())
 def test_the_report_survives(name: str) -> None:
-    made = made_up_result(odd_runs()[name])
-    assert table(made.summaries, made)
-    for results in ([made], [made, made_up_result([made_up_run(num=30)])]):
-        found = Elements(page(results))
-        assert found.links == [], "nothing is fetched"
-        assert "Figures" in found.titles
+    made, other = made_up_result(odd_runs()[name]), made_up_result([made_up_run(num=30)])
+    assert table(made)
+    lines = side_by_side([("odd", made.summaries), ("even", other.summaries)])
+    assert [line.split()[0] for line in lines[:3]] == ["ms", "odd", "even"]
+    assert len({len(line) for line in lines[1:3] if "-" not in line}) <= 1, "columns are aligned"
+    assert plot.figure([("odd", made), ("even", other)]).data
 
 
-def test_the_report_has_every_section_and_escapes_what_others_wrote(tmp_path: Path) -> None:
-    made = made_up_result([made_up_run(share_failing=0.1)], model="<b>x</b>")
-    made.search = [{"rate": 4.0, "share": 0.99, "held": True, "summary": made.summaries[0]}]
-    path = tmp_path / "report.html"
-    write_report(path, [made])
-    text = path.read_text()
-    titles = Elements(text).titles
-    assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
-    assert any(title.startswith("Search") for title in titles)
-    assert "&lt;queued&gt;" in text
-    assert "<queued>" not in text
-    assert "<b>x</b>" not in text
+def test_results_stand_side_by_side_with_the_medians_of_their_runs() -> None:
+    fast = made_up_result([made_up_run(seed, num=60, step_s=0.01) for seed in range(3)])
+    dead = made_up_result([made_up_run(share_failing=1.0, num=20)])
+    header, first, second, *doubts = side_by_side([("a", fast.summaries), ("b", dead.summaries)])
+    good = sorted(each["goodput"]["share"] for each in fast.summaries)[1]
+    assert first.split()[-2:] == [f"{100 * good:.1f}", "%"]
+    assert first.index("%") + 1 == len(header), "the last column ends below its name"
+    assert second.split()[3] == "-", "nothing served, no latency"
+    assert "b: 20 requests FAILED" in doubts
 
 
-def test_a_report_of_two_tells_their_ratio() -> None:
-    run = made_up_run(num=100)
-    text = page([made_up_result([run]), made_up_result([scaled(run, 1.2)])], ["old", "new"])
-    assert "Is it more than chance?" in Elements(text).titles
-    assert "old" in text
-    assert "<td>1.20</td>" in text
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = made_up_result([made_up_run(num=60)])
+    made.search = [
+        {"rate": 4.0, "share": 0.99, "held": True}, {"rate": 8.0, "share": 0.5, "held": False},
+    ]  # fmt: skip
+    paths = [str(tmp_path / name) for name in ("old.json", "new.json.gz")]
+    for path in paths:
+        result.write(path, made)
+    page = tmp_path / "page.html"
+    assert report.main([paths[0]]) == 0
+    said = capsys.readouterr().out
+    assert "inter-token, every gap" in said
+    assert "8/s: 50.0 % good, fails" in said
+    assert report.main([*paths, "--plot", str(page)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ms", "old", "new"]
+    assert "<script src=" not in page.read_text(), "nothing is fetched"
+
+
+def test_the_plot_shows_percentiles_and_goodput_by_rate() -> None:
+    made = made_up_result([made_up_run(seed, num=300) for seed in range(2)])
+    drawn = plot.figure([("a", made)])
+    (line,) = drawn.select_traces(row=1, col=1)
+    at = int(np.abs(line.x - 2).argmin())  # the 99th percentile
+    both = [outcome for run in made.runs for outcome in run.outcomes]
+    wanted = np.quantile([o.ttft_s for o in both if o.ttft_s is not None], 1 - 10 ** -line.x[at])
+    assert line.y[at] == pytest.approx(1e3 * wanted)
+    (dots,) = drawn.select_traces(row=1, col=4)
+    pairs = {(e["throughput"]["offered_per_s"], e["goodput"]["share"]) for e in made.summaries}
+    assert set(zip(dots.x, dots.y, strict=True)) == {(x, 100 * y) for x, y in pairs}
+    made.search = [{"rate": 8.0, "share": 0.5}, {"rate": 4.0, "share": 1.0}]
+    assert plot.goodput_by_rate(made) == ([4.0, 8.0], [100.0, 50.0])

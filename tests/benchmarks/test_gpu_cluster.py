@@ -11,7 +11,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from benchmarks.gpu_cluster import make_model, serve_config
+from benchmarks.gpu_cluster import serve_config
+from benchmarks.judges.served import make_model
 from benchmarks.load.words import Words
 from cluster.config import load
 from cluster.resolve import with_devices

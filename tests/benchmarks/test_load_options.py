@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load import measurement
+from benchmarks.load.measurement import progress
 from benchmarks.load.options import Options, objectives, parse
-from benchmarks.load.progress import Progress
 from benchmarks.load.records import Objectives, Outcome
-from benchmarks.load.search import highest_rate
+from benchmarks.load.search import MAX_DOUBLINGS, MAX_HALVINGS, highest_rate
 
 WRONG = [
     ("--num 5", "say when to send"),
@@ -73,11 +74,11 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
 def test_the_search_ends_just_below_what_the_server_holds(capacity: float, start: float) -> None:
     tried: list[float] = []
 
-    def attempt(rate: float) -> tuple[float, dict]:
+    def share_at(rate: float) -> float:
         tried.append(rate)
-        return (1.0 if rate <= capacity else 0.5), {"rate": rate}
+        return 1.0 if rate <= capacity else 0.5
 
-    best, probes = highest_rate(attempt, start=start, share=0.99, precision=0.05, settle_s=0)
+    best, probes = highest_rate(share_at, start=start, share=0.99, precision=0.05)
     assert capacity / 1.05 <= best <= capacity
     assert [probe.rate for probe in probes] == tried
     assert len(tried) == len(set(tried)) <= 20
@@ -85,22 +86,26 @@ def test_the_search_ends_just_below_what_the_server_holds(capacity: float, start
 
 
 def test_a_server_that_holds_nothing_ends_the_search() -> None:
-    best, probes = highest_rate(
-        lambda rate: (0.0, {}), start=1, share=0.9, precision=0.1, settle_s=0
-    )
+    best, probes = highest_rate(lambda rate: 0.0, start=1, share=0.9, precision=0.1)
     assert best == 0.0
     assert not any(probe.held for probe in probes)
+    assert len(probes) == 1 + MAX_HALVINGS
 
 
-def test_progress_counts_and_names_errors() -> None:
+def test_a_server_that_holds_everything_ends_the_search() -> None:
+    best, probes = highest_rate(lambda rate: 1.0, start=1, share=0.9, precision=0.1)
+    assert [probe.rate for probe in probes] == [2.0**n for n in range(MAX_DOUBLINGS)]
+    assert best == probes[-1].rate
+
+
+def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    progress = Progress(10, out, label="x ")
+    clock = [0.0]
+    monkeypatch.setattr(measurement, "now", lambda: clock[0])
+    watch = progress(10, "x ", out)
     served = Outcome(0, 0, 0.0, chunk_s=[0.1, 0.15], end_s=0.2, num_output_tokens=2)
-    progress([served, Outcome(1, 0, 0.0, error="http_429")], 3)
-    progress._drawn_at = -100.0  # as if nothing was drawn for long
-    progress([], 1)
-    line = out.getvalue()
-    assert "2/10 done, 1 running" in line
-    assert "TTFT p50 100.0" in line
-    assert "gap p50 50.0" in line
-    assert "http_429 1" in line
+    watch([served, Outcome(1, 0, 0.0, error="http_429")], 3)
+    assert out.getvalue() == "", "not at once"
+    clock[0] = measurement.PROGRESS_S
+    watch([], 1)
+    assert out.getvalue() == "x 2/10 done, 1 running, http_429 1\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -12,22 +11,26 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from benchmarks.gpu_cluster import TINY, make_model
-from benchmarks.interference import Row, layout_config, main, recorded, write_loads
-from benchmarks.interference_figures import (
-    figures,
-    gaps_over_time,
-    parts,
-    read_load,
-    table,
+from benchmarks.interference import (
+    LOADS,
+    Row,
+    by_class,
+    keep,
+    kept,
+    layout_config,
+    main,
+    read,
+    recorded,
+    show,
+    write_loads,
 )
-from benchmarks.interference_plot import figure
-from benchmarks.load import compare, result
+from benchmarks.judges.served import TINY, make_model
+from benchmarks.load.prompts import Options
 from benchmarks.load.records import Outcome, Run
 from benchmarks.load.workload import workload
 from cluster.config import load
 from cluster.resolve import with_devices
-from tests.support.load_results import made_up_result
+from tests.benchmarks.load_results import made_up_result
 
 SMALL = TINY / "config.json"
 CHAT_GAP_S = {"split": 0.01, "both-256": 0.02}
@@ -52,7 +55,7 @@ def test_the_same_chats_are_sent_alone_and_beside_prompts(tmp_path: Path) -> Non
     for name, kinds in (("alone", {"chat"}), ("mixed", {"chat", "prompt"})):
         sent = workload(
             f"mooncake:{tmp_path / name}.jsonl", None, num_sessions=None, duration_s=None, seed=7,
-            tokenizer=tokenizer, options={"chat": False},
+            tokenizer=tokenizer, options=Options(chat=False),
         )  # fmt: skip
         wanted = [row for row in rows if row.type in kinds]
         assert {row.type for row in wanted} == kinds
@@ -102,43 +105,34 @@ def outcome_of(number: int, row: Row, gap_s: float) -> Outcome:
     return outcome
 
 
-def write_results(out: Path) -> list[Row]:
+def measured(out: Path) -> list[Row]:
     """What two layouts would have left in `out`, two runs of each load."""
     rows = write_loads(options(out))
     for layout, chat_gap_s in CHAT_GAP_S.items():
-        for name in ("alone", "mixed"):
-            kept = [row for row in rows if name == "mixed" or row.type == "chat"]
+        figures: dict[str, Any] = {"start_s": 50.0}
+        for name in LOADS:
+            sent = kept(rows, name)
             outcomes = [
                 outcome_of(n, row, chat_gap_s if row.type == "chat" else PROMPT_GAP_S)
-                for n, row in enumerate(kept)
+                for n, row in enumerate(sent)
             ]
-            last = next(each for each in reversed(outcomes) if kept[each.session].type == "chat")
+            last = next(each for each in reversed(outcomes) if sent[each.session].type == "chat")
             last.chunk_s = [*last.chunk_s[:-1], last.chunk_s[-2] + STALL_S]
             one = Run(outcomes, [], "2026-11-21T10:00:00+00:00", 10.0)
-            made = made_up_result([one, one])
-            made.workload = {
-                "digest": name, "num_sessions": len(kept),
-                "prompt_tokens": {"sum": sum(row.input_length for row in kept)},
-            }  # fmt: skip
-            result.write(out / f"{layout}-{name}.json.gz", made)
-        (out / f"{layout}.json").write_text(json.dumps({"start_s": 50.0, "machine": {}}))
+            figures[name] = by_class(made_up_result([one, one]), sent)
+        keep(out, layout, figures)
     return rows
 
 
-@pytest.fixture
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "NUM_DRAWS", 50)
-    monkeypatch.setattr(compare, "MIN_DRAWS", 50)
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_figures_are_of_each_class_alone(tmp_path: Path) -> None:
-    rows = write_results(tmp_path)
-    told = figures(tmp_path)
-    assert list(told["layouts"]) == ["split", "both-256"]
+def test_figures_are_of_each_class_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = measured(tmp_path)
+    told = read(tmp_path)
+    assert list(told) == ["split", "both-256"]
     num_chats = sum(row.type == "chat" for row in rows)
     for layout, gap_s in CHAT_GAP_S.items():
-        loads = told["layouts"][layout]
+        loads = told[layout]
         assert loads["start_s"] == 50.0
         assert sorted(loads["alone"]) == ["chat"]
         for chats in (*loads["alone"]["chat"], *loads["mixed"]["chat"]):
@@ -149,52 +143,24 @@ def test_figures_are_of_each_class_alone(tmp_path: Path) -> None:
         for prompts in loads["mixed"]["prompt"]:
             assert prompts["requests"]["served"] == len(rows) - num_chats > 0
             assert prompts["latency"]["gaps_s"]["p50"] == pytest.approx(PROMPT_GAP_S)
-    assert told["compared"]["both-256"]["gaps_p50"]["ratio"] == pytest.approx(2.0)
-    assert json.loads((tmp_path / "interference.json").read_text()) == told
-    lines = table(told).splitlines()
-    assert any("both-256 / split" in line for line in lines)
-    assert [line.split()[:3] for line in lines if line.strip().startswith("split")] == [
-        ["split", "alone", "10.00"],
-        ["split", "mixed", "10.00"],
-    ]
+    assert show(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for start, gap_ms in (
+        ("split, alone: chats ", "10.00"), ("split, mixed: chats ", "10.00"),
+        ("split, mixed: prompts ", "500.0"), ("both-256, mixed: chats ", "20.00"),
+    ):  # fmt: skip
+        (line,) = (line for line in lines if line.startswith(start))
+        assert gap_ms in line.split()
 
 
-@pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("measured", ["split", "both-256"])
-def test_figures_stay_of_a_layout_whose_results_were_left_out(
-    measured: str, tmp_path: Path
-) -> None:
-    write_results(tmp_path)
-    before = figures(tmp_path)
-    (kept,) = set(CHAT_GAP_S) - {measured}
-    for path in tmp_path.glob(f"{kept}*"):
-        path.unlink()
-    # As if it had been measured again.
-    (tmp_path / f"{measured}.json").write_text(json.dumps({"start_s": 60.0, "machine": {}}))
-    told = figures(tmp_path)
-    assert list(told["layouts"]) == ["split", "both-256"]
-    assert told["layouts"][kept] == before["layouts"][kept]
-    assert told["layouts"][measured] == before["layouts"][measured] | {"start_s": 60.0}
-    assert told["compared"] == before["compared"]
-    assert json.loads((tmp_path / "interference.json").read_text()) == told
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_results_win_over_figures_of_before(tmp_path: Path) -> None:
-    write_results(tmp_path)
-    measured = figures(tmp_path)
-    of_split = measured["layouts"]["split"]
-    row = {"gaps_p99": {"ratio": 9.0, "interval": [8.0, 10.0]}}
-    before = {
-        "layouts": {"both-512": of_split, "both-256": of_split},
-        "compared": {"both-512": row, "both-256": row},
-    }
-    (tmp_path / "interference.json").write_text(json.dumps(before))
-    told = figures(tmp_path)
-    assert list(told["layouts"]) == ["split", "both-256", "both-512"]
-    assert told["layouts"] == measured["layouts"] | {"both-512": of_split}
-    assert list(told["compared"]) == ["both-256", "both-512"]
-    assert told["compared"] == measured["compared"] | {"both-512": row}
+def test_figures_of_other_layouts_stay(tmp_path: Path) -> None:
+    measured(tmp_path)
+    before = read(tmp_path)
+    keep(tmp_path, "both-1024", before["split"])
+    keep(tmp_path, "both-256", before["split"])  # as if it had been measured again
+    told = read(tmp_path)
+    assert list(told) == ["split", "both-256", "both-1024"]
+    assert told["split"] == told["both-256"] == told["both-1024"] == before["split"]
 
 
 def test_show_says_that_there_is_nothing(
@@ -206,7 +172,7 @@ def test_show_says_that_there_is_nothing(
     assert main() == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == f"error: {tmp_path} has neither whole results of a layout nor figures\n"
+    assert said.err == f"error: {tmp_path} has no figures of a layout\n"
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -219,47 +185,7 @@ def test_show_wants_a_directory(
 
 
 def test_another_load_than_was_sent_is_refused(tmp_path: Path) -> None:
-    write_results(tmp_path)
+    write_loads(options(tmp_path))
     write_loads(options(tmp_path))
     with pytest.raises(ValueError, match=r"mixed\.jsonl is another load"):
         write_loads(options(tmp_path, prompt="701,3"))
-    (tmp_path / "mixed.jsonl").unlink()
-    write_loads(options(tmp_path, prompt="701,3"))
-    with pytest.raises(ValueError, match=r"mixed\.jsonl is not what split was asked"):
-        read_load(tmp_path, "split", "mixed")
-
-
-def test_a_bin_has_the_longest_gap_that_ended_in_it() -> None:
-    outcomes = [
-        Outcome(0, 0, 0.0, chunk_s=[0.0, 0.01, 0.04, 0.17]),
-        Outcome(1, 0, 0.0, chunk_s=[0.02, 0.045]),
-        Outcome(2, 0, 0.0, error="timeout"),
-    ]
-    times, longest = gaps_over_time(Run(outcomes, [], "", 1.0), 0.05)
-    assert times == pytest.approx([0.025, 0.075, 0.125, 0.175])
-    assert longest[0] == pytest.approx(0.03)
-    assert longest[1:3] == [None, None]
-    assert longest[3] == pytest.approx(0.13)
-
-
-def test_the_plot_shows_each_layout_and_its_prompts(tmp_path: Path) -> None:
-    rows = write_results(tmp_path)
-    told = figures(tmp_path)
-    found = {layout: parts(tmp_path, layout, "mixed") for layout in CHAT_GAP_S}
-    runs = {name: (each["chat"].runs[0], each["prompt"].runs[0]) for name, each in found.items()}
-    drawn = figure(told, runs)
-    gaps = [line for line in drawn.select_traces(row=1, col=1) if line.name.endswith("prompts")]
-    medians = [float(line.y[(abs(line.x - 0.301)).argmin()]) for line in gaps]
-    assert medians == pytest.approx([1e3 * gap_s for gap_s in CHAT_GAP_S.values()])
-    for row in (2, 3):
-        (line,) = drawn.select_traces(row=row, col=1)
-        assert max(y for y in line.y if y is not None) == pytest.approx(1e3 * STALL_S)
-    num_prompts = sum(row.type == "prompt" for row in rows)
-    assert len(drawn.layout.shapes) == 2 * num_prompts
-    for path in tmp_path.glob("*-mixed.json.gz"):
-        path.unlink()
-    assert figures(tmp_path) == told
-    again = figure(figures(tmp_path), {})
-    assert [line.y.tolist() for line in again.select_traces(row=1, col=1)] == [
-        line.y.tolist() for line in drawn.select_traces(row=1, col=1)
-    ]

@@ -1,0 +1,57 @@
+"""benchmarks.engine on the CPU: every step of a batch, and the tables that it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine
+from tests.support.prompts import TINY
+from worker.api import Sampling
+
+
+def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
+    options = Namespace(
+        model_config=TINY / "config.json", prompt_len=20, output_len=12, page_size=16, chunk=64,
+        dtype="", load_format="dummy", eager=False, graph="", attention="auto",
+        phase="decode",
+    )  # fmt: skip
+    bench = engine.Bench(engine.build(options, 3))
+    counter = bench.engine.metrics.steps
+    assert bench.generate(3, 20, 12, Sampling(12, ignore_eos=True, temperature=0.0), 1) > 0
+    taken = [counter(kind, "eager")._value.get() for kind in ("prefill", "decode")]
+    assert taken == [1, 11], "the prompts' step draws the first tokens"
+    assert bench.engine.book.num_holds == 0
+    bench.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "asked"),
+    [
+        ("decode", ["--batch", "1,2", "--also", "top_p@2"]),
+        ("prefill", ["--tokens", "8,16", "--batch", "1"]),
+    ],
+)
+def test_a_row_is_written_for_every_case(
+    phase: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    arguments = [
+        "--model-config", str(TINY / "config.json"), "--phase", phase, "--prompt-len", "16",
+        "--output-len", "12", "--page-size", "16", "--repeat", "1", "--json", str(path), *asked,
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["engine", *arguments])
+    engine.main()
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["steps"]
+    if phase == "decode":
+        cases = [(row["batch"], row["sampling"]) for row in rows]
+        assert cases == [(1, "greedy"), (2, "greedy"), (2, "top_p")]
+    else:
+        assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 8), (1, 16)]
+        assert all("eager" in row["graphs"] for row in rows)
+    assert all(row["floor_ms"] > 0 for row in rows)
