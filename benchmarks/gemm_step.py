@@ -1,6 +1,6 @@
 """The products of one decode step of a model: weights, chains of them, how to time them.
 
-For `benchmarks.gemm`, `benchmarks.gemm_sweep` and `benchmarks.gemm_tune`.
+For `benchmarks.gemm` and `benchmarks.gemm_tune`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.kernels.gemm.skinny_gemm import SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.kernels.jit import HAS_TRITON, tl, triton
 
-Multiply = Callable[[Tensor, Tensor, Tensor], object]  # (x, w, out)
+Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 BLOCK = 4096
 
 
@@ -78,28 +77,15 @@ class Step:
         """Bytes of all weights, or of one product's."""
         return sum(w.nbytes for key, ws in self.weights.items() for w in ws if name in (None, key))
 
-    def buffers(self, m: int) -> dict[str, Tensor]:
-        """An output of each product, poisoned."""
-        return {
-            each.name: torch.full((m, each.n), float("nan"), device=self.device, dtype=self.dtype)
-            for each in self.products
-        }
-
-    def run(
-        self, x: Tensor, outs: dict[str, Tensor], multiply: Multiply, *, head: bool = True
-    ) -> Tensor:
+    def run(self, x: Tensor, multiply: Multiply, *, head: bool = True) -> Tensor:
         """The whole step, or all of it but the head; returns the last output."""
         for each, layer in self.order if head else self.order[:-1]:
-            out = outs[each.name]
-            multiply(x[:, : each.k], self.weights[each.name][layer], out)
-            x = out
+            x = multiply(x[:, : each.k], self.weights[each.name][layer])
         return x
 
-    def run_one(self, name: str, x: Tensor, out: Tensor, multiply: Multiply) -> Tensor:
+    def run_one(self, name: str, x: Tensor, multiply: Multiply) -> Tensor:
         """One product with all its weights, one after the other; all read the same x."""
-        for weight in self.weights[name]:
-            multiply(x[:, : weight.shape[1]], weight, out)
-        return out
+        return [multiply(x, weight) for weight in self.weights[name]][-1]
 
 
 @triton.jit
@@ -115,24 +101,46 @@ def _read_kernel(source, sums, STEPS: tl.constexpr, BLOCK: tl.constexpr):
 
 def times_ms(run: Callable[[], object], device: str, replays: int, warm_up: int = 5) -> list[float]:
     """Captured in one graph and replayed, each replay timed by itself."""
-    run()
     if device == "cpu":
-        began = time.perf_counter()
+        return [_ms(run)]
+    return times_by_turns({"": run}, replays, warm_up)[""]
+
+
+def times_by_turns(
+    runs: Mapping[str, Callable[[], object]],
+    replays: int,
+    warm_up: int = 5,
+    *,
+    on_cpu: bool = False,
+) -> dict[str, list[float]]:
+    """Each captured in one graph; all replayed by turns, each replay timed by itself."""
+    if on_cpu or not torch.cuda.is_available():
+        return {name: [_ms(run)] for name, run in runs.items()}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, run in runs.items():
         run()
-        return [(time.perf_counter() - began) * 1e3]
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            run()
+    marks: dict[str, list[tuple[torch.cuda.Event, ...]]] = {name: [] for name in runs}
+    for number in range(warm_up + replays):
+        for name, graph in graphs.items():
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            if number >= warm_up:
+                marks[name].append((began, ended))
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(warm_up):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * replays)]
-    for i in range(replays):
-        marks[2 * i].record()
-        graph.replay()
-        marks[2 * i + 1].record()
-    torch.cuda.synchronize()
-    return [marks[2 * i].elapsed_time(marks[2 * i + 1]) for i in range(replays)]
+    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in marks.items()}
+
+
+def _ms(run: Callable[[], object]) -> float:
+    run()
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)
 
 
 def spread(times: list[float]) -> dict[str, float]:
@@ -170,28 +178,10 @@ def bandwidth(step: Step, replays: int) -> float:
 def library(name: str) -> Multiply:
     """torch's product through "cublas" or "cublaslt"; on the CPU through whatever there is."""
 
-    def multiply(x: Tensor, w: Tensor, out: Tensor) -> object:
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
         if x.is_cuda:
             torch.backends.cuda.preferred_blas_library(name)
-        return torch.mm(x, w.t(), out=out)
-
-    return multiply
-
-
-def own_tiles(step: Step, m: int) -> dict[str, SkinnyTile]:
-    """What this project's kernel chooses in a chain of products, by name; m <= 64."""
-    return {each.name: choose(m, each.n, each.k, product_follows=True) for each in step.products}
-
-
-def ours(step: Step, tiles: dict[str, SkinnyTile], pdl: bool) -> Multiply:
-    """This project's kernel with a tile for each product, by name."""
-    chosen = {(each.n, each.k): tiles[each.name] for each in step.products if each.name in tiles}
-    workspace = SkinnyWorkspace.allocate(
-        [(tile, n) for (n, _), tile in chosen.items()], step.device
-    )
-
-    def multiply(x: Tensor, w: Tensor, out: Tensor) -> object:
-        return skinny_gemm(x, w, out, workspace, chosen[w.shape[0], w.shape[1]], pdl=pdl)
+        return torch.mm(x, w.t())
 
     return multiply
 
@@ -199,17 +189,6 @@ def ours(step: Step, tiles: dict[str, SkinnyTile], pdl: bool) -> Multiply:
 def error(got: Tensor, expected: Tensor) -> float:
     """Relative, in the 2-norm."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
-
-
-def kernel_names(run: Callable[[], object], device: str) -> list[str]:
-    """Of the kernels that `run` launches; none on a CPU."""
-    if device == "cpu":
-        return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = profile.events() or ()
-    return sorted({each.name for each in events if str(each.device_type).endswith("CUDA")})
 
 
 def about(step: Step) -> dict[str, Any]:
