@@ -21,7 +21,7 @@ TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serve
 # KV of every token, but goes on to compute hidden states for each request's last token alone,
 # because nothing is drawn from the others. A shorter step would save nothing: a layer takes the
 # time of reading its weights there.
-LONG_ROWS = 1024
+LONG_STEP_TOKENS = 1024
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -82,7 +82,7 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
     How many rows a product has decides the order of its sums, on some CPUs (with AVX-512) more
     often than on others. So equal bits are promised at equal shapes alone, by the same forward.
     """
-    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
     monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     loaded = engine.runner.loaded

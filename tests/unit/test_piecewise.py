@@ -229,7 +229,7 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Steps of 16 rows are long ones, of up to 4 requests."""
-    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
     monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     loaded = engine.runner.loaded

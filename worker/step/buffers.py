@@ -21,7 +21,7 @@ from worker.kernels.step.chunk_rows import (
     pack,
 )
 from worker.kernels.step.step_rows import read_rows
-from worker.plan import LONG_ROWS, Plan
+from worker.plan import LONG_STEP_TOKENS, Plan
 from worker.step.sampled import SampledRows
 from worker.step.staging import Staging
 from worker.step.state import StepState
@@ -103,12 +103,12 @@ class BatchBuffers:
 
     def max_reqs(self, padded_tokens: int) -> int:
         """Requests of a batch of so many tokens for which graphs compute hidden states."""
-        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_ROWS else padded_tokens
+        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_STEP_TOKENS else padded_tokens
 
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
         """`Batch.last_token_rows`, of the same length for any number of requests."""
         num_reqs = len(query_start) - 1
-        if num_tokens < LONG_ROWS or num_reqs > MAX_LAST_TOKEN_ROWS:
+        if num_tokens < LONG_STEP_TOKENS or num_reqs > MAX_LAST_TOKEN_ROWS:
             return None
         self._last_token_rows.zero_()
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
