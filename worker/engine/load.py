@@ -72,8 +72,8 @@ def _load(
     asked_len: int | str,
 ) -> Loaded:
     device = torch.device(config.engine.device)
-    memory.await_share(config, device)
-    with memory.clear_error("loading the weights", device):
+    memory.wait_for_share(config, device)
+    with memory.explain_shortage("loading the weights", device):
         model = load_model(
             config.model.directory,
             spec,
@@ -83,13 +83,13 @@ def _load(
             load_format=config.model.load_format,
             seed=config.model.seed,
         )
-    with memory.clear_error("trying the largest steps", device):
-        reserve_bytes = memory.cost_of(
+    with memory.explain_shortage("trying the largest steps", device):
+        reserve_bytes = memory.peak_bytes(
             lambda: try_largest_steps(config, spec, layout, capabilities, model), device
         )
     num_pages = memory.num_pages(config, layout, device, reserve_bytes)
     config = memory.fit(config, asked_len, num_pages)
-    with memory.clear_error("allocating the KV pool and the graphs", device):
+    with memory.explain_shortage("allocating the KV pool and the graphs", device):
         pool = KVPool(layout, num_pages, device)
         with memory.taking(reserve_bytes, device):
             loaded = _loaded(config, spec, capabilities, pool, model)
