@@ -44,7 +44,7 @@ from worker.graph.base import ChunkGraphs
 from worker.graph.build import build_graphs
 from worker.graph.eager import EagerChunks
 from worker.models.decoder import DecoderLayer
-from worker.plan import LONG_ROWS
+from worker.plan import LONG_STEP_TOKENS
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 
@@ -217,7 +217,7 @@ def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: f
     assert isinstance(last, DecoderLayer)
     after = (last.attention.output, last.feed_forward)
     spared = sum(p.numel() for module in after for p in module.parameters())
-    products = (layers - spared * (num_tokens >= LONG_ROWS)) * num_tokens + head.numel()
+    products = (layers - spared * (num_tokens >= LONG_STEP_TOKENS)) * num_tokens + head.numel()
     read_s = (layers + head.numel()) * head.element_size() / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)
 

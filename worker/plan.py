@@ -1,7 +1,7 @@
 """Plan: what one step does, as the scheduler decided it on the host. Small, msgspec, no tensors.
 
-A plan is all that a tensor-parallel follower is told: rows that come and go, page-table additions,
-the chunk or the rows to compute. It never holds lengths: those live on the device.
+A plan is all that a tensor-parallel rank needs to run the step, grammar masks aside. The KV length
+of a row that decodes is not in it: only the device knows it (`max_seq_len_ub` bounds it).
 
 A *row* is a request's place in the device-resident step state; row 0 is the sink of padded rows.
 """
@@ -15,20 +15,21 @@ import msgspec
 from worker.api import Sampling, TokenLogprob
 
 Tail = Literal["none", "greedy", "random", "filtered"]
-TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")  # each serves those before it
+# Ascending generality: a row that one tail can sample gets the same token from every later one.
+TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")
 
-# A step of chunks with so many tokens or more, padding included, is long. Its last layer stores the
-# KV of every token, but goes on to compute hidden states for each request's last token alone,
-# because nothing is drawn from the others. A shorter step would save nothing: a layer takes the
-# time of reading its weights there.
-LONG_ROWS = 1024
+# From this many tokens on (padding included) a prefill step is long: its last layer stores the KV
+# of every token, but computes hidden states of each request's last token only. A shorter step would
+# gain nothing: there a layer takes the time of reading its weights.
+LONG_STEP_TOKENS = 1024
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request takes a row in this step.
 
-    With `active`, the row decodes at once: KV of tokens[: seq_len] is there and `last_token` is
-    tokens[seq_len]. Otherwise prefill chunks follow, and the one with `sample` activates it.
+    With `active`, the row decodes from this step on: KV of tokens[: seq_len] is stored and
+    `last_token` is tokens[seq_len]. Without, prefill chunks follow; a chunk with `sample` activates
+    the row (decode workers only).
     """
 
     row: int
@@ -66,9 +67,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One step: either chunks of prompts or one token for each of `decode`, never both.
 
-    A decode step applies releases, starts and pages, then runs the forward, then the tail. A step
-    of chunks applies pages, runs the forward, then applies releases and starts while the device is
-    busy, then runs the tail: its forward reads nothing of a row but the pages.
+    A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
+    starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
+    releases and starts while the device is busy.
     """
 
     step: int
@@ -93,6 +94,6 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     """One entry of a step's result, in the order of Plan.sampled_rows."""
 
     token: int
-    valid: bool  # the row was active when the step began
+    valid: bool  # the row was active when the step began; the scheduler asserts it
     finished: bool  # the row went inactive with this token
     logprob: TokenLogprob | None = None

@@ -31,7 +31,7 @@ SETUPS = (
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.support.chunks import Uncaptured, bench_of, build
-    from worker.graph.compiled import traced_forward
+    from worker.graph.compiled import TracedForward
     from worker.graph.piecewise import PiecewiseChunks
     from worker.graph.segments import GraphMemory
 
@@ -40,7 +40,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     engine = build("cuda", graph, dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS)
     loaded, runner, checks = engine.runner.loaded, engine.runner.graphs.chunks, engine.checks
     if how == "plain":
-        traced = traced_forward(loaded, lambda piece, _: piece)
+        traced = TracedForward(loaded.model, lambda piece, _: piece)
         runner = PiecewiseChunks(loaded, GraphMemory(loaded.state.device), traced)
         checks = runner.capture()
     made = bench_of(engine, runner)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.config import WorkerConfig
-from worker.plan import Tail
+from worker.plan import TAILS
 from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
@@ -78,7 +78,7 @@ def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
     runner = engine.runner.graphs.decode
     assert {check.bucket for check in engine.checks} == set(runner.buckets)
     assert all(check.equal for check in engine.checks)
-    assert set(runner._captured) == {(b, t) for b in runner.buckets for t in get_args(Tail)}
+    assert set(runner._captured) == {(b, t) for b in runner.buckets for t in TAILS}
     engine.close()
 
 

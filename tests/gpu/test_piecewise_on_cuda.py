@@ -29,7 +29,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("flashinfer is not installed")
     with pytest.MonkeyPatch.context() as patch:
         if long:
-            patch.setattr("worker.step.buffers.LONG_ROWS", 64)
+            patch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 64)
             patch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
         engine = build(
             "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,

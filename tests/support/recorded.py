@@ -69,7 +69,7 @@ class RecordedMemory(GraphMemory):
     def capturing(self) -> Iterator[None]:
         yield
 
-    def settle(self) -> None:
+    def release_cache(self) -> None:
         pass
 
     def free_bytes(self) -> int:

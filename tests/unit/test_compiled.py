@@ -30,12 +30,13 @@ from tests.support.chunks import (
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
+from worker.graph.base import Forward
 from worker.graph.check import check_chunk_bucket
 from worker.graph.compiled import (
     ROUNDING,
     TracedForward,
     by_inductor,
-    compiled,
+    compiled_chunks,
 )
 from worker.graph.eager import EagerChunks
 from worker.graph.opaque import ADD_RMS_NORM, ATTEND, GATED_PRODUCT, PRODUCT, RMS_NORM
@@ -82,7 +83,7 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
     How many rows a product has decides the order of its sums, on some CPUs (with AVX-512) more
     often than on others. So equal bits are promised at equal shapes alone, by the same forward.
     """
-    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
     monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     loaded = engine.runner.loaded
@@ -231,8 +232,8 @@ def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
         found = check_chunk_bucket(
             loaded,
             16,
-            lambda batch: launch(batch).hidden,
-            lambda batch: change(launch(batch).hidden),
+            launch,
+            lambda batch: Forward(change(launch(batch).hidden), "changed"),
             fixed_shape=False,
             rounding=rounding,
         )
@@ -252,5 +253,5 @@ def test_it_is_refused_on_the_cpu_and_for_chunks_of_one_token() -> None:
         build("cpu", "compiled")
     engine = build("cpu", "eager", max_prefill_tokens=1)
     with pytest.raises(Unsupported, match="max_prefill_tokens of 2 or more"):
-        compiled(engine.runner.loaded, RecordedMemory())
+        compiled_chunks(engine.runner.loaded, RecordedMemory())
     engine.close()

@@ -10,24 +10,26 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from worker.engine.memory import GIB, Room, alone, is_there
+from worker.engine.memory import GIB, DeviceShare, process_lock, wait_for_free
 from worker.errors import UserError
 
 SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0
 
 
-def room(fraction: float, *, free: float, weights: float = 15.0, reserve: float = 2.0) -> Room:
-    return Room(140 * GIB, int(free * GIB), int(weights * GIB), int(reserve * GIB), fraction)
+def share(
+    fraction: float, *, free: float, weights: float = 15.0, reserve: float = 2.0
+) -> DeviceShare:
+    return DeviceShare(140 * GIB, int(free * GIB), int(weights * GIB), int(reserve * GIB), fraction)
 
 
 def test_a_worker_alone_gets_what_its_share_leaves() -> None:
-    assert room(0.85, free=124).for_pool() == pytest.approx(102 * GIB, abs=2)
+    assert share(0.85, free=124).for_pool() == pytest.approx(102 * GIB, abs=2)
 
 
 def test_two_that_share_get_the_same_whoever_is_first() -> None:
-    first = room(0.45, free=124)  # the other has nothing yet
-    second = room(0.45, free=124 - 63)  # the other holds all of its share
+    first = share(0.45, free=124)  # the other has nothing yet
+    second = share(0.45, free=124 - 63)  # the other holds all of its share
     assert first.for_pool() == second.for_pool() == pytest.approx(46 * GIB, abs=2)
 
 
@@ -35,26 +37,26 @@ def test_a_share_that_others_hold_is_an_error_with_the_numbers() -> None:
     with pytest.raises(
         UserError, match=r"0\.85 of 140\.00 GiB is 119\.00 .* 15\.00.*5\.00 are free"
     ):
-        room(0.85, free=5).for_pool()
+        share(0.85, free=5).for_pool()
 
 
 def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
-    assert room(0.1, free=124).for_pool() < 0
+    assert share(0.1, free=124).for_pool() < 0
 
 
 def test_memory_that_comes_back_is_waited_for() -> None:
     left = iter([10, 10, 99, 100])
-    assert is_there(100, lambda: next(left), WAIT_S)
+    assert wait_for_free(100, lambda: next(left), WAIT_S)
     assert next(left, None) is None
 
 
 def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
-    assert not is_there(100, lambda: 99, 0.2)
+    assert not wait_for_free(100, lambda: 99, 0.2)
 
 
 def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
     began.set()
-    with alone(name, "a test"):
+    with process_lock(name, "a test"):
         inside.set()
         leave.wait(WAIT_S)
 
@@ -86,7 +88,7 @@ def test_one_process_at_a_time_is_inside(end: str) -> None:
 
 def test_other_names_do_not_wait() -> None:
     with (
-        alone(f"kvlane-test-{secrets.token_hex(8)}", "one"),
-        alone(f"kvlane-test-{secrets.token_hex(8)}", "another"),
+        process_lock(f"kvlane-test-{secrets.token_hex(8)}", "one"),
+        process_lock(f"kvlane-test-{secrets.token_hex(8)}", "another"),
     ):
         pass

@@ -35,7 +35,7 @@ from worker.engine.runner import Step
 from worker.errors import Unsupported
 from worker.forward.context import Breaks, current, forward_context
 from worker.graph.base import Forward, PaddedShape
-from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, admit, chunk_buckets
+from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
 from worker.graph.segments import Capture
 
 MAX_TOKENS = 40
@@ -153,7 +153,7 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
         groups: Any = None if on_layer is None else SimpleNamespace(on_layer=on_layer)
         step = Step(bench.plan(layout), groups)
         with torch.inference_mode():
-            return bench.engine.runner._forward(step), step.path
+            return bench.engine.runner._forward(step)[0], step.path
 
     found, path = forward()
     assert torch.allclose(found[:20], wanted, atol=1e-4)
@@ -229,7 +229,7 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Steps of 16 rows are long ones, of up to 4 requests."""
-    monkeypatch.setattr("worker.step.buffers.LONG_ROWS", 16)
+    monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
     monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
     loaded = engine.runner.loaded
@@ -297,7 +297,7 @@ def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
 
 
 def admitted(num_tokens: int, buckets: list[Bucket]) -> tuple[int, str]:
-    shape = admit(num_tokens, buckets)
+    shape = choose_shape(num_tokens, buckets)
     assert not shape.fixed
     return shape.num_tokens, shape.refused
 
@@ -331,10 +331,10 @@ def test_admission_takes_a_bucket_that_is_hardly_slower() -> None:
 
 def test_one_graph_and_pieces_are_admitted_each_by_its_own_time() -> None:
     buckets = [Bucket(64, 10.0, 9.0, 4.0, full=True), Bucket(128, 20.0, 25.0, 8.0, False, True)]
-    assert admit(64, buckets, full=True) == PaddedShape(64, fixed=True)
-    assert admit(64, buckets) == PaddedShape(64)
-    assert admit(100, buckets, full=True) == PaddedShape(128, fixed=True)
-    assert admit(100, buckets) == PaddedShape(refused="dropped"), "its pieces lose to eager"
+    assert choose_shape(64, buckets, full=True) == PaddedShape(64, fixed=True)
+    assert choose_shape(64, buckets) == PaddedShape(64)
+    assert choose_shape(100, buckets, full=True) == PaddedShape(128, fixed=True)
+    assert choose_shape(100, buckets) == PaddedShape(refused="dropped"), "its pieces lose to eager"
 
 
 CPU, CUDA = (Machine(kind, 2, 1 << 30, "host") for kind in ("cpu", "cuda"))

@@ -1,4 +1,4 @@
-"""One engine put together from its parts, the same way for both roles."""
+"""Engine: the parts of one worker, put together in the same way for both roles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.engine.load import load
 from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
 from worker.engine.runner import ModelRunner, Step
-from worker.graph.base import BucketCheck, Capabilities
+from worker.graph.base import BucketCheck
 from worker.metrics import WorkerMetrics
 from worker.models.config import ModelSpec, read_model_spec
 from worker.plan import Drawn, Plan
@@ -28,12 +28,12 @@ from worker.registry import resolve
 from worker.transfer.base import TRANSPORTS, KVTransport
 
 log = logging.getLogger("kvlane.engine")
-MAX_GROUPS = 4  # what is left to pull after a step is then a quarter; more is little more
+MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
 
 
 @dataclass(slots=True)
 class Engine:
-    """The parts of one worker. Filled by `build_engine` alone."""
+    """The parts of one worker. Filled by `build_engine` only."""
 
     config: WorkerConfig  # resolved
     spec: ModelSpec
@@ -44,15 +44,10 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    checks: Sequence[BucketCheck]  # of the graphs, made at the start
+    checks: Sequence[BucketCheck]  # results of the start-up check, one of each graph bucket
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
-        """Enqueue a step, if there is one to do.
-
-        Args:
-            plan: the step.
-            groups: see ModelRunner.launch.
-        """
+        """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
         if plan is None:
             return None
         step = self.runner.launch(plan, groups)
@@ -60,18 +55,18 @@ class Engine:
         return step
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
-        """For `launch`: says when each layer group of the step's KV is final; see LayerGroups."""
-        (region,) = self.layout.regions  # another region's KV would be final after these events
+        """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
+        (region,) = self.layout.regions  # with two regions these events would come too early
         return LayerGroups(region, self.pool.device, while_launching)
 
     def settle(self, step: Step) -> list[Drawn]:
-        """Wait for a step: the only host sync of a turn."""
+        """Wait for a step and read its tokens: a turn's host sync (`LayerGroups.wait` aside)."""
         drawn = step.wait()
         self.meter.settled(step.plan, step.path)
         return drawn
 
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
-        """This worker as the others are told of it."""
+        """Build the record under which other processes know this worker."""
         return Member(
             name=name,
             role=self.config.role,
@@ -88,7 +83,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give everything back, transports before the memory they serve."""
+        """Free everything; the transport before the pool, whose memory it has registered."""
         self.runner.close()
         self.transport.close()
         self.pool.close()
@@ -99,17 +94,18 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     Raises:
-        UserError: the model directory, the configuration, a library or too little memory.
+        UserError: the model directory, the configuration or a library is at fault, or device memory
+            is too small.
     """
     spec = read_model_spec(config.model.directory)
-    asked_len = config.model.max_model_len
+    configured_len = config.model.max_model_len
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
     )
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
-    config, loaded, graphs, checks = load(config, spec, layout, capabilities(config), asked_len)
+    config, loaded, graphs, checks = load(config, spec, layout, configured_len)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
@@ -128,16 +124,6 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     return Engine(config, spec, layout, pool, book, runner, transport, metrics, meter, checks)
 
 
-def capabilities(config: WorkerConfig) -> Capabilities:
-    """What the loop of the worker's role launches.
-
-    With a number of layer groups in the configuration, every step announces them one by one.
-    """
-    if config.role == "decode":
-        return Capabilities(decodes=True)
-    return Capabilities(decodes=False, hooks_every_chunk=config.kv.num_groups not in ("auto", 1))
-
-
 def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
     target = KVRegion(
         name="target",
@@ -152,10 +138,9 @@ def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
 
 
 def _num_groups(config: WorkerConfig, num_layers: int) -> int:
-    asked = config.kv.num_groups
-    if asked != "auto":
-        return asked
-    if config.engine.device == "cpu":  # where a pull takes no time beside a step
+    if config.kv.num_groups != "auto":
+        return config.kv.num_groups
+    if config.engine.device == "cpu":  # a step takes far longer than a pull: nothing to overlap
         return 1
     chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
     log.info("kv.num_groups = %d (of %d layers)", chosen, num_layers)
@@ -163,7 +148,7 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:
-    """Page gauges, read whenever they are scraped."""
+    """Register the page gauges, which are read whenever they are scraped."""
     metrics.on_scrape(metrics.pages("available"), lambda: book.num_available)
     metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
     metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)

@@ -1,4 +1,4 @@
-"""When the KV of each layer group of a step is final, so that it can leave before the step ends."""
+"""LayerGroups: events that say when each layer group's KV is final, before the step has ended."""
 
 from __future__ import annotations
 
@@ -11,33 +11,20 @@ import torch
 from worker.cache.layout import KVRegion
 
 
-class HostEvent:
-    """What torch.cuda.Event is on CUDA, for the thread that is the CPU's stream."""
+class HostEvent(threading.Event):
+    """torch.cuda.Event for the CPU, where one thread runs the steps in order (ModelRunner)."""
 
-    def __init__(self) -> None:
-        self._passed = threading.Event()
-
-    def record(self) -> None:
-        """Called by the stream when it gets here."""
-        self._passed.set()
-
-    def query(self) -> bool:
-        """Whether the stream has been here."""
-        return self._passed.is_set()
-
-    def synchronize(self) -> None:
-        """Block until it has."""
-        self._passed.wait()
+    record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
 
 
 class LayerGroups:
-    """The layer hook of one step of chunks: records an event as each layer group becomes final.
+    """The layer hook of one prefill step: records an event as each layer group becomes final.
 
     Args:
-        region: whose groups they are.
-        device: of the step.
-        while_launching: called between layers while launching the step keeps the engine thread
-            busy. On the CPU nobody calls it: the stream's thread runs the layers there.
+        region: KV region whose layers are grouped.
+        device: that runs the step.
+        while_launching: called after each layer of a CUDA launch, because the engine thread is
+            busy launching then. Never called on the CPU, where another thread runs the layers.
     """
 
     def __init__(
@@ -52,18 +39,18 @@ class LayerGroups:
 
     @property
     def num_groups(self) -> int:
-        """Layer groups of the KV layout."""
+        """Number of layer groups of the KV layout."""
         return len(self._events)
 
     @property
     def num_final(self) -> int:
-        """Layer groups, from the first on, that are final; never waits. 0 if the step failed."""
+        """Length of the prefix of layer groups that is final; 0 if the step failed. Never waits."""
         pending = (i for i, event in enumerate(self._events) if not event.query())
         num_final = next(pending, len(self._events))
         return 0 if self._failed else num_final
 
     def wait(self, group: int) -> None:
-        """Block until that group is final, or the step has failed."""
+        """Block until group number `group` is final, or the step has failed."""
         self._events[group].synchronize()
 
     def on_layer(self, layer_id: int) -> None:
@@ -76,7 +63,7 @@ class LayerGroups:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Let whoever waits for a group go on if the step fails; `Step.wait` raises why."""
+        """If the step fails, record all events so that `wait` returns; `Step.wait` raises."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""What this process runs on."""
+"""Probes the machine that this process runs on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def probe() -> Machine:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the CPUs it gave
+    threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the number of CPUs granted
     num_cpus = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
     return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())

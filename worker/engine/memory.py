@@ -1,7 +1,8 @@
 """How much memory the KV pool gets: what is left beside weights, activations and graphs.
 
-What a device has free is measured, and every process on it changes that. So workers of one device
-are built in turn (`turn`), and one that was built holds all that it will ever need (`taking`).
+Free device memory is measured, and other processes change it. So workers that share a GPU load one
+after the other (`turn`), and each takes all memory that it will ever need before it ends its turn
+(`taking`).
 """
 
 from __future__ import annotations
@@ -24,47 +25,44 @@ from worker.errors import UserError
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
 POLL_S = 0.1
-SAY_EVERY_S = 10.0
-# A killed worker's memory comes back when those that pulled from it have noticed and let go: pings
-# missed for up to 3 s, pulls under way, and 1 s more (ADR 0015).
+LOG_EVERY_S = 10.0
+# Longest wait for a killed worker's memory. Its peers have to unmap it: up to 3 s of missed pings,
+# pulls under way, and 1 s more (ADR 0015).
 RETURN_S = 20.0
 
 
 @contextmanager
 def turn(device: torch.device) -> Iterator[None]:
-    """Only one process of this host at a time is inside for one CUDA device; nothing on the CPU."""
+    """Exclude other processes that load on this CUDA device; does nothing on the CPU."""
     if device.type == "cpu":
         yield
         return
     uuid = torch.cuda.get_device_properties(device).uuid
-    with alone(f"kvlane-build-{uuid}", f"GPU {uuid}"):
+    with process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}"):
         yield
 
 
 @contextmanager
-def alone(name: str, what: str) -> Iterator[None]:
-    """One process at a time is inside for one `name`; the others wait, and say so in the log.
+def process_lock(name: str, what: str) -> Iterator[None]:
+    """Hold a lock between the processes of a host; waiting for it is logged.
 
-    The lock is an abstract socket address, which the kernel frees whatever way the process ends and
-    which leaves no file. Its reach is the network namespace. `cluster.start_timeout_s` bounds the
-    wait.
+    The lock is an abstract socket address: the kernel frees it however the process ends, and no
+    file is left. Processes in different network namespaces do not see each other's locks.
+    `cluster.start_timeout_s` bounds the wait.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
-        began_at = said_at = time.monotonic()
+        began_at, logged_at = time.monotonic(), float("-inf")
         while not _bound(lock, name):
-            now = time.monotonic()
-            if said_at == began_at or now - said_at > SAY_EVERY_S:
-                log.info(
-                    "waiting for another process that is building on %s (%.0f s)",
-                    what, now - began_at,
-                )  # fmt: skip
-                said_at = now
+            if (now := time.monotonic()) - logged_at > LOG_EVERY_S:
+                waited_s = now - began_at
+                log.info("waiting for another process to load on %s (%.0f s)", what, waited_s)
+                logged_at = now
             time.sleep(POLL_S)
         yield
 
 
 def _bound(lock: socket.socket, name: str) -> bool:
-    """Whether `lock` has the name now, which one socket at a time can have."""
+    """Bind `lock` to the name, which one socket at a time can have; False if it is taken."""
     try:
         lock.bind(f"\0{name}")
     except OSError as error:
@@ -75,55 +73,53 @@ def _bound(lock: socket.socket, name: str) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Device memory that nobody uses, this process's cache emptied before."""
+    """Measure free device memory, after emptying this process's allocator cache."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
-def await_share(config: WorkerConfig, device: torch.device) -> None:
-    """Give a predecessor's memory RETURN_S to come back; `num_pages` judges what there is then.
+def wait_for_share(config: WorkerConfig, device: torch.device) -> None:
+    """Wait up to RETURN_S for this worker's memory share to be free; `num_pages` checks it after.
 
-    Not where engine.num_pages is named: nobody knows then what the worker will take.
+    The worker that ran before on this GPU may still be mapped by its peers. Skipped when
+    engine.num_pages is set, because the memory that is needed is not known then.
     """
     if device.type == "cpu" or config.engine.num_pages != "auto":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    share = int(float(config.engine.memory_fraction) * total)
-    free_bytes(device)  # what this process's allocator keeps is no predecessor's
-    is_there(share, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
+    free_bytes(device)  # empty our own cache first: it would count as memory still to come back
+    wanted = int(float(config.engine.memory_fraction) * total)
+    wait_for_free(wanted, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
 
 
-def is_there(share: int, free: Callable[[], int], patience_s: float) -> bool:
-    """Whether `share` bytes are free, by `patience_s` seconds from now."""
-    if (now := free()) >= share:
+def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
+    """Wait until `wanted_bytes` are free, `timeout_s` at most; whether they are."""
+    if (now := free()) >= wanted_bytes:
         return True
     log.info(
         "%.2f GiB of device memory are free and %.2f are wanted: waiting up to %.0f s",
-        now / GIB, share / GIB, patience_s,
+        now / GIB, wanted_bytes / GIB, timeout_s,
     )  # fmt: skip
-    ends_at = time.monotonic() + patience_s
+    ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
         time.sleep(POLL_S)
-        if free() >= share:
+        if free() >= wanted_bytes:
             return True
     log.warning("device memory did not come back: %.2f GiB are free", free() / GIB)
     return False
 
 
-def cost_of(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes of device memory that `work` takes and keeps, its peak included; 0 on the CPU.
-
-    What it made is freed again.
-    """
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Measure the peak device memory that `work` needs; its result is freed. 0 on the CPU."""
     if device.type == "cpu":
         return 0
     before, own = free_bytes(device), torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     made = work()
     torch.cuda.synchronize(device)
-    free, _ = torch.cuda.mem_get_info(device)  # with the allocator's cache: the peak
-    # What is free changes with other processes, too: one that ends meanwhile must not hide ours.
+    free, _ = torch.cuda.mem_get_info(device)  # the cache is not emptied: it holds the peak
+    # Another process that ends meanwhile raises `free`: the allocator's own count covers that.
     allocated = torch.cuda.max_memory_reserved(device) - own
     del made
     free_bytes(device)
@@ -131,18 +127,18 @@ def cost_of(work: Callable[[], object], device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceShare:
     """The memory of one CUDA device as one worker sees it, in bytes."""
 
     total: int
-    free: int  # nobody uses it
-    weights: int  # of this worker, on the device
-    reserve: int  # what its steps and graphs need
-    fraction: float  # of `total` that is for this worker
+    free: int  # unused by any process
+    weights: int  # reserved by this process, once its weights are loaded
+    reserve: int  # for activations and graphs
+    fraction: float  # engine.memory_fraction: the worker's share of `total`
 
     @property
     def why(self) -> str:
-        """The numbers, for people."""
+        """The numbers, for messages."""
         share = self.fraction * self.total
         return (
             f"engine.memory_fraction {self.fraction:g} of {self.total / GIB:.2f} GiB is "
@@ -151,11 +147,11 @@ class Room:
         )
 
     def for_pool(self) -> int:
-        """What is left for the KV pool; negative if the rest does not fit already.
+        """Bytes left for the KV pool; negative if weights and reserve exceed the share.
 
         Raises:
-            UserError: others hold so much that the worker's share is not there. A smaller pool
-                instead would depend on who was faster.
+            UserError: other processes hold memory that belongs to this worker's share. Taking
+                less would make the pool's size depend on the order in which workers start.
         """
         share = int(self.fraction * self.total)
         if share > self.weights + self.free:
@@ -171,16 +167,12 @@ class Room:
 def num_pages(
     config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
 ) -> int:
-    """Pages of the pool, the sink included; weights are on the device already.
+    """Number of pages of the pool, page 0 (the sink) included; call it once weights are loaded.
 
-    Args:
-        config: resolved.
-        layout: of a page.
-        device: that the pool is for.
-        reserve_bytes: what steps and graphs need beside weights and pool.
+    reserve_bytes: what steps and graphs need beside weights and pool.
 
     Raises:
-        UserError: there is no room for a single page, or not for this worker's share; the message
+        UserError: the worker's share is not free, or has no room for a single page; the message
             has the numbers.
     """
     engine, page_size = config.engine, int(config.kv.page_size)
@@ -191,15 +183,14 @@ def num_pages(
         found = min(most, engine.cpu_pool_bytes // layout.page_bytes)
         why = f"engine.cpu_pool_bytes is {engine.cpu_pool_bytes}"
     else:
-        free = free_bytes(device)
-        room = Room(
+        share = DeviceShare(
             total=torch.cuda.get_device_properties(device).total_memory,
-            free=free,
+            free=free_bytes(device),
             weights=torch.cuda.memory_reserved(device),
             reserve=reserve_bytes,
             fraction=float(engine.memory_fraction),
         )
-        found, why = room.for_pool() // layout.page_bytes, room.why
+        found, why = share.for_pool() // layout.page_bytes, share.why
         log.info("%d KV pages of %d bytes: %s", max(0, found), layout.page_bytes, why)
     if found < 2:
         raise UserError(
@@ -211,8 +202,10 @@ def num_pages(
 
 @contextmanager
 def taking(num_bytes: int, device: torch.device) -> Iterator[None]:
-    """What the body leaves of `num_bytes` stays in the allocator's cache: the next process on this
-    device sees it taken, and this one's first large step finds it."""
+    """Reserve `num_bytes` for this process: after the body, the rest of them goes into the cache.
+
+    So the next process on the device sees them taken, and our first large step finds them.
+    """
     if device.type == "cpu":
         yield
         return
@@ -225,37 +218,33 @@ def taking(num_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def clear_error(what: str, device: torch.device) -> Iterator[None]:
-    """Turn running out of device memory while `what` is made into one clear error.
-
-    Raises:
-        UserError: it happened.
-    """
+def explain_shortage(doing: str, device: torch.device) -> Iterator[None]:
+    """Replace torch's out-of-memory error by a UserError that names `doing` and what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise UserError(
-            f"out of device memory while {what}: {free / GIB:.2f} of {total / GIB:.2f} GiB are "
+            f"out of device memory while {doing}: {free / GIB:.2f} of {total / GIB:.2f} GiB are "
             f"free; lower engine.memory_fraction, engine.max_num_reqs or "
             f"engine.max_prefill_tokens ({str(error).split('.')[0]})",
             "engine.memory_fraction",
         ) from error
 
 
-def fit(config: WorkerConfig, asked_len: int | str, num_pages: int) -> WorkerConfig:
-    """`config` with a max_model_len that the pool can hold.
+def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> WorkerConfig:
+    """Lower max_model_len to what the pool can hold.
 
     Raises:
-        UserError: more was asked for by name.
+        UserError: model.max_model_len is set (not "auto") and exceeds what the pool holds.
     """
     holds = (num_pages - 1) * int(config.kv.page_size)
     if int(config.model.max_model_len) <= holds:
         return config
-    if asked_len != "auto":
+    if configured_len != "auto":
         raise UserError(
-            f"model.max_model_len is {asked_len}, but {num_pages - 1} KV pages hold {holds} tokens:"
-            " lower it or raise engine.num_pages",
+            f"model.max_model_len is {configured_len}, but {num_pages - 1} KV pages hold {holds} "
+            "tokens: lower it or raise engine.num_pages",
             "model.max_model_len",
         )
     log.info("model.max_model_len = %d (what the KV pool holds)", holds)

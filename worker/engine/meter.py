@@ -1,4 +1,4 @@
-"""What steps cost: histograms, and the moving average that placement decisions use."""
+"""StepMeter: histograms of step times, and the moving average that placement decisions use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHT = 0.2  # of the newest step in the moving average
 
 
 class StepMeter:
-    """Times the steps of one engine, launch to settle, less the wait behind the step before."""
+    """Times steps: from launch, or from the settling of the step before if later, to settling."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet
@@ -20,11 +20,11 @@ class StepMeter:
         self._free_at = 0.0
 
     def launched(self, plan: Plan) -> None:
-        """`plan` was enqueued."""
+        """Note when `plan` was enqueued."""
         self._launched_at[plan.step] = time.monotonic()
 
     def settled(self, plan: Plan, path: str) -> None:
-        """`plan` was waited for; it had been launched as a graph or op by op (`path`)."""
+        """Count and time the step of `plan`, which has finished; path: Step.path."""
         now = time.monotonic()
         self._metrics.steps(_kind(plan), path).inc()
         took_s = now - max(self._launched_at.pop(plan.step), self._free_at)

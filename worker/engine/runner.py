@@ -1,4 +1,4 @@
-"""ModelRunner: one step on the device, launched without waiting; and Step, the wait for it."""
+"""ModelRunner launches one step without waiting; Step waits for its end."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ import torch
 from torch import Tensor
 
 from worker.engine.groups import LayerGroups
-from worker.graph.base import LoadedModel
+from worker.graph.base import Decoded, LoadedModel
 from worker.graph.build import Graphs
 from worker.plan import Drawn, Plan, Tail
 from worker.sampling.tail import Result, draw
-from worker.step.sampled import SampledRows, decoding_rows
+from worker.step.state import SampledRows
 
 
 @cache
 def step_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of this process for all steps on a CUDA device.
+    """The stream of this process for all steps on a CUDA device.
 
-    Engines are built on it, too: the allocator keeps freed memory for the stream that used it.
+    Loading runs on it too: the caching allocator reuses freed memory only on the stream that
+    allocated it.
     """
     return torch.cuda.Stream(device)
 
 
 class Step:
-    """A launched step. `wait()` is the only host sync of the engine's loop.
-
-    Filled by ModelRunner.
-    """
+    """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner."""
 
     def __init__(self, plan: Plan, groups: LayerGroups | None) -> None:
         self.plan = plan
-        self.groups = groups  # None: nobody waits for its layer groups
+        self.groups = groups  # None: launched without a layer hook
         self.path = ""  # how it was launched, for metrics; known once it has been waited for
-        self._running: Future[Any] | None = None  # CPU: of Result | None; of a masked body: None
+        self._running: Future[Any] | None = None  # CPU; a masked forward gives None
         self._result: Result | None = None  # CUDA
-        self._event: torch.cuda.Event | None = None  # CUDA: the copies to the host have ended
+        self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
 
     def wait(self) -> list[Drawn]:
-        """Block until the device is through; the tokens of plan.sampled_rows."""
+        """Block until the step has finished; returns the tokens of plan.sampled_rows."""
         if self._event is not None:
             self._event.synchronize()
         result = self._result if self._running is None else self._running.result()
@@ -51,12 +49,12 @@ class Step:
 
 
 class ModelRunner:
-    """Applies plans to the step state, runs the body, draws tokens, all on one stream.
+    """Runs plans on one stream: row changes, the forward, then the sampling tail.
 
-    On CUDA it is `step_stream`, which becomes the current stream of the thread that launches: pulls
-    of KV are copies that wait for the device's default stream, and would wait for the step in
-    flight if that ran there. On CPU it is a thread of its own that takes one step after the other,
-    so that launching, settling and pulling overlap with compute there as well.
+    On CUDA the stream is `step_stream`, made current in the thread that launches. It is not the
+    default stream because KV pulls are copies that wait for that one, and would wait for the step
+    in flight. On the CPU it is a thread that runs one step after the other, so launching, settling
+    and pulling overlap with compute there as well.
     """
 
     def __init__(self, loaded: LoadedModel, graphs: Graphs) -> None:
@@ -67,18 +65,17 @@ class ModelRunner:
         cpu = device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
         self._stream = None if cpu else step_stream(device)
-        self._hidden: Tensor | None = None  # of a masked plan whose tail is still to come
+        # What the forward of a masked plan returned, until its tail is launched.
+        self._forwarded: tuple[Tensor, SampledRows | None] | None = None
 
     def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
-        """Enqueue one step (a masked plan's body only); returns before the device is through.
+        """Enqueue one step, of a masked plan its forward only; returns without waiting.
 
-        Args:
-            plan: the step.
-            groups: the layer hook of a step of chunks from which nothing is drawn.
+        groups: the layer hook of a prefill step that samples nothing.
         """
         assert groups is None or plan.tail == "none", "a tail would run within the hook's scope"
         step = Step(plan, groups)
-        work = self._body if plan.masked else self._run
+        work = self._run_forward if plan.masked else self._run
         if self._thread is not None:
             step._running = self._thread.submit(work, step)
             return step
@@ -89,20 +86,17 @@ class ModelRunner:
         return step
 
     def launch_tail(self, step: Step, masks: Tensor) -> None:
-        """Enqueue the rest of a masked step.
-
-        masks: what grammars allow, see `sampler.sample`; on the host.
-        """
+        """Enqueue the tail of a masked step; masks: see `sampler.sample`, on the host."""
         assert step.plan.masked
         if self._thread is not None:
             assert step._running is not None
-            step._running = self._thread.submit(self._tail, step.plan, step._running, masks)
+            step._running = self._thread.submit(self._run_tail, step.plan, step._running, masks)
         else:
             self._enter_stream()
-            self._record(step, self._tail(step.plan, None, masks))
+            self._record(step, self._run_tail(step.plan, None, masks))
 
     def close(self) -> None:
-        """Finish what was launched and free captured graphs."""
+        """Wait for launched steps and free captured graphs."""
         if self._thread is not None:
             self._thread.shutdown()
         if self._stream is not None:
@@ -110,7 +104,7 @@ class ModelRunner:
         self.graphs.close()
 
     def _enter_stream(self) -> None:
-        """CUDA: go on, on our stream, after whatever this thread has launched elsewhere."""
+        """CUDA: make the step stream current; it first waits for the thread's former stream."""
         assert self._stream is not None
         current = torch.cuda.current_stream(self._stream.device)
         if current != self._stream:
@@ -118,49 +112,53 @@ class ModelRunner:
             torch.cuda.set_stream(self._stream)
 
     def _record(self, step: Step, result: Result | None) -> None:
-        """CUDA: the copies to the host, and the event that says they are done."""
+        """CUDA: enqueue the copies to the host, and the event that says they are done."""
         step._result = result.to_host() if result is not None else None
         step._event = torch.cuda.Event()
         step._event.record()
 
     @torch.inference_mode()
     def _run(self, step: Step) -> Result | None:
-        """A plan without masks, from its row changes to its tokens."""
+        """Run a plan without masks, from its row changes to its tokens."""
         plan = step.plan
         if plan.decode and not plan.penalized and plan.num_logprobs < 0:
-            return self._decode(step, plan.tail)[1]
+            return self._launch_decode(step, plan.tail).result
         with step.groups.released_on_error() if step.groups is not None else nullcontext():
-            hidden = self._forward(step)
-        return self._draw(plan, hidden, None) if plan.tail != "none" else None
+            hidden, sampled = self._forward(step)
+        return None if sampled is None else self._draw(plan, hidden, sampled)
 
     @torch.inference_mode()
-    def _body(self, step: Step) -> None:
-        self._hidden = self._forward(step)
+    def _run_forward(self, step: Step) -> None:
+        self._forwarded = self._forward(step)
 
     @torch.inference_mode()
-    def _tail(self, plan: Plan, body: Future[Any] | None, masks: Tensor) -> Result:
-        if body is not None:
-            body.result()  # it ran before us on this stream; its error is ours
-        hidden, self._hidden = self._hidden, None
-        assert hidden is not None
-        return self._draw(plan, hidden, self._state.send(masks))
+    def _run_tail(self, plan: Plan, forward: Future[Any] | None, masks: Tensor) -> Result:
+        if forward is not None:
+            forward.result()  # it has run before us on this thread; raises its error
+        assert self._forwarded is not None
+        (hidden, sampled), self._forwarded = self._forwarded, None
+        assert sampled is not None
+        return self._draw(plan, hidden, sampled, self._state.upload_tensor(masks))
 
-    def _forward(self, step: Step) -> Tensor:
-        """The plan's row changes, and the hidden states from which its tokens are drawn.
+    def _forward(self, step: Step) -> tuple[Tensor, SampledRows | None]:
+        """Apply the plan's row changes and run the forward.
 
-        [len(plan.sampled_rows), hidden]; any rows where nothing is drawn.
+        Returns the rows to draw tokens for, with their hidden states [len(plan.sampled_rows),
+        hidden]; with nothing to draw, None and any hidden states.
         """
-        return self._decode(step, "none")[0] if step.plan.decode else self._chunks(step)
+        if not step.plan.decode:
+            return self._launch_chunks(step)
+        decoded = self._launch_decode(step, "none")
+        return decoded.hidden, decoded.sampled
 
-    def _decode(self, step: Step, tail: Tail) -> tuple[Tensor, Result | None]:
+    def _launch_decode(self, step: Step, tail: Tail) -> Decoded:
         plan = step.plan
         self._state.apply(plan)
-        hidden, result, step.path = self.graphs.decode.launch(
-            plan.decode, plan.max_seq_len_ub, tail
-        )
-        return hidden, result
+        decoded = self.graphs.decode.launch(plan.decode, plan.max_seq_len_ub, tail)
+        step.path = decoded.path
+        return decoded
 
-    def _chunks(self, step: Step) -> Tensor:
+    def _launch_chunks(self, step: Step) -> tuple[Tensor, SampledRows | None]:
         plan, on_layer = step.plan, step.groups.on_layer if step.groups is not None else None
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         shape = self.graphs.chunks.padded(
@@ -168,24 +166,24 @@ class ModelRunner:
         )
         batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = self.graphs.chunks.launch(batch, on_layer)
+        # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
         step.path = f"{path}_{shape.refused}" if shape.refused else path
-        # The forward reads nothing of a row but its pages: the rest is enqueued behind it.
-        self._state.apply_rows(plan)
-        at = _last_tokens(plan, one_each=batch.last_token_rows is not None)
-        return hidden[self._state.upload(at, torch.int64)] if at else hidden
+        self._state.apply_rows(plan)  # behind the forward, which does not read them
+        sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
+        if not sampled:
+            return hidden, None
+        at, rows, position = (
+            self._state.upload(each, torch.int64) for each in zip(*sampled, strict=True)
+        )
+        valid = torch.ones_like(rows, dtype=torch.bool)
+        return hidden[at], SampledRows(rows, position, valid)
 
-    def _draw(self, plan: Plan, hidden: Tensor, mask: Tensor | None) -> Result:
-        state = self._state
-        if plan.decode:
-            sampled = decoding_rows(state, state.upload(plan.decode, torch.int64))
-        else:
-            rows = state.upload(plan.sampled_rows, torch.int64)
-            ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.sample]
-            position = state.upload(ends, torch.int64)
-            sampled = SampledRows(rows, position, torch.ones_like(rows, dtype=torch.bool))
+    def _draw(
+        self, plan: Plan, hidden: Tensor, sampled: SampledRows, mask: Tensor | None = None
+    ) -> Result:
         return draw(
             self.loaded.model,
-            state,
+            self._state,
             sampled,
             hidden,
             plan.tail,
@@ -195,11 +193,15 @@ class ModelRunner:
         )
 
 
-def _last_tokens(plan: Plan, *, one_each: bool) -> list[int]:
-    """Rows of the hidden states that belong to the last token of each chunk that samples.
+def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:
+    """Index into the hidden states, row, and position to draw at, of each chunk that samples.
 
-    `one_each`: the hidden states are of one row for each chunk, not of every token.
+    one_each: there is one hidden state for each chunk, not for every token.
     """
     ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
     last = range(len(plan.chunks)) if one_each else [end - 1 for end in ends]
-    return [row for row, chunk in zip(last, plan.chunks, strict=True) if chunk.sample]
+    return [
+        (at, chunk.row, chunk.start + len(chunk.tokens))
+        for at, chunk in zip(last, plan.chunks, strict=True)
+        if chunk.sample
+    ]

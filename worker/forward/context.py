@@ -1,4 +1,4 @@
-"""The only ambient state that a layer may read: the forward pass under way."""
+"""ForwardContext: the current forward pass, the only ambient state that a layer may read."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class LayerAttention(Protocol):
         layer_id: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Store k and v at the batch's slots, then attend to all keys up to each row's position.
+        """Store k and v (unless None) at the batch's slots, then attend up to each position.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
         the pool's dtype. k and v are both None where a fused kernel has stored them already.
         Returns [num_tokens, num_heads, head_dim], in the memory of `out` if that is given (of q's
-        shape and dtype, contiguous); padded rows are zero. The plan is the current forward
-        context's. Only slots in slot_mapping are written, and no slot past a request's
-        own KV length reaches its result, whatever lies there.
+        shape and dtype, contiguous); padded tokens are zero. The plan is the current forward
+        context's. Only slots in slot_mapping are written. A request's result depends on no slot
+        past its own KV length.
         """
         ...
 
 
 class Breaks(Protocol):
-    """A capture under way that leaves room for host code; see worker.graph.segments."""
+    """A capture under way that can put host code between segments; see worker.graph.segments."""
 
     def at(self, body: Callable[[Tensor, Tensor], object], x: Tensor, out: Tensor) -> Tensor:
         """Put `body(x, out)` between two segments; returns `out`."""
@@ -57,10 +57,10 @@ class ForwardContext:
     batch: Batch
     attention: LayerAttention
     attn_plan: object
-    # The layer hook: host code, called with each layer's id, in order, once everything that writes
-    # the layer's KV is enqueued. None within a capture: a replay would not call it.
+    # The layer hook: host code, called with each layer's id, in order, once every kernel that
+    # writes the layer's KV is enqueued. None while capturing: breaks call the hook of the replay.
     on_layer: LayerHook | None = None
-    breaks: Breaks | None = None  # None: nothing is captured, or all of it as one graph
+    breaks: Breaks | None = None  # None: not capturing, or a decode step, which has no breaks
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
@@ -75,7 +75,7 @@ def forward_context(
     on_layer: LayerHook | None = None,
     breaks: Breaks | None = None,
 ) -> Iterator[ForwardContext]:
-    """Make one pass's context current within the block; the one before returns afterwards."""
+    """Make a new context current within the block; restore the former one afterwards."""
     context = ForwardContext(batch, attention, attn_plan, on_layer, breaks)
     token = _current.set(context)
     try:
@@ -85,7 +85,7 @@ def forward_context(
 
 
 def current() -> ForwardContext:
-    """The context of the innermost open `forward_context` of this thread."""
+    """Return the context of the innermost open `forward_context` of this thread."""
     context = _current.get()
     assert context is not None, "no forward pass is under way: open forward_context() first"
     return context

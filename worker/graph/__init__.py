@@ -1,1 +1,1 @@
-"""How a step's device work is launched: op by op, or replayed from CUDA graphs."""
+"""How a step's device work is launched: op by op ("eager"), or replayed from CUDA graphs."""

@@ -1,4 +1,4 @@
-"""The seam between a step and the launch of its device work: chunks, and decode steps."""
+"""Interfaces that launch a step's device work: ChunkGraphs for prefill, DecodeGraphs for decode."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ from worker.models.decoder import Decoder
 from worker.plan import Tail
 from worker.sampling.tail import Result
 from worker.step.buffers import BatchBuffers
-from worker.step.state import StepState
-
-
-@dataclass(slots=True, frozen=True)
-class Capabilities:
-    """What a worker's loop asks of its engine; each role names its own."""
-
-    decodes: bool  # it launches decode steps and draws tokens
-    hooks_every_chunk: bool = False  # it wants the layer hook in every step of chunks
+from worker.step.state import SampledRows, StepState
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,15 +31,16 @@ class LoadedModel:
     buffers: BatchBuffers
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
-    capabilities: Capabilities
+    decodes: bool  # the worker's loop launches decode steps and draws tokens
+    always_hooked: bool  # the loop passes a layer hook with every prefill step
 
 
 @dataclass(slots=True, frozen=True)
 class PaddedShape:
-    """The shape in which a batch of chunks is to be built; see `BatchBuffers.chunks`."""
+    """How to build a batch of chunks for `ChunkGraphs.launch`; see `BatchBuffers.chunks`."""
 
-    num_tokens: int = 0  # 0: as many as it has
-    fixed: bool = False  # the number of requests is padded as well
+    num_tokens: int = 0  # pad to this many; 0: do not pad
+    fixed: bool = False  # pad the number of requests as well
     refused: str = ""  # why no graph serves the batch, for metrics
 
 
@@ -55,54 +48,40 @@ class PaddedShape:
 class BucketCheck:
     """What the start-up check of one bucket found. Filled by `graph.check`."""
 
-    kind: Literal["prefill", "prefill_full", "decode"]
+    kind: Literal["prefill", "prefill_full", "decode"]  # paths "piecewise", "graph" and "graph"
     bucket: int  # tokens of chunks, or requests that decode
-    equal: bool  # to the same step launched op by op: bit for bit, or but for a compiler's rounding
-    graph_ms: float  # a forward of chunks, or a greedy step
+    equal: bool  # to eager: bit for bit, or within `rounding` where a compiler fused ops
+    graph_ms: float  # of one prefill forward, or of one greedy decode step
     eager_ms: float
 
 
 class Forward(NamedTuple):
     """One launched forward of chunks."""
 
-    # After the final norm, [num_tokens, hidden] or of `batch.last_token_rows` alone; the next step
-    # may overwrite them.
+    # After the final norm: [num_tokens, hidden], or [n, hidden] of the n batch.last_token_rows. The
+    # next step may overwrite them.
     hidden: Tensor
-    path: str  # for metrics: graph, piecewise or eager
+    path: str  # for metrics: "graph" (without breaks), "piecewise" or "eager"
 
 
 class Decoded(NamedTuple):
     """One launched decode step; the next step may overwrite the tensors."""
 
     hidden: Tensor  # [len(rows), hidden]
+    sampled: SampledRows | None  # the rows to draw for; None: drawn already
     result: Result | None  # None: the caller draws
-    path: str  # for metrics: graph or eager
+    path: str  # for metrics: "graph" or "eager"
 
 
-class ChunkGraphs(Protocol):
-    """Launches forwards over prompt chunks. Built as `cls(loaded, memory)`."""
+class StepGraphs(Protocol):
+    """Launches one kind of step. Built as `cls(loaded, memory)`."""
 
-    def try_largest(self) -> None:
-        """Capture the largest bucket over whatever small pool there is, and keep its memory."""
+    def capture_largest(self) -> None:
+        """Capture the largest bucket, to measure its memory. The pool may be tiny."""
         ...
 
     def capture(self) -> Sequence[BucketCheck]:
         """Prepare and check every bucket; called once, before the first launch."""
-        ...
-
-    def padded(
-        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
-    ) -> PaddedShape:
-        """How a batch has to be built for `launch`; `hooked`: it will be given a layer hook."""
-        ...
-
-    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """Enqueue one forward.
-
-        Args:
-            batch: built last by `BatchBuffers.chunks`, as `padded` says.
-            on_layer: see ForwardContext; a replay calls it as well.
-        """
         ...
 
     def close(self) -> None:
@@ -110,16 +89,27 @@ class ChunkGraphs(Protocol):
         ...
 
 
-class DecodeGraphs(Protocol):
-    """Launches decode steps. Built as `cls(loaded, memory)`."""
+class ChunkGraphs(StepGraphs, Protocol):
+    """Launches forwards over prompt chunks."""
 
-    def try_largest(self) -> None:
-        """See ChunkGraphs.try_largest."""
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> PaddedShape:
+        """Choose how to build a batch for `launch`; hooked: it will be given a layer hook."""
         ...
 
-    def capture(self) -> Sequence[BucketCheck]:
-        """See ChunkGraphs.capture."""
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        """Enqueue one forward.
+
+        Args:
+            batch: the last that `BatchBuffers.chunks` built, in the shape that `padded` chose.
+            on_layer: see ForwardContext; a replay calls it as well.
+        """
         ...
+
+
+class DecodeGraphs(StepGraphs, Protocol):
+    """Launches decode steps."""
 
     def launch(self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail) -> Decoded:
         """Enqueue one decode step.
@@ -131,15 +121,11 @@ class DecodeGraphs(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """See ChunkGraphs.close."""
-        ...
-
 
 CHUNK_GRAPHS = {
     "eager": "worker.graph.eager:EagerChunks",
     "piecewise": "worker.graph.piecewise:PiecewiseChunks",
-    "compiled": "worker.graph.compiled:compiled",
+    "compiled": "worker.graph.compiled:compiled_chunks",
 }
 DECODE_GRAPHS = {
     "eager": "worker.graph.eager:EagerDecode",

@@ -1,4 +1,4 @@
-"""The graphs of one engine, as `engine.graph` names them: of chunks, and of decode steps."""
+"""Builds the ChunkGraphs and DecodeGraphs that `engine.graph` names."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Graphs:
     decode: DecodeGraphs
     loaded: LoadedModel
 
-    def trial(self) -> None:
-        """Run the largest steps once, over whatever small pool there is, and keep their memory.
+    def run_largest_steps(self) -> None:
+        """Run the largest steps once, so that their peak memory can be measured.
 
-        Captures come first, because they empty the allocator's cache.
+        Captures run first: they empty the allocator's cache, which holds the eager steps' peak.
         """
-        if self.loaded.capabilities.decodes:
-            self.decode.try_largest()
-        self.chunks.try_largest()
-        if self.loaded.capabilities.decodes:
+        if self.loaded.decodes:
+            self.decode.capture_largest()
+        self.chunks.capture_largest()
+        if self.loaded.decodes:
             EagerDecode(self.loaded).run_largest()
         EagerChunks(self.loaded).run_largest()
 
     def capture(self) -> Sequence[BucketCheck]:
-        """Prepare and check every bucket; called once, before the first launch."""
+        """See StepGraphs.capture."""
         return [*self.chunks.capture(), *self.decode.capture()]
 
     def close(self) -> None:
@@ -50,10 +50,10 @@ class Graphs:
 
 
 def build_graphs(loaded: LoadedModel) -> Graphs:
-    """What `engine.graph` names for each kind of step.
+    """Build what `engine.graph` names for each kind of step.
 
     Raises:
-        Unsupported: graphs are asked for on a device that has none, or `loaded` cannot be captured.
+        Unsupported: the device has no graphs, or `loaded` cannot be captured.
     """
     asked, device = loaded.config.graph, loaded.state.device
     names = [name for name in (asked.prefill, asked.decode) if name != "eager"]

@@ -1,15 +1,15 @@
-"""The start-up self-check: every captured bucket against the same step launched op by op.
+"""The start-up check: compares every captured bucket with the same step launched op by op.
 
 Hidden states, tokens and the KV that was written have to be equal bit for bit at the same padded
-shape (or close, where a compiler has fused what is rounded); times say what a bucket is worth.
-Runs on an idle engine and leaves step state and pages zero.
+shape (or close, where a compiler fuses ops and so rounds differently). The measured times decide
+which buckets are used. Runs on an idle engine; restores the initial step state and zero pages.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,31 +17,17 @@ from torch import Tensor
 
 from worker.api import Sampling
 from worker.forward.batch import Batch
-from worker.graph.base import BucketCheck, LoadedModel
+from worker.graph.base import BucketCheck, Decoded, Forward, LoadedModel
 from worker.plan import Chunk, Plan, RowPages, RowStart, Tail
-from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 
 NUM_ROUNDS, NUM_TIMED = 3, 2
-MAX_CHECK_LEN = 256  # tokens of KV that the rows of a check pretend to have
+MAX_CHECK_LEN = 256  # longest KV of a row in the check
 
 TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
-Launch = Callable[[Tensor, Tail], tuple[Tensor, Result | None]]
-LaunchChunks = Callable[[Batch], Tensor]
-
-
-def report(check: BucketCheck, what: str, *, strict: bool) -> None:
-    """Log what was found of `what`.
-
-    Raises:
-        AssertionError: its result is not eager's, and `strict` is set.
-    """
-    log.info(
-        "%s: graph %.3f ms, eager %.3f ms, %s",
-        what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
-    )  # fmt: skip
-    assert check.equal or not strict, f"the graph of {what} differs from eager"
+Launch = Callable[[Tensor, Tail], Decoded]
+LaunchChunks = Callable[[Batch], Forward]
 
 
 def check_bucket(
@@ -50,10 +36,13 @@ def check_bucket(
     """Run one decode bucket both ways from the same state; None if the pool is too small for that.
 
     Args:
-        loaded: its state and pages must be unused, and are zero afterwards.
+        loaded: its state and pages must be unused; they are reset afterwards.
         bucket: rows.
         eager: launches a step op by op.
         graph: replays it.
+
+    Raises:
+        AssertionError: the results differ, and engine.strict is set.
     """
     scene = DecodeScene(loaded, bucket)
     if scene.num_pages == 0:
@@ -63,19 +52,121 @@ def check_bucket(
         found = []
         for launch in (eager, graph):
             scene.set()
-            hidden, result = launch(scene.rows, tail)
+            hidden, _, result, _ = launch(scene.rows, tail)
             drawn = result.drawn.clone() if result is not None else hidden.new_zeros(0)
             found.append((hidden.clone(), drawn, scene.written()))
         same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
         if not all(same):
             equal = False
             log.error("%d rows, tail %s: equal hidden, tokens, KV: %s", bucket, tail, same)
-    graph_ms, eager_ms = scene.times_ms(graph, eager)
-    scene.clear()
-    return BucketCheck("decode", bucket, equal, graph_ms, eager_ms)
+    scene.set()
+    calls = [partial(launch, scene.rows, "greedy") for launch in (graph, eager)]
+    graph_ms, eager_ms = scene.times_ms(calls)
+    scene.reset()
+    check = BucketCheck("decode", bucket, equal, graph_ms, eager_ms)
+    return _reported(check, f"{bucket} decode rows", loaded)
 
 
-class DecodeScene:
+def check_chunk_bucket(
+    loaded: LoadedModel,
+    num_tokens: int,
+    eager: LaunchChunks,
+    graph: LaunchChunks,
+    *,
+    fixed_shape: bool,
+    rounding: float = 0.0,
+) -> BucketCheck | None:
+    """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
+
+    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
+    `BatchBuffers.chunks` for `fixed_shape`.
+
+    Args:
+        rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of
+            its norm, and KV is not compared: wrong KV shows in the hidden states that attend to it.
+    """
+    scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
+    what = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
+    if not scene.fits:
+        log.info("%s: not compared, the KV pool is too small", what)
+        return None
+    found = []
+    for launch in (eager, graph):
+        batch = scene.set()
+        found.append((launch(batch).hidden[: scene.num_tokens].clone(), scene.written()))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    if rounding:
+        same = [_is_near(found[1][0], found[0][0], rounding)]
+    if not all(same):
+        log.error("%s: equal hidden, KV: %s", what, same)
+    batch = scene.set()
+    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in (graph, eager)])
+    scene.reset()
+    kind = "prefill_full" if fixed_shape else "prefill"
+    return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), what, loaded)
+
+
+def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck:
+    """Log `check`, the comparison of `what`; fail if it differs and engine.strict is set."""
+    log.info(
+        "%s: graph %.3f ms, eager %.3f ms, %s",
+        what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
+    )  # fmt: skip
+    assert check.equal or not loaded.config.strict, f"the graph of {what} differs from eager"
+    return check
+
+
+class _Scene:
+    """The first `num_pages` pages of a loaded model, the sink among them, for one check."""
+
+    def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
+        self._loaded = loaded
+        self._caches = [
+            cache[:num_pages]
+            for layer in range(loaded.model.spec.num_layers)
+            for cache in loaded.pool.layer(layer)
+        ]
+
+    def fill(self) -> None:
+        """Fill the pages with the same random content every time."""
+        generator = torch.Generator(self._caches[0].device).manual_seed(7)
+        for cache in self._caches:
+            cache.normal_(generator=generator)
+
+    def written(self) -> Tensor:
+        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
+        words = {2: torch.int16, 4: torch.int32}
+        bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
+        return torch.stack([each.sum(dtype=torch.int64) for each in bits])
+
+    def times_ms(self, launches: Sequence[Callable[[], object]]) -> list[float]:
+        """Time each launch, from synchronize to synchronize, after one that warms up.
+
+        The best of a few rounds, because other work may disturb one. The launches alternate: a GPU
+        at its power limit slows down by 10 % and more within a second, which would penalise the
+        last.
+        """
+        for launch in launches:
+            launch()
+        best, device = [float("inf")] * len(launches), self._loaded.state.device
+        for _ in range(NUM_ROUNDS):
+            for i, launch in enumerate(launches):
+                _synchronize(device)
+                began = time.perf_counter()
+                for _ in range(NUM_TIMED):
+                    launch()
+                _synchronize(device)
+                best[i] = min(best[i], time.perf_counter() - began)
+        return [1e3 * each / NUM_TIMED for each in best]
+
+    def reset(self) -> None:
+        """Restore the initial step state, and zero the pages."""
+        self._loaded.state.reset()
+        for cache in self._caches:
+            cache.zero_()
+
+
+class DecodeScene(_Scene):
     """Rows 1 to `bucket` with a history, as if they had been served for a while."""
 
     def __init__(self, loaded: LoadedModel, bucket: int) -> None:
@@ -99,70 +190,23 @@ class DecodeScene:
                 )
                 for row in range(1, bucket + 1)
             ),
-            pages=pages_of_rows(bucket, self.num_pages),
+            pages=_pages_of_rows(bucket, self.num_pages),
         )
-        self._loaded = loaded
-        self._caches = caches_of(loaded, bucket * self.num_pages + 1)
+        super().__init__(loaded, bucket * self.num_pages + 1)
 
     def set(self) -> None:
-        """The same history every time."""
-        self.clear()
+        """Set rows, pages and KV to the same history as before every launch."""
+        self.reset()
         self._loaded.state.apply(self._plan)
-        fill(self._caches)
-
-    def written(self) -> Tensor:
-        """A digest of all pages that a step may have changed."""
-        return _digest(cache[1:] for cache in self._caches)
-
-    def times_ms(self, *launches: Launch) -> list[float]:
-        """Mean time of a greedy step by each."""
-        self.set()
-        calls = [partial(launch, self.rows, "greedy") for launch in launches]
-        return _mean_ms(calls, self._loaded.state.device)
-
-    def clear(self) -> None:
-        """State and pages as at the start."""
-        clear(self._loaded, self._caches)
+        self.fill()
 
 
-def check_chunk_bucket(
-    loaded: LoadedModel,
-    num_tokens: int,
-    eager: LaunchChunks,
-    graph: LaunchChunks,
-    *,
-    fixed_shape: bool,
-    rounding: float = 0.0,
-) -> BucketCheck | None:
-    """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
+class ChunkScene(_Scene):
+    """Chunks that almost fill a bucket; every second one continues a prefix.
 
-    Compared are the KV and the hidden states, those of padding left out. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`.
-
-    Args:
-        rounding: 0 demands equal bits. Otherwise each row of hidden states may differ by so much of
-            its norm, and the KV is not compared: hidden states that attend to it show it.
+    They are three, or fewer if limits are lower, or more if max_len forces it. 1/16 of the bucket
+    stays padding. The prefixes end within a page.
     """
-    scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
-    if not scene.fits:
-        return None
-    found = []
-    for launch in (eager, graph):
-        batch = scene.set()
-        found.append((launch(batch)[: scene.num_tokens].clone(), scene.written()))
-    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
-    if rounding:
-        same = [_is_near(found[1][0], found[0][0], rounding)]
-    if not all(same):
-        log.error("chunks of %d tokens: equal hidden, KV: %s", num_tokens, same)
-    graph_ms, eager_ms = scene.times_ms(graph, eager)
-    scene.clear()
-    kind = "prefill_full" if fixed_shape else "prefill"
-    return BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms)
-
-
-class ChunkScene:
-    """Chunks that almost fill a bucket, every second one behind a prefix that was there before."""
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
         page_size, max_len = loaded.pool.region().page_size, loaded.max_len
@@ -181,34 +225,20 @@ class ChunkScene:
             for i, (start, count) in enumerate(zip(starts, counts, strict=True))
         )
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        pages = pages_of_rows(num_reqs, num_pages)
+        pages = _pages_of_rows(num_reqs, num_pages)
         self._plan = Plan(0, pages=pages, chunks=chunks, max_seq_len_ub=longest)
-        self._padded_tokens, self._fixed_shape, self._loaded = padded_tokens, fixed_shape, loaded
-        self._caches = caches_of(loaded, num_reqs * num_pages + 1)
+        self._padded_tokens, self._fixed_shape = padded_tokens, fixed_shape
+        super().__init__(loaded, num_reqs * num_pages + 1)
 
     def set(self) -> Batch:
-        """The same pages every time, and the batch over them."""
-        fill(self._caches)
+        """Fill the pages as before every launch; returns the batch over them."""
+        self.fill()
         buffers = self._loaded.buffers
         return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
 
-    def written(self) -> Tensor:
-        """A digest of the pages."""
-        return _digest(cache[1:] for cache in self._caches)
 
-    def times_ms(self, *launches: LaunchChunks) -> list[float]:
-        """Mean time of a forward by each."""
-        batch = self.set()
-        calls = [partial(launch, batch) for launch in launches]
-        return _mean_ms(calls, self._loaded.state.device)
-
-    def clear(self) -> None:
-        """State and pages as at the start."""
-        clear(self._loaded, self._caches)
-
-
-def pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
-    """Rows 1 to num_rows with `num_pages` pages each, from page 1 on."""
+def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
+    """Give rows 1 to num_rows `num_pages` pages each, from page 1 on."""
     firsts = range(1, 1 + num_rows * num_pages, num_pages) if num_pages else ()
     return tuple(
         RowPages(row, 0, tuple(range(first, first + num_pages)))
@@ -216,61 +246,10 @@ def pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
     )
 
 
-def caches_of(loaded: LoadedModel, num_pages: int) -> list[Tensor]:
-    """Keys and values of each layer, of the first `num_pages` pages, the sink among them."""
-    return [
-        cache[:num_pages]
-        for layer in range(loaded.model.spec.num_layers)
-        for cache in loaded.pool.layer(layer)
-    ]
-
-
-def fill(caches: Sequence[Tensor]) -> None:
-    """The same random content every time."""
-    generator = torch.Generator(caches[0].device).manual_seed(7)
-    for cache in caches:
-        cache.normal_(generator=generator)
-
-
-def clear(loaded: LoadedModel, caches: Iterable[Tensor]) -> None:
-    """State and pages as at the start."""
-    loaded.state.reset()
-    for cache in caches:
-        cache.zero_()
-
-
 def _is_near(found: Tensor, expected: Tensor, rounding: float) -> bool:
-    """Whether no row differs by more than `rounding` of its norm; a NaN is far from everything."""
+    """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
     error = torch.linalg.vector_norm(found.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
-
-
-def _digest(caches: Iterable[Tensor]) -> Tensor:
-    """Sums of bits, not of values, which may be NaN: [number of caches] i64."""
-    words = {2: torch.int16, 4: torch.int32}
-    sums = [cache.view(words[cache.element_size()]).sum(dtype=torch.int64) for cache in caches]
-    return torch.stack(sums)
-
-
-def _mean_ms(launches: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Mean time of each launch, from synchronize to synchronize, after one that warms up.
-
-    The best of a few rounds, because other work on the machine may disturb one. The launches take
-    turns: a GPU at the limit of its power slows down by 10 % and more within a second, and the last
-    one would always look slow.
-    """
-    for launch in launches:
-        launch()
-    best = [float("inf")] * len(launches)
-    for _ in range(NUM_ROUNDS):
-        for i, launch in enumerate(launches):
-            _synchronize(device)
-            began = time.perf_counter()
-            for _ in range(NUM_TIMED):
-                launch()
-            _synchronize(device)
-            best[i] = min(best[i], time.perf_counter() - began)
-    return [1e3 * each / NUM_TIMED for each in best]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,11 +1,11 @@
-"""Chunks of prompts as graphs in pieces whose forward is what torch.compile traced.
+"""Piecewise prefill graphs over a forward that torch.compile has traced and Inductor compiled.
 
     forward = TracedForward(model, by_inductor)
     hidden = forward(embedded, positions)  # piece, attend, piece, attend, ..., piece
 
-Dynamo traces the layers into one FX graph, once, for any number of tokens. Our backend splits it at
-the attention op, compiles equal pieces once, and calls attention's own function between them, with
-its breaks and all. So `graph.piecewise` captures and replays this forward like the model's own.
+Dynamo traces the layers once into one FX graph, for any number of tokens. Our backend splits it at
+the attention op, compiles equal pieces once, and calls `attend` itself between them, so its graph
+breaks work as in eager. `graph.piecewise` captures and replays the result like the model's forward.
 See ADR 0014.
 """
 
@@ -33,25 +33,24 @@ log = logging.getLogger("kvlane.graph")
 
 Compiled = Callable[..., Any]  # called as the piece's own forward
 PieceCompiler = Callable[[GraphModule, Sequence[Any]], Compiled]
-# How far a row of hidden states may lie from eager's when ops are fused, in parts of its norm; with
-# 36 layers of random weights it was 3e-6, 0.008 and 0.06. Another row is 0.2 and more away.
+# Largest accepted difference of a hidden-state row from eager's, relative to its norm. Measured
+# with 36 layers of random weights: 3e-6, 0.008, 0.06. Two different rows differ by 0.2 or more.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
-    """Inductor's code for it: norms fused from their twins, products our own."""
+    """Compile `piece` by Inductor: norms as plain torch, so that they fuse; GEMMs stay ours."""
     from torch._inductor.compile_fx import compile_fx  # both take seconds to import
     from torch._inductor.decomposition import select_decomp_table
 
     decompositions = {**select_decomp_table(), **TWINS}
-    # A few kernels: no pool of compiler processes, which would stay.
-    options = {"compile_threads": 1}
+    options = {"compile_threads": 1}  # few kernels; a pool of processes would never be ended
     made: Any = compile_fx(piece, examples, config_patches=options, decompositions=decompositions)
     return made
 
 
 def split_and_compile(traced: GraphModule, compile_piece: PieceCompiler) -> GraphModule:
-    """`traced` with its calls of attention as they are, and what is between them compiled."""
+    """Compile the pieces of `traced` between its attention calls, equal ones once."""
     began = time.monotonic()
     split, made, num_pieces = _split(traced), dict[Hashable, nn.Module](), 0
     for name, part in list(split.named_children()):
@@ -72,7 +71,7 @@ def split_and_compile(traced: GraphModule, compile_piece: PieceCompiler) -> Grap
 
 
 class _Piece(nn.Module):
-    """Any function as part of a GraphModule."""
+    """A function as a module, which a GraphModule can hold."""
 
     def __init__(self, function: Compiled) -> None:
         super().__init__()
@@ -83,10 +82,10 @@ class _Piece(nn.Module):
 
 
 def _split(traced: GraphModule) -> GraphModule:
-    """Its pieces and, alone, its calls of attention, in the order of the trace.
+    """Split `traced` at its attention calls; each call becomes a module of its own, in trace order.
 
-    A call becomes one of the function itself. Through the dispatcher, which the op is for, breaks
-    would be made and graphs begun within an op.
+    The call goes to `attend` itself, not to the custom op: a break within an op would end one
+    capture and begin the next inside the dispatcher.
     """
     part_of, number = dict[Node, int](), 0
     for node in traced.graph.nodes:
@@ -99,7 +98,7 @@ def _split(traced: GraphModule) -> GraphModule:
 
 
 def fingerprint(piece: GraphModule) -> Hashable:
-    """Equal for pieces that compute the same of inputs of the same types and sizes."""
+    """A key that is equal for pieces with the same ops on inputs of the same types and sizes."""
     number = {node: i for i, node in enumerate(piece.graph.nodes)}
 
     def ops() -> Any:
@@ -124,12 +123,12 @@ def _inputs(piece: GraphModule) -> list[Node]:
 
 
 class TracedForward:
-    """A Decoder's forward, traced and compiled by its first call, which has the most tokens.
+    """A Decoder's forward that its first call traces and compiles, for at most that many tokens.
 
     Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew.
 
     Args:
-        model: its weights are kept, whose content may change.
+        model: its weight tensors are captured; their content may change, their storage may not.
         compile_piece: for the pieces.
     """
 
@@ -137,20 +136,21 @@ class TracedForward:
         self._model, self._compile_piece = model, compile_piece
         self._split: GraphModule | None = None
         self._max_tokens = 0
-        self._inputs: list[Any] = []  # of the trace: weights, and names of what differs by call
+        self._inputs: list[Any] = []  # of the traced graph; a str names an argument
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """See Decoder.forward; for two tokens or more.
 
         Raises:
-            RuntimeError: by the first call: the trace does not hold for all smaller numbers.
+            RuntimeError: from the first call, if the trace is not valid for every smaller number
+                of tokens.
         """
         num_tokens = hidden.shape[0]
         if self._split is None:
             self._trace(hidden, positions)
             self._max_tokens = num_tokens
         assert self._split is not None
-        assert 2 <= num_tokens <= self._max_tokens, "a number that was not asked for at the trace"
+        assert 2 <= num_tokens <= self._max_tokens, "outside the range of token counts traced"
         given = {"hidden": hidden, "positions": positions, "num_tokens": num_tokens}
         inputs = [given[each] if isinstance(each, str) else each for each in self._inputs]
         return self._split(*inputs)[0]
@@ -163,45 +163,36 @@ class TracedForward:
         def called(*inputs: Any) -> tuple[Tensor]:
             if not self._inputs:
                 self._inputs += (_name(each, hidden, positions) for each in inputs)
-            return (hidden,)  # which nobody reads
+            return (hidden,)  # not used
 
         for each in (hidden, positions):
             torch._dynamo.mark_dynamic(each, 0)
         traced = torch.compile(self._model.forward, backend=backend, fullgraph=True)
         traced(hidden, positions)
-        # What tracing and compiling assumed of the number of tokens: checked now, for all there is.
+        # Check now that the trace holds for every number of tokens that can come.
         with torch.compiler.set_stance("fail_on_recompile"):
             for num_tokens in range(2, hidden.shape[0]):
                 traced(hidden[:num_tokens], positions[:num_tokens])
-        torch.compiler.reset()  # Dynamo keeps what it traced; it is of no more use
+        torch.compiler.reset()  # free what Dynamo keeps of the trace
 
 
 def _name(given: object, hidden: Tensor, positions: Tensor) -> object:
-    """How an input of a trace is remembered."""
+    """The name of an input that differs by call; any other input itself."""
     if isinstance(given, int):
         return "num_tokens"
     return "hidden" if given is hidden else "positions" if given is positions else given
 
 
-def compiled(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
-    """The ChunkGraphs that replays chunks as Inductor compiled them; see PiecewiseChunks.
+def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
+    """Build PiecewiseChunks over the forward that Inductor compiled.
 
     Raises:
-        Unsupported: chunks of one token, for which a number of tokens is no symbol.
-    """
-    rounding = ROUNDING[loaded.model.embedding.weight.dtype]
-    return PiecewiseChunks(loaded, memory, traced_forward(loaded, by_inductor), rounding)
-
-
-def traced_forward(loaded: LoadedModel, compile_piece: PieceCompiler) -> TracedForward:
-    """A traced forward for chunks of any length that the engine takes.
-
-    Raises:
-        Unsupported: see `compiled`.
+        Unsupported: engine.max_prefill_tokens is 1, which Dynamo cannot make a dynamic size.
     """
     if int(loaded.config.max_prefill_tokens) < 2:
         raise Unsupported(
             "engine.graph.prefill=compiled needs engine.max_prefill_tokens of 2 or more",
             "engine.graph.prefill",
         )
-    return TracedForward(loaded.model, compile_piece)
+    rounding = ROUNDING[loaded.model.embedding.weight.dtype]
+    return PiecewiseChunks(loaded, memory, TracedForward(loaded.model, by_inductor), rounding)

@@ -1,8 +1,7 @@
-"""What Dynamo sees in place of our kernels: custom ops, which it does not look into.
+"""Custom ops that Dynamo puts into its traces in place of our kernels.
 
-Only a trace meets them. An op that runs calls the kernel's own function, which chooses by device
-and shape as ever, so what was traced runs as it is with the same bits. Where a compiler is to fuse
-the small ones, `TWINS` says in plain torch what they compute.
+When such an op runs, it calls the kernel's public function, so a traced forward gives the same
+bits. For the norms, which Inductor shall fuse, `TWINS` gives the plain-torch definition.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from worker.kernels.gemm.product import gated_product, product
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -24,9 +22,9 @@ def _opaque(
     fake: Callable[..., Any],
     mutates: tuple[str, ...] = (),
 ) -> Any:
-    """Make the op of `function`; whatever Dynamo traces calls the op from now on.
+    """Register `function` as a custom op; Dynamo puts the op into traces in its place.
 
-    fake: what comes out of tensors without content.
+    fake: the op's fake (meta) implementation: output shapes and dtypes only.
     """
     name = f"kvlane::{function.__name__}"
     torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
@@ -35,34 +33,28 @@ def _opaque(
     return op
 
 
-def _fake_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0])
-
-
-def _fake_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _fake_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-def _fake_gated(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0] // 2)
-
-
-PRODUCT = _opaque(product, "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", _fake_product)
-RMS_NORM = _opaque(rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor", _fake_norm)
+PRODUCT = _opaque(
+    product,
+    "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
+    lambda x, w, bias=None: x.new_empty(x.shape[0], w.shape[0]),
+)
+GATED_PRODUCT = _opaque(
+    gated_product,
+    "(Tensor x, Tensor w) -> Tensor",
+    lambda x, w: x.new_empty(x.shape[0], w.shape[0] // 2),
+)
+RMS_NORM = _opaque(
+    rms_norm,
+    "(Tensor x, Tensor weight, float eps) -> Tensor",
+    lambda x, weight, eps: torch.empty_like(x),
+)
 ADD_RMS_NORM = _opaque(
     add_rms_norm,
     "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _fake_add_norm,
+    lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
 )
-GATED_PRODUCT = _opaque(gated_product, "(Tensor x, Tensor w) -> Tensor", _fake_gated)
-
-# The pool that it writes to is no argument: it is the forward context's. What orders it is `out`.
+# The KV pool that `attend` writes comes from the forward context and is not an argument. Mutating
+# `out` is what keeps the op in the trace, and in order.
 ATTEND = _opaque(
     attend,
     "(Tensor qkv, Tensor positions, Tensor table, Tensor? q_weight, Tensor? k_weight, float eps, "

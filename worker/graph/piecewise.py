@@ -1,15 +1,14 @@
-"""Chunks of prompts as CUDA graphs with a break at the attention of each layer.
+"""Prompt chunks as CUDA graphs with a break at the attention of each layer.
 
-A piecewise capture knows one thing of a batch, its padded number of tokens: token ids, positions
-and slots lie in the buffers of `BatchBuffers`, padded to a bucket with tokens of the sink. The
-number of requests, their lengths and their pages matter to attention alone, which is planned and
-launched for the live batch. The embedding and the head stay outside, so the graphs hold the layers
-and the final norm.
+A piecewise capture depends only on the padded number of tokens. Token ids, positions and slots lie
+in the static buffers of `BatchBuffers`, padded with tokens of page 0. Requests, lengths and pages
+concern attention only, which is planned and launched for the live batch. Embedding and head stay
+outside: the graphs hold the layers and the final norm.
 
-Where the attention backend reads all of that on the device, small buckets are captured as one graph
-as well, for a few requests that are not long (`BatchBuffers.fixed_reqs`). Between the pieces of a
-piecewise replay the GPU idles for a moment, and kernels of two pieces do not overlap, which shows
-where a layer takes 100 us. A step with a layer hook is always replayed piecewise.
+If the attention backend reads requests, lengths and pages on the device (static_plan), buckets of
+up to MAX_FULL tokens are also captured without breaks, for a few short requests
+(`BatchBuffers.fixed_reqs`). The gaps between pieces cost time when a layer takes about 100 us. A
+step with a layer hook is never replayed that way.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.graph.base import BucketCheck, Forward, LoadedModel, PaddedShape
-from worker.graph.check import check_chunk_bucket, report
+from worker.graph.check import check_chunk_bucket
 from worker.graph.eager import EagerChunks
 from worker.graph.segments import Capture, Cuts, GraphMemory
 from worker.kernels.gemm.product import MAX_STREAMED_ROWS
@@ -36,29 +36,33 @@ from worker.plan import Chunk, Plan
 
 log = logging.getLogger("kvlane.graph")
 
-MAX_BUCKET = 4096  # one layer of more tokens takes longer to compute than to launch on any model
-MAX_FULL = 1024  # beyond, the moments between pieces are nothing beside a layer's time
-CUT_AFTER = frozenset({2, 8})  # layers of a full capture; its launch takes 8 us a layer
-# A replay frees the host, so a graph is kept where eager is hardly faster: two measurements of the
-# same thing differ by as much.
+MAX_BUCKET = 4096  # beyond, every model computes a layer longer than the host takes to launch it
+MAX_FULL = 1024  # beyond, the gaps between pieces are negligible beside a layer's time
+# A full capture begins a new segment after these layers; the host launches a layer in 8 us.
+CUT_AFTER = frozenset({2, 8})
+# A graph is kept if it takes less than TIE times eager's time: it relieves the host, and two
+# measurements of the same launch differ by 2 %.
 TIE = 1.02
-FREE_TOKENS = MAX_STREAMED_ROWS  # up to so many a product takes the time of reading its weights
+FREE_TOKENS = MAX_STREAMED_ROWS  # padding up to here is free: a GEMM is bound by its weights' reads
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A padded number of tokens that may have graphs; times as measured at the start, 0 = not."""
+    """A padded number of tokens that may have graphs; times from the start-up check, 0 = none.
+
+    `piecewise` and `full` say which of its graphs `choose_shape` may choose.
+    """
 
     num_tokens: int
     eager_ms: float = 0.0
     piecewise_ms: float = 0.0
     full_ms: float = 0.0
-    piecewise: bool = True  # captured so, and faster than eager
-    full: bool = False  # captured as one graph, and faster than both
+    piecewise: bool = True
+    full: bool = False  # captured without breaks (in up to 3 segments)
 
 
 @dataclass(slots=True, frozen=True)
-class Captured:
+class CapturedChunks:
     """One bucket's graphs, and their result, which the next replay of any bucket overwrites."""
 
     capture: Capture
@@ -66,12 +70,12 @@ class Captured:
 
 
 class PiecewiseChunks:
-    """The ChunkGraphs that replays.
+    """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
     Args:
-        loaded: what a step is made of.
+        loaded: on a CUDA device.
         memory: of all captures.
-        traced: the forward to capture, [num_tokens, hidden] and positions to [num_tokens, hidden];
+        traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states;
             None: the model's own, see Decoder.forward.
         rounding: see `check_chunk_bucket`.
     """
@@ -86,18 +90,17 @@ class PiecewiseChunks:
         max_tokens = int(loaded.config.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self._loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
-        self._traced = traced
-        self._rounding = rounding
-        self._piecewise: dict[int, Captured] = {}
-        self._full: dict[int, Captured] = {}
-        self._compiled: set[Hashable] = {None}  # variants of the attention kernel
+        self._traced, self._rounding = traced, rounding
+        self._piecewise: dict[int, CapturedChunks] = {}
+        self._full: dict[int, CapturedChunks] = {}
+        self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         weight = loaded.model.embedding.weight
         shape = self.buckets[-1].num_tokens, weight.shape[1]
         self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()
-    def try_largest(self) -> None:
-        """See ChunkGraphs.try_largest."""
+    def capture_largest(self) -> None:
+        """See StepGraphs.capture_largest."""
         self._capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
@@ -110,7 +113,7 @@ class PiecewiseChunks:
         began, free = time.monotonic(), self._memory.free_bytes()
         for bucket in reversed(self.buckets):
             self._capture_bucket(bucket)
-            self._compile_attention(bucket.num_tokens)
+            self._launch_variants(bucket.num_tokens)
         captured = *self._piecewise.values(), *self._full.values()
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
@@ -129,13 +132,13 @@ class PiecewiseChunks:
         """See ChunkGraphs.padded."""
         buffers = self._loaded.buffers
         fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
-        shape = admit(num_tokens, self.buckets, full=fits and not hooked)
+        shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
         if shape.num_tokens and num_reqs > buffers.max_reqs(shape.num_tokens):
             return PaddedShape(refused="many")
         return shape
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch; a batch of a bucket's size is replayed whatever it holds."""
+        """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
         fixed = batch.host is None
         captured = (self._full if fixed else self._piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
@@ -154,43 +157,33 @@ class PiecewiseChunks:
         return Forward(captured.hidden, "piecewise")
 
     def close(self) -> None:
-        """See ChunkGraphs.close."""
+        """See StepGraphs.close."""
         self._piecewise.clear()
         self._full.clear()
 
     def _capture_bucket(self, bucket: Bucket) -> None:
         num_tokens, static = bucket.num_tokens, self._loaded.attention.prefill.static_plan
-        self._piecewise[num_tokens] = self._capture_piecewise(num_tokens)
-        hooked = self._loaded.capabilities.hooks_every_chunk
-        bucket.full = static and not hooked and num_tokens <= MAX_FULL
+        self._piecewise[num_tokens] = self._capture(num_tokens, full=False)
+        bucket.full = static and not self._loaded.always_hooked and num_tokens <= MAX_FULL
         if bucket.full:
-            self._full[num_tokens] = self._capture_full(num_tokens)
+            self._full[num_tokens] = self._capture(num_tokens, full=True)
 
-    def _capture_piecewise(self, num_tokens: int) -> Captured:
+    def _capture(self, num_tokens: int, *, full: bool) -> CapturedChunks:
         attention, capture = self._loaded.attention.prefill, Capture(self._memory)
-        batch = self._loaded.buffers.blank_chunk(num_tokens)
+        buffers, longest = self._loaded.buffers, min(num_tokens, self._loaded.max_len)
+        if full:
+            batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
+        else:
+            batch = buffers.blank_chunk(num_tokens)
 
-        def body(breaks: Capture | None) -> Tensor:
-            attn_plan = attention.plan(batch) if breaks is None else None  # no break runs now
+        def body(under_way: Capture | None) -> Tensor:
+            breaks = Cuts(under_way, CUT_AFTER) if full and under_way is not None else under_way
+            runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
+            attn_plan = attention.plan(batch) if runs_attention else None
             with forward_context(batch, attention, attn_plan, breaks=breaks):
                 return self._forward(batch)
 
-        hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden))
-
-    def _capture_full(self, num_tokens: int) -> Captured:
-        attention, capture = self._loaded.attention.prefill, Capture(self._memory)
-        length = min(num_tokens, self._loaded.max_len)
-        plan = Plan(0, chunks=(Chunk(0, 0, (0,) * length),), max_seq_len_ub=length)  # the sink's
-        batch = self._loaded.buffers.chunks(plan, num_tokens, fixed_shape=True)
-
-        def body(under_way: Capture | None) -> Tensor:
-            cuts = None if under_way is None else Cuts(under_way, CUT_AFTER)
-            with forward_context(batch, attention, attention.plan(batch), breaks=cuts):
-                return self._forward(batch)
-
-        hidden = capture.record(body)
-        return Captured(capture, self._memory.alias(hidden))
+        return CapturedChunks(capture, self._memory.alias(capture.record(body)))
 
     def _forward(self, batch: Batch) -> Tensor:
         embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows
@@ -199,20 +192,20 @@ class PiecewiseChunks:
         hidden = self._traced(embedded, batch.positions)
         return hidden if rows is None else hidden.index_select(0, rows)
 
-    def _compile_attention(self, num_tokens: int) -> None:
-        """Launch every kernel variant that a bucket may need: compiling it later is a stall."""
+    def _launch_variants(self, num_tokens: int) -> None:
+        """Launch each attention variant that batches of this bucket can need, to compile it now."""
         loaded, attention = self._loaded, self._loaded.attention.prefill
         longest = min(num_tokens, loaded.max_len)
+        # Longest requests in powers of two, the lowest and highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
         counts = range(1, min(loaded.config.max_num_reqs, num_tokens) + 1)
         for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
             coarse, longest_ub = min(num_tokens, power_of_two(length)), max(length, bound)
             variant = attention.variant(num_reqs, num_tokens, coarse, longest_ub)
-            if num_reqs - 1 > num_tokens - length or variant in self._compiled:
+            if num_reqs - 1 > num_tokens - length or variant in self._launched_variants:
                 continue
-            self._compiled.add(variant)
-            chunks = (Chunk(0, 0, (0,) * length), *[Chunk(0, 0, (0,))] * (num_reqs - 1))  # sink's
-            plan = Plan(0, chunks=chunks, max_seq_len_ub=longest_ub)
+            self._launched_variants.add(variant)
+            plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
             shape = num_tokens, loaded.model.heads.num_heads, loaded.model.spec.head_dim
             q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
@@ -220,53 +213,48 @@ class PiecewiseChunks:
                 attention.forward(q, None, None, 0)
 
     def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
-        """Compare a bucket with eager, result and time, and drop the graphs that do not win."""
+        """Compare results and times of a bucket with eager's; drop the graphs that do not win."""
         num_tokens = bucket.num_tokens
-        piecewise = self._compare(num_tokens, fixed_shape=False)
-        full = self._compare(num_tokens, fixed_shape=True) if num_tokens in self._full else None
+        launches = self._eager.launch, self.launch
+        compare = partial(
+            check_chunk_bucket, self._loaded, num_tokens, *launches, rounding=self._rounding
+        )
+        piecewise = compare(fixed_shape=False)
+        full = compare(fixed_shape=True) if num_tokens in self._full else None
         if piecewise is not None:
             bucket.eager_ms, bucket.piecewise_ms = piecewise.eager_ms, piecewise.graph_ms
             bucket.piecewise = piecewise.graph_ms < TIE * piecewise.eager_ms
-        bucket.full = False  # what was not compared is not replayed; piecewise will do
+        bucket.full = False  # without a comparison only the piecewise graph is used
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
         for kept, captured, what in (
             (bucket.piecewise, self._piecewise, "piecewise"),
-            (bucket.full, self._full, "as one graph"),
+            (bucket.full, self._full, "unbroken"),
         ):
             if not kept and captured.pop(num_tokens, None) is not None:
-                log.info("%d tokens: not %s, others are as fast", num_tokens, what)
+                why = "not faster, or not compared"
+                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, what, why)
         return [check for check in (piecewise, full) if check is not None]
 
-    def _compare(self, num_tokens: int, *, fixed_shape: bool) -> BucketCheck | None:
-        what = f"{num_tokens} tokens, {'as one graph' if fixed_shape else 'piecewise'}"
-        found = check_chunk_bucket(
-            self._loaded,
-            num_tokens,
-            lambda batch: self._eager.launch(batch).hidden,
-            lambda batch: self.launch(batch).hidden,
-            fixed_shape=fixed_shape,
-            rounding=self._rounding,
-        )
-        if found is None:
-            log.info("%s: not compared, the KV pool is too small", what)
-        else:
-            report(found, what, strict=self._loaded.config.strict)
-        return found
+
+def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
+    """A plan of chunks of so many tokens each, all of row 0."""
+    chunks = tuple(Chunk(0, 0, (0,) * count) for count in counts)
+    return Plan(0, chunks=chunks, max_seq_len_ub=max_seq_len_ub)
 
 
-def admit(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> PaddedShape:
-    """How a batch of `num_tokens` is replayed, or why it is launched eagerly.
+def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> PaddedShape:
+    """Choose the bucket to which a batch is padded, or say why it is launched eagerly.
 
-    It is refused as too_long, dropped (eager is as fast) or padding (the padded tokens would cost
-    more than launching op by op: more than as many again, or by the times of the buckets);
-    `PiecewiseChunks.padded` adds many (more requests than hidden states are computed of).
+    Reasons: too_long; dropped (eager was as fast); padding (the padded step would take longer than
+    eager: over twice the tokens, or by the measured times). `padded` adds many: more requests than
+    the graph computes hidden states for.
 
     Args:
         num_tokens: of the batch.
         buckets: by number of tokens, ascending.
-        full: one graph would serve it: it has no layer hook, and its requests fit the fixed shape.
+        full: the unbroken graph could serve it: no layer hook, and it fits the fixed shape.
     """
     at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
     if at == len(buckets):
@@ -288,7 +276,7 @@ def admit(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> 
 
 
 def chunk_buckets(max_tokens: int) -> list[int]:
-    """Numbers of tokens that get graphs, ascending; the last is `max_tokens`, or MAX_BUCKET."""
+    """Numbers of tokens that get graphs, ascending, up to `max_tokens` or MAX_BUCKET."""
     last = min(max_tokens, MAX_BUCKET)
     sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536]
     sizes += range(2048, MAX_BUCKET, 1024)

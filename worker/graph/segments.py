@@ -4,15 +4,13 @@
     hidden = capture.record(forward)  # forward(capture): the same device work at every call
     capture.replay()                  # segment, break, segment, ..., break, segment
 
-A forward that asks for no break is one graph. A break's body is called anew at every replay, within
-the caller's forward context, and reads whatever differs from batch to batch from there; the tensors
-that it is given are fixed memory. Kernels that stand in a segment see the tensors of the capture:
-their addresses, never a value of the host.
+A forward without a break is one graph. At every replay the host runs the body of each break, in the
+caller's forward context, where it reads what differs from batch to batch; its tensors are fixed
+memory. Kernels in a segment are replayed with the addresses and host values of the capture.
 
-Tensors of a capture live in a memory pool that all captures share. A capture keeps none of them
-alive, not even what its breaks read and write: within one replay the order of use is the order of
-the capture, for which the pool gave the memory, and between two replays nothing is kept. So results
-are to be read before anything else is replayed, and largest captures come first.
+All captures of an engine share one memory pool and keep none of its tensors alive, so they reuse
+each other's memory. That is safe because replays run one at a time in capture order, and nothing is
+kept from one replay to the next: read a result before the next replay. Capture the largest first.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,55 +30,47 @@ Made = TypeVar("Made")
 Body = Callable[[Tensor, Tensor], object]
 
 
-class Graph(Protocol):
-    """One segment."""
-
-    def replay(self) -> None:
-        """Enqueue it on the current stream."""
-        ...
-
-
 class GraphMemory:
     """The memory pool and the stream of an engine's captures, on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._collected = False  # Python's garbage
+        self._collected = False  # whether gc.collect() has run: once is enough
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What is launched within runs on the capture stream, after all that came before."""
+        """Run the body on the capture stream, after all work launched before; synchronize."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize()
 
-    def settle(self) -> None:
-        """Wait for warm-ups and give back what they leave: a capture has a pool of its own."""
+    def release_cache(self) -> None:
+        """Synchronize and empty the allocator's cache: captures cannot use what warm-ups left."""
         torch.cuda.synchronize()
-        if not self._collected:  # what a start leaves behind; a tenth of a second each time
+        if not self._collected:  # takes a tenth of a second
             self._collected = True
             gc.collect()
         torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        """Device memory that nobody uses."""
-        self.settle()
+        """Measure free device memory, after `release_cache`."""
+        self.release_cache()
         return torch.cuda.mem_get_info()[0]
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """Capture from now on."""
+        """Begin to capture a segment."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool)
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Capture no longer."""
+        """End the capture of a segment."""
         graph.capture_end()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory and shape, which the result does not keep alive."""
+        """Make a tensor over the same memory that does not keep it alive."""
         storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore
             tensor.data_ptr(), tensor.device, tensor.nbytes
         )
@@ -89,31 +79,22 @@ class GraphMemory:
         return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
 
-@dataclass(slots=True, frozen=True)
-class Break:
-    """Host code between two segments: `body(x, out)` fills `out`."""
-
-    body: Body
-    x: Tensor  # memory of the segment before; not kept alive
-    out: Tensor  # memory that the segment after reads; not kept alive
-
-
 class Capture:
-    """One forward; replayed on any one stream, in the shapes and addresses of its capture."""
+    """One captured forward: segments with breaks between them. Replay it on any stream."""
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
         self._open: torch.cuda.CUDAGraph | None = None
-        self._broken: list[tuple[Graph, Break | None]] = []
-        self._last: Graph | None = None
+        # Each segment, and the host code that follows it.
+        self._parts: list[tuple[torch.cuda.CUDAGraph, Callable[[], object] | None]] = []
 
     @property
     def num_segments(self) -> int:
-        """Graphs of which it is made."""
-        return len(self._broken) + (self._last is not None)
+        """Number of its graphs."""
+        return len(self._parts)
 
     def record(self, forward: Callable[[Capture | None], Made]) -> Made:
-        """Call `forward` a few times to warm up, with None, and once to capture it.
+        """Call `forward` with None a few times to warm up, then with `self` to capture it.
 
         Returns what that last call returned: tensors that every replay overwrites.
         """
@@ -121,13 +102,14 @@ class Capture:
         with memory.capturing():
             for _ in range(NUM_WARMUPS):
                 forward(None)
-            memory.settle()
-            gc.disable()  # a collection may free things of CUDA, which fails within a capture
+            memory.release_cache()
+            gc.disable()  # a collection may free CUDA objects, which fails within a capture
             try:
                 self._open = memory.begin()
                 made = forward(self)
-                self._last = self._end()
+                self._parts.append((self._end(), None))
             except BaseException:
+                self._parts.clear()
                 if self._open is not None:
                     with suppress(RuntimeError):  # the capture may be what failed
                         memory.end(self._open)
@@ -139,47 +121,44 @@ class Capture:
         return made
 
     def at(self, body: Body, x: Tensor, out: Tensor) -> Tensor:
-        """See Breaks.at. The body is not called now: nothing that it could read was computed.
+        """See Breaks.at. The body is not called now: its input has not been computed.
 
         x: contiguous, made by this forward; out: contiguous, allocated just now.
         """
         segment = self._end()
-        here = Break(body, self._memory.alias(x), self._memory.alias(out))
-        self._go_on(segment, here)
+        here = partial(body, self._memory.alias(x), self._memory.alias(out))
+        self._parts.append((segment, here))
+        self._open = self._memory.begin()
         return out
 
     def cut(self) -> None:
-        """End a segment; no host code follows it."""
-        self._go_on(self._end(), None)
+        """End the segment and begin the next, without host code between them."""
+        self._parts.append((self._end(), None))
+        self._open = self._memory.begin()
 
     def _end(self) -> torch.cuda.CUDAGraph:
         assert self._open is not None, "breaks are made while the forward is captured"
         self._memory.end(self._open)
         return self._open
 
-    def _go_on(self, segment: torch.cuda.CUDAGraph, here: Break | None) -> None:
-        self._broken.append((segment, here))
-        self._open = self._memory.begin()
-
     def replay(self) -> None:
         """Enqueue everything on the current stream; breaks run now, within the current context."""
-        assert self._last is not None, "record() first"
-        for segment, here in self._broken:
+        assert self._parts, "record() first"
+        for segment, here in self._parts:
             segment.replay()
             if here is not None:
-                here.body(here.x, here.out)
-        self._last.replay()
+                here()
 
 
 class Cuts:
-    """Breaks that are captured themselves; after some of them a segment ends.
+    """Captures the bodies of breaks as well, and ends a segment after some of them.
 
-    Launching a graph takes the host as long as the graph is, and the device begins when it is all
-    there. So the first segment is short, and the device is busy with it while the next is launched.
+    Launch time grows with the length of a graph, and the device starts only when it is all
+    submitted. So the first segment is short: the device works on it while the next is submitted.
 
     Args:
         capture: under way.
-        after: numbers of breaks, counted from 1.
+        after: which breaks end a segment, counted from 1.
     """
 
     def __init__(self, capture: Capture, after: Collection[int]) -> None:

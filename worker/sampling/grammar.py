@@ -1,7 +1,7 @@
-"""Grammars on the host: which tokens may follow, as bit masks, by llguidance.
+"""Grammars on the host: llguidance says which tokens may follow, as bit masks.
 
-The router has compiled what the user asked for into an llguidance grammar; here one matcher a
-request follows its output. Masks are computed while the forward runs (`DecodeLoop.turn`).
+The router compiles the user's schema into an llguidance grammar. Each request has a matcher that
+consumes its output. Masks are computed while the forward runs (`DecodeLoop.turn`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Matcher:
 
     @property
     def stopped(self) -> bool:
-        """Nothing may follow any more, not even an end of sequence."""
+        """Whether the grammar is complete: the request ends with the token just consumed."""
         return self._matcher.is_stopped()
 
     @property
     def error(self) -> str:
-        """Why it cannot be followed any further (it is too complex); "" = it can."""
+        """Why llguidance has given up on the grammar (too complex); "" = it has not."""
         error = self._matcher.get_error() if self._matcher.is_error() else ""
-        return error.partition("\n<state>")[0]  # what follows is its inner state and the grammar
+        return error.partition("\n<state>")[0]  # the rest dumps llguidance's state and grammar
 
     def consume(self, token: int) -> None:
-        """The output goes on with `token`, which the mask allowed."""
+        """Advance by `token`, which the mask allowed."""
         if not self.stopped:
             self._matcher.consume_token(token)
 
     def fill(self, masks: Tensor, index: int) -> None:
-        """masks[index] = what may follow; a matcher that has stopped allows everything."""
+        """masks[index] = what may follow. Once stopped, all: the request's token is not used."""
         if not self.stopped:
             bitmask.fill_next_token_bitmask(self._matcher, masks.numpy(), index)
 
 
 class Grammars:
-    """Matchers and masks for one tokenizer, which is loaded when the first grammar comes."""
+    """Matchers and masks for one tokenizer, which is loaded for the first grammar."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._path = directory / "tokenizer.json"
@@ -55,7 +55,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
-        """A matcher that has seen `output`.
+        """Make a matcher that has consumed `output`.
 
         Raises:
             UserError: this is no grammar, or the output does not follow it.
@@ -76,7 +76,7 @@ class Grammars:
             raise Unsupported(f"no grammars for this model: {error}", "response_format") from error
 
     def masks(self, matchers: Sequence[Matcher | None]) -> Tensor:
-        """[len(matchers), ceil(vocab / 32)] i32 for sampler.sample; None allows everything."""
+        """Make [len(matchers), ceil(vocab / 32)] i32 for `sampler.sample`; None: all allowed."""
         masks = torch.full((len(matchers), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
         for index, matcher in enumerate(matchers):
             if matcher is not None:

@@ -33,7 +33,7 @@ class SamplingRows(DrawParams):
 
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
-        """The parameters of `rows` [n] i64, to draw at `position` [n] i64."""
+        """Gather the parameters of `rows` [n] i64, to draw at `position` [n] i64."""
         columns = state.ints
         ints = columns.seed, columns.top_k, columns.min_len, columns.penalty_slot
         ints, floats, stop_ids = gather_rows(ints, state.floats, state.stop_ids, rows)
@@ -56,15 +56,16 @@ def sample(
     penalties: PenaltyTables | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token a row.
+    """Draw one token for each row.
 
     Args:
         logits: [n, vocab], of the model's dtype; not written.
         rows: parameters of the n rows.
+        tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered"; not
+            "none".
         penalties: tables of penalties and logit bias; None when no row has a penalty slot.
         mask: [n, ceil(vocab / 32)] i32, bit v % 32 of word v // 32 set iff the grammar allows token
             v; None when no row has a grammar.
-        tail: "greedy" when all rows are greedy, "random" when no row filters, else "filtered".
 
     Returns:
         [n] i64. A row's token is the same under every tail that serves it.
@@ -74,10 +75,10 @@ def sample(
     if mask is not None:
         logits = logits.float()
         logits = apply_mask(mask, ban_early_stops(logits, rows), logits)
-    stops = mask is None  # with a mask, stop ids were banned above
-    if logits.is_cuda and tail != "none":
-        return draw_triton(logits, rows, filtered=tail == "filtered", stops=stops)
-    return draw_ref(logits, rows, tail, stops=stops)
+    ban_stops = mask is None  # with a mask, apply_mask has banned them
+    if logits.is_cuda:
+        return draw_triton(logits, rows, filtered=tail == "filtered", stops=ban_stops)
+    return draw_ref(logits, rows, tail, stops=ban_stops)
 
 
 def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = True) -> Tensor:
@@ -100,7 +101,7 @@ def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = Tr
 
 
 def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """-inf for the stop tokens of rows that draw below their min_len."""
+    """Set the stop tokens of rows that draw below their min_len to -inf."""
     too_early = (rows.position < rows.min_len)[:, None] & (rows.stop_ids >= 0)
     vocab_size = logits.shape[1]
     banned = torch.zeros(
@@ -110,7 +111,7 @@ def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def penalize(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
-    """Bias, then repetition, frequency and presence penalty; neutral rows pass bit for bit.
+    """Apply bias, then repetition, frequency and presence penalty; neutral rows keep their bits.
 
     Repetition: Keskar et al., "CTRL", 2019 (divide positive logits, multiply negative ones), over
     prompt and output; frequency and presence: OpenAI's definition, over the output.
@@ -126,9 +127,9 @@ def penalize(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Te
 
 
 def apply_mask(mask: Tensor, banned: Tensor, logits: Tensor) -> Tensor:
-    """`banned`, which is `logits` without early stops, with -inf for what the grammar forbids.
+    """Set what the grammar forbids to -inf in `banned`, which is `logits` without early stops.
 
-    A grammar that allows stop tokens alone wins over min_len: such rows come from `logits`.
+    A grammar that allows only stop tokens wins over min_len: such rows come from `logits`.
     """
     forbidden = ~unpack(mask, logits.shape[1])
     left = banned.masked_fill(forbidden, float("-inf"))
@@ -137,18 +138,18 @@ def apply_mask(mask: Tensor, banned: Tensor, logits: Tensor) -> Tensor:
 
 
 def unpack(mask: Tensor, vocab_size: int) -> Tensor:
-    """[n, words] i32 of 32 bits, lowest first, as [n, vocab_size] bool."""
+    """Unpack [n, words] i32 of 32 bits, lowest first, into [n, vocab_size] bool."""
     bits = (mask[:, :, None] >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(1)[:, :vocab_size].bool()
 
 
 def logprobs(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """What the model thought, before any change of `logits`.
+    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits.
 
     Args:
         logits: [n, vocab], of the model's dtype.
         token: [n] i64, the drawn ones.
-        num_top: likeliest alternatives wanted.
+        num_top: number of likeliest tokens.
 
     Returns:
         Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
@@ -160,7 +161,7 @@ def logprobs(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tenso
 
 
 def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """-inf for every token outside min_p, then top_k, then top_p; the likeliest always stays.
+    """Set every token outside min_p, then top_k, then top_p to -inf; the likeliest always stays.
 
     top_p keeps the smallest set of likeliest tokens whose probability, renormalised over what
     top_k left, reaches top_p. Rows with a filter off pass through it unchanged, bit for bit.

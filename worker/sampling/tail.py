@@ -12,20 +12,19 @@ from worker.kernels.step.step_rows import leave_rows
 from worker.models.decoder import Decoder
 from worker.plan import Drawn, Tail
 from worker.sampling.sampler import SamplingRows, logprobs, sample
-from worker.step.sampled import SampledRows
-from worker.step.state import StepState
+from worker.step.state import SampledRows, StepState
 
 
 @dataclass(slots=True)
 class Result:
-    """What the tail leaves for the host."""
+    """What a tail has drawn, on its way to the host."""
 
     drawn: Tensor  # [num sampled rows, 3] i64 of (token, valid, finished)
     values: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] f32
     ids: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] i64
 
     def to_host(self) -> Result:
-        """Pinned copies that are under way on the current stream."""
+        """Enqueue copies to pinned memory on the current stream."""
 
         def copy(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
@@ -38,7 +37,7 @@ class Result:
         return Result(drawn, copy(self.values), copy(self.ids))
 
     def read(self) -> list[Drawn]:
-        """One entry a sampled row; only after the device is through."""
+        """Read one entry for each sampled row; only once the device has finished."""
         logprobs: list[TokenLogprob | None] = [None] * len(self.drawn)
         if self.values is not None and self.ids is not None:
             pairs = zip(self.values.tolist(), self.ids.tolist(), strict=True)
@@ -60,15 +59,15 @@ def draw(
     num_logprobs: int = -1,
     mask: Tensor | None = None,
 ) -> Result:
-    """Draw one token for each of `sampled` and move its row on; device work only.
+    """Draw one token for each of `sampled` and advance its row in the step state. Never waits.
 
     Args:
         model: has the head.
         state: of the rows; changed.
-        sampled: whom it is for.
+        sampled: rows to draw for, with their positions.
         hidden: [n, hidden] after the final norm.
         tail: which kernels are needed, see `sampler.sample`.
-        penalized: some row has a penalty slot.
+        penalized: whether some row has a penalty slot.
         num_logprobs: likeliest alternatives to report; -1 = no logprobs.
         mask: what grammars allow, [n, words] i32, on the device.
     """
@@ -81,7 +80,7 @@ def draw(
         rows, position, sampled.valid, token, params.stop_ids, params.min_len, state.columns
     )
     if penalties is not None:
-        # No two rows share a slot but 0, whose counts nobody reads.
+        # No two rows share a slot but 0, whose counts are never read.
         penalties.counts[params.penalty_slot, token] += 1
     result = Result(drawn)
     if num_logprobs >= 0:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from worker.plan import LONG_ROWS
+from worker.plan import LONG_STEP_TOKENS
 
 MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
@@ -73,7 +73,7 @@ class Pace:
         costs_s = (self.num_groups - 1) * ANNOUNCE_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
-            if step.num_tokens < LONG_ROWS:
+            if step.num_tokens < LONG_STEP_TOKENS:
                 early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
         return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s

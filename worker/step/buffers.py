@@ -1,4 +1,4 @@
-"""A Plan made into a Batch: every tensor of one forward, built whole."""
+"""BatchBuffers: makes a Plan into a Batch, all tensors of one forward at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from worker.kernels.step.chunk_rows import (
     pack,
 )
 from worker.kernels.step.step_rows import read_rows
-from worker.plan import LONG_ROWS, Plan
-from worker.step.sampled import SampledRows
+from worker.plan import LONG_STEP_TOKENS, Plan
 from worker.step.staging import Staging
-from worker.step.state import StepState
+from worker.step.state import SampledRows, StepState
 
-# A batch of fixed shape has room for so many requests: with more of them attention's work is less
-# evenly divided, and longer ones are better cut by the lengths that there really are.
+# Most requests of a fixed-shape batch, and most tokens of each. Attention splits its work for a
+# fixed shape without the true lengths, which is too uneven for more or longer requests.
 FIXED_REQS = 4
-MAX_FIXED_LEN = SHORT_KEYS  # tokens of each
-# Requests of a long step whose last-token rows fit `Batch.last_token_rows`.
+MAX_FIXED_LEN = SHORT_KEYS
+# Most requests of a long step for which only hidden states of last tokens are computed.
 MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 
 
@@ -46,11 +45,12 @@ class BatchBuffers:
     def __init__(self, state: StepState, page_size: int, max_chunk_tokens: int) -> None:
         self._state = state
         self._page_size = page_size
-        capacity = max_chunk_tokens + max_chunk_tokens % 2  # lines begin at multiples of 16 bytes
-        # Token ids, positions and slots of the batch of chunks under way: graphs read them here.
+        capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its 3 rows are 16-byte aligned
+        # Token ids, positions and slots of the latest batch of chunks, where graphs read them.
         self._chunk = torch.zeros(3, capacity, dtype=torch.int64, device=state.device)
         num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
-        # What the host uploads for it; graphs of fixed shape read query_start and seq_lens there.
+        # Filled by one upload for each batch of chunks, see SentChunks. Fixed-shape graphs read
+        # query_start and seq_lens from this memory.
         self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
         num_words = NUM_LINES * line_width(num_rows) + max_chunk_tokens + self._page_words
         self._staging = Staging(num_words, state.device)
@@ -59,22 +59,21 @@ class BatchBuffers:
         self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
         self._tables = torch.zeros_like(state.page_table[: self.fixed_reqs, :num_pages])
         self._fixed_batches: dict[int, Batch] = {}  # by padded tokens; all over the same buffers
-        self._last_token_rows = torch.zeros(
-            MAX_LAST_TOKEN_ROWS, dtype=torch.int64, device=state.device
-        )
+        self._last_token_rows = self._chunk.new_zeros(MAX_LAST_TOKEN_ROWS)
         self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
 
     def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
-        """The batch of a plan of chunks; also writes the plan's pages to the state's page table.
+        """Build the batch of a prefill plan, and write the plan's pages to the page table.
 
-        It lies in buffers that are used again: the next call overwrites the batch.
+        The batch lies in buffers that the next call overwrites.
 
         Args:
             plan: has chunks, no more than the state has rows.
-            padded_tokens: pad the batch to so many, and let host bounds be coarse; 0: neither.
-            fixed_shape: with `padded_tokens` only. Pad the requests as well, to `fixed_reqs` of up
-                to `max_fixed_len` tokens, so that nothing of the batch's shape depends on them:
-                host bounds are the highest that there are, and `host` is None.
+            padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
+                of two, so that few kernel variants are compiled. 0: do neither.
+            fixed_shape: with `padded_tokens` only. Pad the number of requests to `fixed_reqs` too.
+                Shapes and host bounds then depend on `padded_tokens` alone, and `host` is None.
+                Each request may have up to `max_fixed_len` tokens.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
@@ -83,95 +82,95 @@ class BatchBuffers:
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
             return self._fixed_batch(num_tokens, sent.width)
-        if padded_tokens:  # few bounds, so that few kernels are compiled for all lengths
+        if padded_tokens:
             longest = min(padded_tokens, power_of_two(longest))
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
         tables = table.new_empty(num_reqs, num_pages)
         chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, tables)
-        lengths = self._lengths(num_reqs, sent.width)
         ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
-        return self._of_chunk(
+        return self._of_chunks(
             num_tokens,
-            **lengths,
-            last_token_rows=self._last_tokens(num_tokens, lengths["query_start"]),
+            *self._lengths(num_reqs, sent.width),
             page_table=tables,
-            num_reqs=num_reqs,
             max_query_len=longest,
             max_seq_len_ub=plan.max_seq_len_ub,
             host=HostLengths(counts, ends),
         )
 
     def max_reqs(self, padded_tokens: int) -> int:
-        """Requests of a batch of so many tokens for which graphs compute hidden states."""
-        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_ROWS else padded_tokens
-
-    def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
-        """`Batch.last_token_rows`, of the same length for any number of requests."""
-        num_reqs = len(query_start) - 1
-        if num_tokens < LONG_ROWS or num_reqs > MAX_LAST_TOKEN_ROWS:
-            return None
-        self._last_token_rows.zero_()
-        torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
-        return self._last_token_rows
-
-    def _fixed_batch(self, num_tokens: int, width: int) -> Batch:
-        lengths = self._lengths(self.fixed_reqs, width)
-        last_token_rows = self._last_tokens(num_tokens, lengths["query_start"])
-        if num_tokens not in self._fixed_batches:
-            self._fixed_batches[num_tokens] = self._of_chunk(
-                num_tokens,
-                **lengths,
-                last_token_rows=last_token_rows,
-                page_table=self._tables,
-                num_reqs=self.fixed_reqs,
-                max_query_len=num_tokens,
-                max_seq_len_ub=self.max_fixed_len,
-            )
-        return self._fixed_batches[num_tokens]
+        """Most requests that a graph of `padded_tokens` tokens can serve."""
+        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_STEP_TOKENS else padded_tokens
 
     def blank_chunk(self, num_tokens: int) -> Batch:
-        """A prompt of `num_tokens` that writes to the sink alone, for trials and captures."""
+        """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
         self._chunk[:, :num_tokens].zero_()
         num_pages = -(-num_tokens // self._page_size)
-        query_start = self._state.upload([0, num_tokens], torch.int32)
-        return self._of_chunk(
+        return self._of_chunks(
             num_tokens,
-            query_start=query_start,
-            last_token_rows=self._last_tokens(num_tokens, query_start),
+            query_start=self._state.upload([0, num_tokens], torch.int32),
             seq_lens=self._state.upload([num_tokens], torch.int32),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
-            num_reqs=1,
             max_query_len=num_tokens,
             max_seq_len_ub=num_tokens,
             host=HostLengths([num_tokens], [num_tokens]),
         )
 
-    def _of_chunk(self, num_tokens: int, **rest: Any) -> Batch:
+    def _fixed_batch(self, num_tokens: int, width: int) -> Batch:
+        batch = self._fixed_batches.get(num_tokens)
+        if batch is None:
+            batch = self._fixed_batches[num_tokens] = self._of_chunks(
+                num_tokens,
+                *self._lengths(self.fixed_reqs, width),
+                page_table=self._tables,
+                max_query_len=num_tokens,
+                max_seq_len_ub=self.max_fixed_len,
+            )
+        else:
+            self._last_tokens(num_tokens, batch.query_start)
+        return batch
+
+    def _of_chunks(
+        self, num_tokens: int, query_start: Tensor, seq_lens: Tensor, **rest: Any
+    ) -> Batch:
         ids, positions, slots = self._chunk[:, :num_tokens]
         return Batch(
-            input_ids=ids, positions=positions, slot_mapping=slots, num_tokens=num_tokens, **rest
+            input_ids=ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            num_reqs=len(seq_lens),
+            num_tokens=num_tokens,
+            last_token_rows=self._last_tokens(num_tokens, query_start),
+            **rest,
         )
 
-    def _lengths(self, num_reqs: int, width: int) -> dict[str, Tensor]:
-        """Where an upload of lines of that width puts them on the device; see `SentChunks`."""
+    def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
+        """Fill `Batch.last_token_rows`, which is of the same length for any number of requests."""
+        num_reqs = len(query_start) - 1
+        if num_tokens < LONG_STEP_TOKENS or num_reqs > MAX_LAST_TOKEN_ROWS:
+            return None
+        self._last_token_rows.zero_()
+        torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
+        return self._last_token_rows
+
+    def _lengths(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
+        """Views of query_start and seq_lens in the uploaded words; layout: SentChunks."""
         words = self._staging.words
-        return {
-            "query_start": words[width : width + num_reqs + 1],
-            "seq_lens": words[2 * width : 2 * width + num_reqs],
-        }
+        return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
 
     def _upload(self, plan: Plan, num_lines: int) -> SentChunks:
-        """All that a plan of chunks brings, in one copy, for `num_lines` requests or fewer."""
+        """Copy a prefill plan's tokens, lengths and pages to the device, padded to `num_lines`."""
         new = self._new_pages(plan)
         values, sent = pack(self._staging.words, plan.chunks, new, num_lines)
         self._staging.upload(values)
         return sent
 
     def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
-        """By row, the new pages that go with the upload.
+        """Choose the new pages that go with the upload, by row; apply the others.
 
-        Others are applied by themselves: pages of rows without a chunk (a decode worker starts
-        streams in the step that computes a prompt), and those for which the upload has no room.
+        The others are pages of rows that have no chunk in this plan (a decode worker may start
+        decode rows in a prefill step), and those for which the upload has no room.
         """
         if not plan.pages:
             return {}
@@ -191,9 +190,9 @@ class BatchBuffers:
     def decode(
         self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None
     ) -> tuple[Batch, SampledRows]:
-        """One token for each of `rows` [n] i64; device work only, on shapes the host knows.
+        """Build the batch of one token for each of `rows` [n] i64. Enqueues device work only.
 
-        Rows that are inactive by now are padding, and so is row 0. `host` goes into the batch.
+        Rows that are inactive on the device, and row 0, are padding. `host` goes into the batch.
         """
         num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages)
@@ -213,5 +212,5 @@ class BatchBuffers:
         return batch, SampledRows(read.live, read.next_positions, read.valid)
 
     def decode_lengths(self, rows: Sequence[int]) -> HostLengths:
-        """Of a decode batch of `rows`, whose plan has been applied to the state."""
+        """HostLengths of a decode batch of `rows`, whose plan has been applied to the state."""
         return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])

@@ -1,4 +1,4 @@
-"""A place on the device that the host fills anew with every step, and never waits for."""
+"""Staging: a device buffer that the host fills at every step, through a ring of pinned buffers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DEPTH = 4  # uploads under way before the host waits; an engine has two steps on the device
-GRAIN = 256  # words; copies are whole grains, so that there are few kinds of them
+DEPTH = 4  # uploads in flight before the host waits; an engine has at most two steps in flight
+GRAIN = 256  # words; sizes of copies are multiples of it, so that their views are made once
 
 
 class Staging:
-    """`words`, i32 on the device, and the pinned memory of the host from which they are filled.
+    """`words` (i32, on the device) and the pinned host buffers it is copied from.
 
-    What is uploaded lies there until the next upload, which is ordered behind the work on the
-    current stream. On the CPU the host writes the words themselves: it is its own stream.
+    An upload stays until the next one, which runs behind all work on the current stream. On the
+    CPU the host writes `words` directly.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Staging:
         self._next = 0
 
     def upload(self, values: Sequence[int]) -> None:
-        """words[: len(values)] = values, no more than there are; some that follow change, too."""
+        """words[: len(values)] = values. Words up to the next multiple of GRAIN change as well."""
         assert len(values) <= len(self.words)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
@@ -40,7 +40,7 @@ class Staging:
 
 
 class _Slot:
-    """Memory of the host for one upload at a time. All views of it are made here, once."""
+    """A host buffer for one upload at a time, with the views that its copies need."""
 
     def __init__(self, host: Tensor, words: Tensor | None) -> None:
         self._host = host.numpy().data
@@ -53,7 +53,7 @@ class _Slot:
     def upload(self, values: Sequence[int]) -> None:
         """See Staging."""
         if self._copies:
-            self._copied.synchronize()  # of the copy before, long since; it may have to be awaited
+            self._copied.synchronize()  # the copy DEPTH uploads ago must have left this buffer
         struct.pack_into(f"{len(values)}i", self._host, 0, *values)
         if self._copies:
             source, target = self._copies[-(-len(values) // GRAIN)]

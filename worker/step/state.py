@@ -1,14 +1,15 @@
-"""Device-resident step state: what the device knows of each row without asking the host.
+"""StepState: what the device keeps of each row between steps, without asking the host.
 
-Filled by `apply_rows` and `apply_pages` from a Plan's starts, releases and pages (pages of rows
-with chunks come with their batch, see `BatchBuffers.chunks`), and by each step's sampling tail.
-Row 0 is the sink: inactive and padded rows alias it, so whatever they write is harmless.
+Filled by `apply_rows` and `apply_pages` from a Plan (`BatchBuffers.chunks` brings the pages of rows
+with chunks), and by each step's sampling tail. Row 0 is the sink: inactive and padded rows are
+replaced by it, so whatever they write is harmless.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class IntColumns(NamedTuple, Generic[T]):
-    """The i64 columns: tensors of [num_rows + 1] in the state, values of one row that starts."""
+    """The i64 columns. T is a tensor [num_rows + 1] in StepState, or the value of one new row."""
 
     seq_len: T  # tokens whose KV is in the pages
     last_token: T  # token at position seq_len, the next decode input
@@ -34,11 +35,11 @@ class IntColumns(NamedTuple, Generic[T]):
     min_len: T  # no stop token is drawn at a position below this
     seed: T
     top_k: T  # 0 = off
-    penalty_slot: T  # index into `StepState.penalties`; 0 = the neutral one
+    penalty_slot: T  # index into `StepState.penalties`; 0 = neutral
 
 
 class FloatColumns(NamedTuple, Generic[T]):
-    """The f32 columns, likewise."""
+    """The f32 columns; T as in IntColumns, of floats."""
 
     temperature: T  # 0 = greedy
     top_p: T
@@ -48,8 +49,21 @@ class FloatColumns(NamedTuple, Generic[T]):
     repetition_penalty: T
 
 
-def values_of(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
-    """What a row begins with."""
+@dataclass(slots=True, frozen=True)
+class SampledRows:
+    """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
+
+    rows: Tensor  # [n] i64; 0 = padding
+    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
+    valid: Tensor  # [n] bool; False = padding
+
+    def first(self, n: int) -> SampledRows:
+        """The first n of them."""
+        return SampledRows(self.rows[:n], self.position[:n], self.valid[:n])
+
+
+def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
+    """The column values of a row that starts."""
     sampling = start.sampling or NO_SAMPLING
     ints = IntColumns(
         seq_len=start.seq_len,
@@ -60,19 +74,12 @@ def values_of(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
         top_k=sampling.top_k,
         penalty_slot=start.penalty_slot,
     )
-    floats = FloatColumns(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-    )
+    floats = FloatColumns(*(getattr(sampling, name) for name in FloatColumns._fields))
     return ints, floats
 
 
 class StepState:
-    """Tensors by row, [num_rows + 1, ...].
+    """What the device keeps of each row between steps: tensors [num_rows + 1, ...].
 
     Args:
         num_rows: requests at a time, the sink not counted.
@@ -95,7 +102,7 @@ class StepState:
     ) -> None:
         n = num_rows + 1
         self.device = device
-        self._pin = device.type == "cuda"  # memory of the host that copies are made from
+        self._pin = device.type == "cuda"  # whether host tensors are pinned
         self._eos_ids = tuple(eos_ids)
         padded = -(-n // ALIGNMENT) * ALIGNMENT  # all columns begin aligned for the kernels
         # One line for each column, so that one copy moves what a row starts with.
@@ -108,10 +115,10 @@ class StepState:
         self.active = torch.zeros(n, dtype=torch.bool, device=device)
         self.page_table = torch.zeros(n, max_pages, dtype=torch.int32, device=device)
         self._flat_table = self.page_table.view(-1)
-        # Ids that end the row; -1 = unused place.
+        # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # Host, counted from plans alone: KV length of each row after the last step applied. The
-        # device's own for rows that are active there; those that ended unseen count on.
+        # KV length of each row after the last step applied, counted on the host from plans. Equal
+        # to the device's for rows active there; too high for rows that ended and are not settled.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active,
@@ -124,7 +131,7 @@ class StepState:
         self.reset()
 
     def reset(self) -> None:
-        """No row is active and none has pages, as in the beginning."""
+        """Reset rows and page table (not the penalty tables) to their initial state."""
         for table in (self._ints, self._floats, self.active, self.page_table):
             table.zero_()
         self.floats.top_p.fill_(1.0)
@@ -133,30 +140,30 @@ class StepState:
         self.seq_len_ub = [0] * len(self.seq_len_ub)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """A host list as a device tensor, without a host sync."""
+        """Copy a host list to the device, without a host sync."""
         host = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
         return host.to(self.device, non_blocking=True)
 
-    def send(self, host: Tensor) -> Tensor:
-        """A host tensor on the device, without a host sync."""
+    def upload_tensor(self, host: Tensor) -> Tensor:
+        """Copy a host tensor to the device, without a host sync."""
         if self._pin:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
     def apply(self, plan: Plan) -> None:
-        """All changes of `plan`, ordered on the current stream."""
+        """Apply all changes of `plan`, ordered on the current stream."""
         self.apply_rows(plan)
         self.apply_pages(plan.pages)
 
-    def apply_pages(self, brought: Sequence[RowPages]) -> None:
-        """New entries of the page tables; `BatchBuffers.chunks` does it for rows with chunks."""
-        if not brought:
+    def apply_pages(self, new: Sequence[RowPages]) -> None:
+        """Write new page-table entries (those of rows with chunks are uploaded with the batch)."""
+        if not new:
             return
-        num, width = sum(len(each.pages) for each in brought), self.page_table.shape[1]
+        num, width = sum(len(each.pages) for each in new), self.page_table.shape[1]
         host = self._staged(num + -(-num // 2))  # table indices in i64, then page ids in i32
         flat, last = host.numpy(), 0
         pages = flat[num:].view(np.int32)
-        for each in brought:
+        for each in new:
             first, last = last, last + len(each.pages)
             assert each.first + len(each.pages) <= width
             begin = each.row * width + each.first
@@ -166,14 +173,14 @@ class StepState:
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
     def _staged(self, num: int) -> Tensor:
-        """[num] i64 of the host, uninitialised; pinned on CUDA, so that copies from it do not wait.
+        """Allocate [num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
 
         It may be freed at once: torch reuses pinned memory after the copies from it have ended.
         """
         return torch.empty(num, dtype=torch.int64, pin_memory=self._pin)
 
     def apply_rows(self, plan: Plan) -> None:
-        """Releases, then starts: what a decode step and every tail reads."""
+        """Apply releases, then starts, and update seq_len_ub."""
         if plan.releases:
             self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
         if plan.starts:
@@ -186,7 +193,7 @@ class StepState:
             self.seq_len_ub[row] += 1
 
     def _start(self, starts: Sequence[RowStart]) -> None:
-        ints, floats = zip(*map(values_of, starts), strict=True)
+        ints, floats = zip(*map(column_values, starts), strict=True)
         rows_active = [(start.row, start.active) for start in starts]
         stops = [self._stop_ids(start.sampling or NO_SAMPLING) for start in starts]
         parts = (
@@ -216,8 +223,8 @@ class StepState:
 class PenaltyTables:
     """Tables over the vocabulary for penalties and logit bias, by penalty slot.
 
-    Slot 0 is neutral: rows without a slot of their own alias it. What they add to its counts is
-    never seen, because their penalties are off.
+    Slot 0 is neutral: rows without penalties use it. What they add to its counts is never read,
+    because their penalties are off.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -229,7 +236,7 @@ class PenaltyTables:
     def fill(
         self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
     ) -> None:
-        """Fill a request's slot anew from its history."""
+        """Fill the slot of a request that starts from its prompt and output."""
         slot = start.penalty_slot
         for table in (self.in_prompt, self.counts, self.bias):
             table[slot].zero_()
