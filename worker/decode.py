@@ -95,7 +95,7 @@ class DecodeLoop:
             "fetches": self._inbound.num_fetches,
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self._replies.num_unacknowledged,
-            "siblings": self._siblings.num_held,
+            "siblings": self._siblings.num_waiting,
         }
 
     def num_peers(self) -> int:
@@ -167,7 +167,7 @@ class DecodeLoop:
 
     def _admit(self, router: PeerId, message: Generate, now: float) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs or self._siblings.holds(router, message, self._reqs.values()):
+        if key in self._reqs or self._siblings.defer(router, message, self._reqs.values()):
             return
         try:
             req = self._admission.admit(router, message, len(self._reqs), now)
