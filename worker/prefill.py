@@ -86,7 +86,7 @@ class PrefillLoop:
         computed = self._scheduler.chunks_of(plan.step)
         num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
         rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
-        return self._pace.groups_pay(num_tokens, min(rates, default=0.0))
+        return self._pace.announce_groups(num_tokens, min(rates, default=0.0))
 
     def _settle(self, step: Step) -> None:
         if step.groups is not None:

@@ -11,7 +11,7 @@ from worker.pull.inbound import Inbound
 from worker.pull.peers import PrefillPeers
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.locality import LocalCost, prefills_locally
+from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
 
 # The router ends a request at its deadline; this is for a router that does not.
@@ -81,7 +81,7 @@ class Admission:
             return
         candidates = self._peers.eligible(req.candidates)
         config = self._engine.config.disaggregation
-        cost = LocalCost(
+        cost = PlacementInputs(
             num_uncached_tokens=num_uncached,
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
