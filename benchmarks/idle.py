@@ -243,7 +243,7 @@ def ahead(bench: Bench, batch: int, prompt_len: int, output_len: int, seed: int)
         assert step is not None
         for req, _, reason in scheduler.settle(step.plan.step, engine.settle(step)):
             if reason is not None:
-                scheduler.finish(req, reason)
+                scheduler.finish(req)
     return time.perf_counter() - began
 
 
