@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from worker.api import Prefill, PrefillRefused, Xfer
 from worker.cache.book import PageBook
-from worker.config import EngineConfig
+from worker.config import EngineConfig, LeaseConfig
+from worker.errors import UserError
+from worker.metrics import WorkerMetrics
 from worker.plan import Plan
+from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
@@ -240,10 +244,11 @@ def test_nothing_waits_behind_a_dropped_prompt() -> None:
     assert [chunk.tokens for chunk in plan.chunks] == [tuple(range(19))]
 
 
-def test_a_prompt_that_no_row_can_hold_is_refused() -> None:
+def test_a_prompt_that_no_row_can_hold_is_the_user_s_mistake() -> None:
     book = PageBook(50, 16)
     scheduler = scheduler_of(book, max_len=32)
-    assert scheduler.admit(range(33)) is None
+    with pytest.raises(UserError, match="33 tokens of prompt; the limit here is 32"):
+        scheduler.admit(range(33))
     assert book.num_holds == 0
     assert scheduler.admit(range(32)) is not None
 
@@ -260,3 +265,20 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
             scheduler.settle(plan.step)
         assert sum(steps) == 4096
         assert steps[0] == longest
+
+
+def test_a_prompt_is_refused_with_the_reason() -> None:
+    """Too long is not "no room": it never fits here."""
+    sent: list[object] = []
+    outbound = Outbound(
+        "p", scheduler_of(PageBook(4, 2), max_len=8), 1, lambda _, message: sent.append(message),
+        LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
+    )  # fmt: skip
+    for num_tokens, code in ((9, "invalid_value"), (8, "busy"), (1, "invalid_value")):
+        xfer = Xfer(str(num_tokens), 1, "d", "p")
+        outbound.on_prefill("decode-0/d", Prefill(xfer, tuple(range(num_tokens)), 0), 0.0)
+        refused = sent.pop()
+        assert isinstance(refused, PrefillRefused)
+        assert (refused.xfer, refused.error.code) == (xfer, code)
+    assert not sent
+    assert not outbound.num_leases

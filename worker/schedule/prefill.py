@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
+from worker.errors import UserError
 from worker.plan import Chunk, Plan
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
@@ -36,12 +37,15 @@ class PrefillScheduler:
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
     def admit(self, tokens: Sequence[int], link_bytes_per_s: float = 0.0) -> PrefillReq | None:
-        """Admit a prompt of at least two tokens; None if it is longer than max_len or does not fit.
+        """Admit a prompt of at least two tokens; None if there is no room for it now.
 
         link_bytes_per_s: of the link to its decode worker; 0 = not known.
+
+        Raises:
+            UserError: it is longer than max_len.
         """
         if len(tokens) > self._max_len:
-            return None
+            raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
         if len(self.waiting) >= self._engine.max_num_reqs + self._engine.max_waiting:
             return None
         target = len(tokens) - 1
