@@ -30,7 +30,7 @@ class Phase(Enum):
     FETCHING = auto()  # admitted; a prefill worker computes its prompt, or a pull runs
     LOCAL = auto()  # waits for, or is in, its own prefill chunks
     READY = auto()  # waits for a row
-    RUNNING = auto()  # has a row
+    RUNNING = auto()  # decodes, or its last chunk is in flight
     PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
 
