@@ -123,7 +123,7 @@ class Bench:
                 self.path = pending.path
                 for req, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
-                        scheduler.finish(req, reason)
+                        scheduler.finish(req)
                         num_left -= 1
             pending = step
         took_s = time.perf_counter() - began

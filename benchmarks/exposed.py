@@ -25,6 +25,7 @@ pull after the other; see `benchmarks.throttle`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -124,11 +125,12 @@ def decode(config: dict[str, Any], conn: Connection, result: Connection, course:
         time.sleep(0.01)
     loop: Any = worker._loop  # pyright: ignore
     (known,) = loop._peers._known.values()
-    measured = known.bytes_per_s
+    measured = known.link
     rows: list[dict[str, Any]] = []
     for rate in course.gb_per_s:
         throttle.bytes_per_s = rate * 1e9
-        known.bytes_per_s = min(throttle.bytes_per_s or measured, measured)  # the card's
+        known_rate = min(throttle.bytes_per_s or measured.bytes_per_s, measured.bytes_per_s)
+        known.link = dataclasses.replace(measured, bytes_per_s=known_rate)  # of the card
         for num_tokens in course.tokens:
             found = []
             for number in range(NUM_WARM_UP + course.repeat):

@@ -30,7 +30,7 @@ from worker.decode import DecodeLoop
 from worker.engine.meter import StepMeter
 from worker.metrics import WorkerMetrics
 from worker.plan import Plan
-from worker.pull.inbound import Arrived
+from worker.pull.fetch import Fetch
 from worker.wire import Event, Wire
 from worker.worker import Worker
 
@@ -124,9 +124,9 @@ class LandingLoop(DecodeLoop):
     landed: ClassVar[list[Landed]] = []
     digests: ClassVar[bool] = False
 
-    def _arrive(self, arrived: Arrived) -> None:
-        super()._arrive(arrived)
-        req, found = arrived.req, ""
+    def _fetch_ended(self, fetch: Fetch) -> None:
+        super()._fetch_ended(fetch)
+        req, found = fetch.req, ""
         if self.digests:
             assert req.hold is not None
             found = digest(self._engine.pool, req.hold.pages, len(req.tokens) - 1)

@@ -239,11 +239,10 @@ class Prefill(Message, frozen=True):
 
 
 class PrefillRefused(Message, frozen=True):
-    """Prefill to decode: no room or draining; decode asks its next candidate."""
+    """Prefill to decode: not admitted; decode asks its next candidate, or prefills by itself."""
 
     xfer: Xfer
     error: Error
-    retry_after_s: float = 1.0
 
 
 class KVReady(Message, frozen=True):

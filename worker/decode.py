@@ -1,6 +1,7 @@
 """The decode loop: owns a request from admission to its last token.
 
-One turn: messages, pulls, launch step n, settle step n - 1, replies, sweep.
+One turn: messages, pulls, requests that waited for others, launch step n, settle step n - 1, the
+tail of step n if grammars mask it, sweep, replies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from worker.api import (
     RenewAck,
     Stop,
     TokenChunk,
-    TokenLogprob,
     WorkerStats,
 )
 from worker.engine.engine import Engine
@@ -33,9 +33,9 @@ from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.plan import Drawn
-from worker.pull.fetch import FetchContext
-from worker.pull.inbound import Arrived, Inbound
-from worker.pull.peers import PeerConnected, PeerFailed, PrefillPeers
+from worker.pull.fetch import Fetch, FetchContext
+from worker.pull.inbound import Inbound
+from worker.pull.peers import DialFailed, Link, PrefillPeers
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
@@ -44,8 +44,9 @@ from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 
 SWEEP_S = 0.25
-# A pull is looked at again after an eighth of the time that it has run, at once while it is young:
-# 20 MB over NVLink take less than the shortest sleep, and a pull of seconds is to cost no core.
+# While pulls run, an idle loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at
+# most, so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: 20 MB
+# over NVLink arrive within the shortest sleep.
 YOUNG_S = 300e-6
 LONGEST_POLL_S = 500e-6
 
@@ -56,10 +57,9 @@ class DecodeLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
-        config, metrics = engine.config, engine.metrics
-        eos_ids = frozenset(engine.spec.eos_token_ids)
+        config, metrics, spec = engine.config, engine.metrics, engine.spec
         self._scheduler = scheduler = DecodeScheduler(
-            engine.book, config.engine, eos_ids, metrics.preemptions.inc
+            engine.book, config.engine, frozenset(spec.eos_token_ids), metrics.preemptions.inc
         )
         self._peers = PrefillPeers(
             engine.transport,
@@ -74,8 +74,7 @@ class DecodeLoop:
             engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
         )
         self._inbound = Inbound(incarnation, context, self._peers)
-        spec, directory = engine.spec, config.model.directory
-        self._grammars = Grammars(directory, spec.vocab_size, spec.eos_token_ids)
+        self._grammars = Grammars(config.model.directory, spec.vocab_size, spec.eos_token_ids)
         self._admission = Admission(
             thread.me, engine, scheduler, self._grammars, self._inbound, self._peers
         )
@@ -89,21 +88,21 @@ class DecodeLoop:
         metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
 
     def counters(self) -> dict[str, int]:
-        """What is held for others; all zero at rest."""
+        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
         return {
             "requests": len(self._reqs),
             "fetches": self._inbound.num_fetches,
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self._replies.num_unacknowledged,
-            "siblings": self._siblings.num_held,
+            "siblings": self._siblings.num_waiting,
         }
 
     def num_peers(self) -> int:
-        """Prefill workers that can be pulled from."""
+        """Number of prefill workers that can be pulled from."""
         return self._peers.num_connected
 
     def close(self) -> None:
-        """Let go of the prefill workers."""
+        """Close the links to prefill workers."""
         self._peers.close()
 
     def turn(self, events: list[Incoming]) -> float:
@@ -111,8 +110,8 @@ class DecodeLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
-        for arrived in self._inbound.poll(now):
-            self._arrive(arrived)
+        for fetch in self._inbound.poll(now):
+            self._fetch_ended(fetch)
         for router, message in self._siblings.due(self._reqs.values()):
             self._admit(router, message, now)
         self._admission.resume_preempted()
@@ -129,7 +128,7 @@ class DecodeLoop:
         self._replies.flush(time.monotonic(), read_at=now)
         self._publish()
         if step is not None or settled is not None or self._scheduler.local:
-            return 0.0  # a step that has settled may have made room for whoever waits
+            return 0.0  # a step that has settled may have made room for a waiting request
         return poll_after_s(self._inbound.pulls_began_at, now)
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
@@ -137,7 +136,7 @@ class DecodeLoop:
             case Generate():
                 self._admit(peer, event, now)
             case Stop():
-                self._cut(event)
+                self._stop(event)
             case Abort():
                 self._siblings.abort(event.req_id, event.dispatch)
                 self._abort(self._reqs.get((event.req_id, event.dispatch)))
@@ -154,9 +153,9 @@ class DecodeLoop:
             case MembersChanged():
                 for gone in self._peers.update(event.members):
                     self._lose(gone)
-            case PeerConnected():
-                self._peers.connected(event)
-            case PeerFailed():
+            case Link():
+                self._peers.dialled(event)
+            case DialFailed():
                 self._peers.failed(event)
             case DrainAsked():
                 self._admission.draining = True
@@ -167,32 +166,32 @@ class DecodeLoop:
 
     def _admit(self, router: PeerId, message: Generate, now: float) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs or self._siblings.holds(router, message, self._reqs.values()):
+        if key in self._reqs or self._siblings.defer(router, message, self._reqs.values()):
             return
         try:
             req = self._admission.admit(router, message, len(self._reqs), now)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             param = error.param if isinstance(error, UserError) else None
-            said = Error(error.code, str(error), param)
-            self._thread.send(router, Refused(*key, said, retry_after_s))
+            reply = Error(error.code, str(error), param)
+            self._thread.send(router, Refused(*key, reply, retry_after_s))
             return
         req.marks.received_at = now
         self._reqs[key] = req
         self._admission.place(req)
 
-    def _arrive(self, arrived: Arrived) -> None:
-        req = arrived.req
-        if arrived.aborted:
+    def _fetch_ended(self, fetch: Fetch) -> None:
+        req = fetch.req
+        if fetch.aborted:
             self._end(req, FinishReason.ABORT)
-        elif arrived.landed:
+        elif fetch.landed:
             req.marks.landed_at = req.marks.landed_at or time.monotonic()
             self._scheduler.commit(req)
         else:
             self._admission.place_locally(req, "fallback")
 
     def _lose(self, peer: PeerId) -> None:
-        """A router or a prefill worker is gone."""
+        """Forget a router or a prefill worker that is gone; end the router's requests."""
         self._inbound.on_lost(peer)
         self._peers.lose(peer)
         self._replies.lost(peer)
@@ -200,8 +199,8 @@ class DecodeLoop:
         for req in [each for each in self._reqs.values() if each.router == peer]:
             self._abort(req)
 
-    def _cut(self, message: Stop) -> None:
-        """The router found a stop string: nothing from at_position on counts."""
+    def _stop(self, message: Stop) -> None:
+        """End a request whose stop string the router found; drop tokens from at_position on."""
         req = self._reqs.get((message.req_id, message.dispatch))
         if req is None:
             return
@@ -213,11 +212,11 @@ class DecodeLoop:
             self._end(req, FinishReason.STOP)
 
     def _abort(self, req: Req | None) -> None:
-        """No final chunk is wanted. Running pulls are awaited before pages are given back."""
+        """End `req` without a final chunk. Its pages are freed once no pull writes to them."""
         if req is None:
             return
         if req.phase is Phase.FETCHING:
-            req.deadline_at = float("inf")  # nothing is to be said any more
+            req.deadline_at = float("inf")  # the sweep must not send an error chunk for it again
             self._inbound.abort(req)
         else:
             self._end(req, FinishReason.ABORT)
@@ -240,12 +239,12 @@ class DecodeLoop:
                 self._end(req, reason)
 
     def _end(self, req: Req, reason: FinishReason) -> None:
-        self._scheduler.finish(req, reason)
+        self._scheduler.finish(req)
         self._reqs.pop(req.key, None)
         self._engine.metrics.requests(reason.value).inc()
 
     def _sweep(self, now: float) -> None:
-        """Backstop for requests whose router has forgotten their deadline."""
+        """End requests past their deadline that their router has not ended."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
@@ -255,7 +254,6 @@ class DecodeLoop:
             self._abort(req)
 
     def _publish(self) -> None:
-        """The snapshot that Pongs carry."""
         book, scheduler = self._engine.book, self._scheduler
         self._thread.stats = WorkerStats(
             num_running=len(scheduler.running),
@@ -270,7 +268,7 @@ class DecodeLoop:
 
 
 def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
-    """How long an idle loop may sleep, for the sake of the youngest pull that runs."""
+    """Say how long an idle loop may sleep before it has to poll its youngest pull again."""
     if not pulls_began_at:
         return SWEEP_S
     age_s = now - max(pulls_began_at)
@@ -280,20 +278,12 @@ def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
 def _chunk(
     req: Req, drawn: Drawn | None, reason: FinishReason | None, error: Error | None = None
 ) -> TokenChunk:
-    """`drawn` is the last of req.tokens; None: nothing new."""
-    tokens = (drawn.token,) if drawn is not None else ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if drawn is not None and drawn.logprob is not None and req.sampling.logprobs >= 0:
-        logprobs = (
-            msgspec.structs.replace(drawn.logprob, top=drawn.logprob.top[: req.sampling.logprobs]),
-        )
-    return TokenChunk(
-        req.req_id,
-        req.dispatch,
-        len(req.tokens) - len(tokens),
-        tokens,
-        reason,
-        error,
-        req.num_cached_tokens,
-        logprobs,
-    )
+    """Make the TokenChunk that sends `drawn`, the last of req.tokens; None: it sends no token."""
+    tokens, logprobs = (), ()
+    if drawn is not None:
+        tokens = (drawn.token,)
+        if drawn.logprob is not None and req.sampling.logprobs >= 0:
+            top = drawn.logprob.top[: req.sampling.logprobs]
+            logprobs = (msgspec.structs.replace(drawn.logprob, top=top),)
+    position = len(req.tokens) - len(tokens)
+    return TokenChunk(*req.key, position, tokens, reason, error, req.num_cached_tokens, logprobs)

@@ -1,7 +1,7 @@
-"""EngineThread: the one thread of a worker, its inbox and its sockets.
+"""EngineThread: the thread that runs a worker's loop, with its inbox and the wire to its peers.
 
-Everything that changes a worker's state happens inside `turn`. Other threads (sockets, control
-plane, connecting helpers) only put events into the inbox.
+Only `turn` changes a worker's state. Other threads (the wire's I/O thread, control-plane calls,
+threads that dial a peer) put events into the inbox and read counters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from worker.api import AnyMessage, Lost, Member, PeerId, WorkerStats
+from worker.api import Member, PeerId, WorkerStats
 from worker.config import PingConfig
 from worker.wire import Wire
 
@@ -25,29 +25,24 @@ MAX_IDLE_S = 0.5
 
 @dataclass(slots=True, frozen=True)
 class MembersChanged:
-    """The control plane's list of live members, whole."""
+    """Event: the control plane's whole list of live members."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(slots=True, frozen=True)
 class DrainAsked:
-    """Refuse new work; finish what is here."""
+    """Event: refuse new requests and finish those that are here."""
 
 
-LocalEvent = MembersChanged | DrainAsked | object
-Incoming = tuple[PeerId, AnyMessage | Lost | LocalEvent]
+Incoming = tuple[PeerId, object]  # the sender and its message, or LOCAL and an event
 
 
 class EngineThread:
     """Runs `turn(events) -> idle_s` until stopped.
 
-    `turn` handles events, does at most one step, and says how long to wait for an event before the
-    next turn (0 = not at all). It leaves in `stats` what Pongs are to carry.
-
-    Args:
-        me: this worker's PeerId.
-        ping: liveness settings of the sockets.
+    `turn` handles events, runs at most one step and returns idle_s: the next turn starts when an
+    event arrives, or after idle_s (MAX_IDLE_S at most). It sets `stats`, which every Pong carries.
     """
 
     def __init__(self, me: PeerId, ping: PingConfig) -> None:
@@ -62,7 +57,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
 
     def start(self, host: str, turn: Callable[[list[Incoming]], float]) -> str:
-        """Open the sockets, start the thread; the address that peers connect to."""
+        """Open the sockets and start the thread; returns the address that peers connect to."""
         address = self._wire.start(host)
         self._thread = threading.Thread(
             target=self._run, args=(turn,), name="kvlane-engine", daemon=True
@@ -70,7 +65,7 @@ class EngineThread:
         self._thread.start()
         return address
 
-    def post(self, event: LocalEvent) -> None:
+    def post(self, event: object) -> None:
         """Hand an event to the loop, from any thread."""
         self._inbox.put([(LOCAL, event)])
 
@@ -94,7 +89,7 @@ class EngineThread:
                 self._wire.beat()
                 idle_s = turn(events)
         except BaseException:
-            # A bug of ours: the process must not linger half alive. The controller makes a new one.
+            # A bug of ours: a half-alive process must not stay. The controller starts a new one.
             log.critical("engine of %s failed", self.me, exc_info=True)
             logging.shutdown()
             os._exit(1)

@@ -33,7 +33,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     row: int
-    sampling: Sampling | None  # None on prefill workers, which never sample
+    sampling: Sampling
     max_len: int  # tokens of prompt + output at which the row finishes
     min_len: int  # no stop token is drawn at a position below this
     active: bool = False

@@ -2,7 +2,7 @@
 
 One turn: messages, launch step n, settle step n - 1, announce, sweep. While step n - 1 is still
 being computed, its layer groups are announced as they become final: between the layers of step n's
-launch, and then while the loop waits for step n - 1 to settle.
+launch, and then while the loop waits for step n - 1 to end.
 """
 
 from __future__ import annotations
@@ -28,37 +28,41 @@ class PrefillLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
-        self._pace = _pace(engine)
+        config = engine.config
+        self._pace = Pace(
+            step_times(engine.checks),
+            engine.layout.regions[0].num_groups,
+            engine.layout.page_bytes // engine.book.page_size,
+            int(config.engine.max_prefill_tokens),
+            engine.spec.num_layers,
+        )
         self._scheduler = PrefillScheduler(
-            engine.book, engine.config.engine, int(engine.config.model.max_model_len), self._pace
+            engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
         self._outbound = Outbound(
             incarnation,
             self._scheduler,
             self._pace.num_groups,
             thread.send,
-            engine.config.lease,
+            config.lease,
             engine.metrics,
         )
         self._pending: Step | None = None
-        self._num_groups_told = 0  # layer groups of `_pending` that were announced
+        self._num_groups_announced = 0  # of the layer groups of `_pending`
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
         metrics.on_scrape(metrics.waiting, lambda: len(self._scheduler.waiting))
 
     def counters(self) -> dict[str, int]:
-        """What is held for others; all zero at rest."""
-        return {
-            "leases": self._outbound.num_leases,
-            "waiting": len(self._scheduler.waiting),
-        }
+        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
+        return {"leases": self._outbound.num_leases, "waiting": len(self._scheduler.waiting)}
 
     def num_peers(self) -> int:
-        """Prefill workers are called, they call nobody."""
+        """0: prefill workers pull from nobody."""
         return 0
 
     def close(self) -> None:
-        """Nothing beyond the engine."""
+        """Do nothing: there is nothing to close beyond the engine."""
 
     def turn(self, events: list[Incoming]) -> float:
         """See EngineThread."""
@@ -69,45 +73,44 @@ class PrefillLoop:
         step = self._engine.launch(plan, self._layer_groups(plan))
         if self._pending is not None:
             self._settle(self._pending)
-        self._pending, self._num_groups_told = step, 0
+        self._pending, self._num_groups_announced = step, 0
         self._outbound.sweep(now)
         self._publish()
         return 0.0 if self._pending is not None or self._scheduler.waiting else MAX_IDLE_S
 
     def _layer_groups(self, plan: Plan | None) -> LayerGroups | None:
-        """For a step whose layer groups are to be announced one by one."""
-        if plan is None or not self._groups_pay(plan):
+        """Make a step's layer hook, if its layer groups are worth announcing one by one."""
+        if plan is None:
             return None
-        return self._engine.layer_groups(self._announce_groups)
-
-    def _groups_pay(self, plan: Plan) -> bool:
         if self._engine.config.kv.num_groups != "auto":
-            return self._pace.num_groups > 1
-        computed = self._scheduler.chunks_of(plan.step)
-        num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
-        rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
-        return self._pace.groups_pay(num_tokens, min(rates, default=0.0))
+            worth = self._pace.num_groups > 1
+        else:
+            computed = self._scheduler.chunks_of(plan.step)
+            num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
+            rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
+            worth = self._pace.announce_groups(num_tokens, min(rates, default=0.0))
+        return self._engine.layer_groups(self._announce_final_groups) if worth else None
 
     def _settle(self, step: Step) -> None:
-        if step.groups is not None:
+        if step.groups is not None:  # wait for each layer group, so that it is announced at once
             for group in range(step.groups.num_groups):
                 step.groups.wait(group)
-                self._announce_groups()
+                self._announce_final_groups()
         self._engine.settle(step)
-        grown = self._scheduler.settle(step.plan.step)
-        self._outbound.grown(grown, time.monotonic())
-        self._scheduler.commit(grown)
+        computed = self._scheduler.settle(step.plan.step)
+        self._outbound.announce_settled(computed, time.monotonic())
+        self._scheduler.commit(computed)
 
-    def _announce_groups(self) -> None:
-        """Tell decode of the layer groups of the step before that have become final."""
+    def _announce_final_groups(self) -> None:
+        """Announce the layer groups of step n - 1 that have become final since the last call."""
         step = self._pending
         if step is None or step.groups is None:
             return
         num_final = step.groups.num_final
-        if num_final > self._num_groups_told:
-            self._num_groups_told = num_final
+        if num_final > self._num_groups_announced:
+            self._num_groups_announced = num_final
             chunks = self._scheduler.chunks_of(step.plan.step)
-            self._outbound.groups_final(chunks, num_final, time.monotonic())
+            self._outbound.announce_groups(chunks, num_final, time.monotonic())
 
     def _handle(self, peer: str, event: object, now: float) -> None:
         match event:
@@ -127,7 +130,7 @@ class PrefillLoop:
     def _publish(self) -> None:
         book = self._engine.book
         self._thread.stats = WorkerStats(
-            num_running=self._outbound.num_leases,
+            num_running=self._outbound.num_leases,  # prompts held for decode, computed or not
             num_waiting=len(self._scheduler.waiting),
             max_num_reqs=self._engine.config.engine.max_num_reqs,
             num_free_pages=book.num_available,
@@ -138,18 +141,8 @@ class PrefillLoop:
         )
 
 
-def _pace(engine: Engine) -> Pace:
-    return Pace(
-        step_times(engine.checks),
-        engine.layout.regions[0].num_groups,
-        engine.layout.page_bytes // engine.book.page_size,
-        int(engine.config.engine.max_prefill_tokens),
-        engine.spec.num_layers,
-    )
-
-
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
-    """What the start-up checks of the graphs of chunks measured, by tokens, ascending."""
+    """Read the times of steps off the start-up check of the prefill graphs; ascending."""
     full_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_full"}
     times = []
     for each in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):

@@ -10,16 +10,13 @@ from worker.engine.engine import build_engine
 from worker.loop import DrainAsked, EngineThread, MembersChanged
 from worker.registry import resolve
 
-ROLES = {
-    "prefill": "worker.prefill:PrefillLoop",
-    "decode": "worker.decode:DecodeLoop",
-}
+ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
 
 class Worker:
-    """One worker of one process. The methods are for the control plane's threads.
+    """The worker of this process. Control-plane threads call its methods.
 
-    Raises from the constructor, which loads everything that `config` names:
+    The constructor loads the model and raises:
         UserError: the configuration, the model directory or a library is at fault.
     """
 
@@ -31,25 +28,25 @@ class Worker:
         self._loop = role(self.engine, self._thread, incarnation)
 
     def start(self) -> Member:
-        """Begin to serve."""
+        """Begin to serve; returns the record under which other processes know this worker."""
         metrics_address = self.engine.metrics.serve(self._host)
         address = self._thread.start(self._host, self._loop.turn)
         return self.engine.member(self._name, self._incarnation, address, metrics_address)
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """The control plane's list of live members, whole."""
+        """Hand the loop the control plane's whole list of live members."""
         self._thread.post(MembersChanged(tuple(members)))
 
     def drain(self) -> None:
-        """Refuse new work; what is here is served to its end."""
+        """Refuse new requests; those that are here are served to their end."""
         self._thread.post(DrainAsked())
 
     def idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """Whether no request, page or lease is held."""
         return not any(self.counters().values())
 
     def counters(self) -> dict[str, int]:
-        """What is held now; all zero at rest."""
+        """Number of resources held, by kind; all zero when idle."""
         book = self.engine.book
         return {
             "holds": book.num_holds,
@@ -59,11 +56,11 @@ class Worker:
         }
 
     def num_peers(self) -> int:
-        """Workers that this one can pull KV from."""
+        """Number of workers that this one can pull KV from."""
         return self._loop.num_peers()
 
     def stop(self) -> None:
-        """End the loop and give everything back."""
+        """End the loop and free everything."""
         self._thread.stop()
         self._loop.close()
         self.engine.close()

@@ -59,7 +59,7 @@ def serve(
         if pending is not None:
             for req, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
                 if reason is not None:
-                    scheduler.finish(req, reason)
+                    scheduler.finish(req)
                     live.discard(req)
         pending = step
     STEPS[0] = scheduler._step

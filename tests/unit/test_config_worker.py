@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from worker.cache.pages import PageAllocator
 from worker.config import Machine, WorkerConfig
-from worker.pull.lease import MARGIN_S, PinLease, PullWindow
+from worker.pull.lease import MARGIN_S, Lease
 
 CPU = Machine("cpu", 6, 1 << 34, "laptop")
 CUDA = Machine("cuda", 32, 1 << 37, "host")
@@ -179,11 +179,12 @@ def test_a_trusted_pull_ended_while_prefill_still_held_the_pages(
 ) -> None:
     """Whatever the delays: covers() implies not expired()."""
     lease = config().lease
-    window = PullWindow(lease.decode_window_s)
-    pin = PinLease(lease.prefill_window_s, sent + travel + lease.prefill_window_s)
-    assert not window.covers(sent)
-    window.acknowledged(sent)
-    window.acknowledged(sent - 5)  # an older answer shortens nothing
+    window = Lease(lease.decode_window_s, sent - 5)
+    pin = Lease(lease.prefill_window_s, sent - 5 + travel)
+    assert not window.covers(sent - 5 + lease.decode_window_s)
+    pin.renewed(sent + travel)
+    window.renewed(sent)
+    window.renewed(sent - 5)  # an older answer shortens nothing
     ended = sent + pulled
     assert window.covers(ended) == (pulled + MARGIN_S <= lease.decode_window_s)
     assert not window.covers(ended) or not pin.expired(ended)

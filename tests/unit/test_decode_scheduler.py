@@ -326,11 +326,11 @@ class Simulation:
             return
         self.counts[f"aborted {req.phase.name}"] += 1
         self.verify_text(req, final=False)
-        if rnd.random() < 0.5:  # as DecodeWorker._cut
+        if rnd.random() < 0.5:  # as DecodeLoop._stop
             at_position = rnd.randint(0, len(req.tokens))
             del req.tokens[max(at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
-        self.end(req, FinishReason.ABORT)
+        self.end(req)
 
     def move_pulls(self) -> None:
         for pull in list(self.pulls):
@@ -345,14 +345,14 @@ class Simulation:
                 self.bind_pull(pull)
 
     def leave_pull(self, pull: Pull) -> None:
-        """As Inbound._end and DecodeWorker._arrive."""
+        """As Fetch.end and DecodeLoop._fetch_ended."""
         req = pull.req
         req.num_computed_tokens = pull.num_landed * self.load.page_size
         if pull.num_landed == pull.num_pages:
             req.num_computed_tokens = len(req.tokens) - 1
         if pull.aborted:
             self.counts["aborted FETCHING"] += 1
-            self.end(req, FinishReason.ABORT)
+            self.end(req)
         elif pull.num_landed == pull.num_pages:
             self.counts["fetched"] += 1
             self.scheduler.commit(req)
@@ -492,18 +492,18 @@ class Simulation:
             if reason is not None:
                 assert reason == self.scripts[req].reason
                 self.counts[reason.value] += 1
-                self.end(req, reason)
+                self.end(req)
 
     def verify_text(self, req: Req, *, final: bool) -> None:
         text = self.scripts[req].text()
         assert tuple(req.tokens) == text[: len(req.tokens)], "text depends on what else runs"
         assert final == (len(req.tokens) == len(text)), "ended too early or too late"
 
-    def end(self, req: Req, reason: FinishReason) -> None:
-        assert req.finish_reason is None
-        self.scheduler.finish(req, reason)
-        self.scheduler.finish(req, FinishReason.ERROR)  # a second call does nothing
-        assert req.finish_reason == reason
+    def end(self, req: Req) -> None:
+        assert req.phase is not Phase.FINISHED
+        self.scheduler.finish(req)
+        self.scheduler.finish(req)  # a second call does nothing
+        assert req.phase is Phase.FINISHED
         assert req.hold is None
         assert req.row == 0
         if self.random.random() < 0.1:  # the next turn of a chat: output becomes prompt

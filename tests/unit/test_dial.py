@@ -13,7 +13,7 @@ import pytest
 from worker.api import Member
 from worker.cache.layout import KVLayout, KVRegion
 from worker.errors import Incompatible
-from worker.pull.peers import NUM_READS, PeerConnected, PeerFailed, PrefillPeers
+from worker.pull.peers import NUM_READS, DialFailed, Link, PrefillPeers
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
 from worker.transfer.layout import PoolPages
 
@@ -64,7 +64,7 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     """Page 0 in every group: where it lies depends on how many pages each side has."""
     transport = RecordingTransport()
     event = dialled(transport, [THEIRS * region.page_bytes for region in LAYOUT.regions])
-    assert isinstance(event, PeerConnected)
+    assert isinstance(event, Link)
     target, draft = LAYOUT.regions
     size = target.group_bytes
     once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
@@ -80,6 +80,6 @@ def test_a_peer_with_another_layout_is_not_contacted(change: str) -> None:
     transport = RecordingTransport()
     layout_hash = "another" if change == "layout" else LAYOUT.hash
     event = dialled(transport, num_bytes, layout_hash)
-    assert isinstance(event, PeerFailed)
+    assert isinstance(event, DialFailed)
     assert isinstance(event.error, Incompatible)
     assert not transport.num_connected

@@ -23,7 +23,8 @@ from worker.engine.engine import build_engine
 from worker.layers.attention import Attention
 from worker.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.pull.fetch import Fetch, FetchContext, _ranges
+from worker.pull.fetch import Fetch, FetchContext, _bit_runs
+from worker.pull.peers import Link
 from worker.schedule.req import Req
 from worker.transfer.base import PullState, Run
 from worker.transfer.layout import PoolPages
@@ -35,7 +36,7 @@ GROUP_BYTES = 2 * 3 * 2 * PAGE_SIZE * 8 * 4  # of the layout below: heads, layer
 
 def test_ranges_are_the_runs_of_set_bits() -> None:
     for bits in range(1 << 9):
-        runs = list(_ranges(bits))
+        runs = list(_bit_runs(bits))
         assert sum(1 << i for run in runs for i in run) == bits
         assert all(a.stop < b.start for a, b in pairwise(runs))
 
@@ -241,23 +242,26 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         hold = book.open(tokens, len(tokens), max_matched=0)
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
-        fetch = Fetch(context, req, [Candidate("prefill-0/p")], 1, time.monotonic())
+        fetch = Fetch(context, req, [Candidate("prefill-0/p")], 1)
         num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
+        link = Link("prefill-0/p", cast("Any", peer), PoolPages(local=64, remote=80), 0.0)
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
-                whole = {(page, g) for page in range(fetch.num_landed) for g in range(4)}
+                whole = {(page, g) for page in range(fetch.num_landed_pages) for g in range(4)}
                 assert whole <= pulled
                 pulled = whole  # of the others nothing counts in a new attempt
                 fetch.drain()
-                fetch.begin("prefill-0/p", "d", time.monotonic(), PoolPages(local=64, remote=80))
+                fetch.begin(link, "d", time.monotonic())
+                fetch.advance(time.monotonic())
+                assert not peer.runs, "pulled before the peer has announced anything"
             assert fetch.xfer is not None
             first, first_group = rng.randrange(num_pages), rng.randrange(4)
             end = rng.randint(first + 1, num_pages)
             pages = tuple(range(1 + first, 1 + end))
             num_groups = rng.randint(1, 4 - first_group)
             fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
-            fetch.advance(cast("Any", peer), time.monotonic())
+            fetch.advance(time.monotonic())
             for run in peer.runs:
                 for at in range(0, run.num_bytes, GROUP_BYTES):
                     group, page = divmod((run.local_offset + at) // GROUP_BYTES, 64)

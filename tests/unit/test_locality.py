@@ -9,10 +9,10 @@ import pytest
 
 from worker.api import Candidate
 from worker.config import DisaggregationConfig
-from worker.schedule.locality import LocalCost, prefills_locally
+from worker.schedule.locality import PlacementInputs, prefills_locally
 
 AUTO = DisaggregationConfig(pull_overhead_s=0.01, pull_bytes_per_s=1e9)
-COST = LocalCost(
+COST = PlacementInputs(
     num_uncached_tokens=100,
     num_running=0,
     s_per_token=0.001,
@@ -86,7 +86,7 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
     rnd = random.Random(0)
     seen = set()
     for _ in range(5_000):
-        cost = LocalCost(
+        cost = PlacementInputs(
             rnd.randint(1, 2_000), rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)),
             rnd.randint(100, 100_000), rnd.choice((1e7, 1e9)),
         )  # fmt: skip

@@ -26,7 +26,7 @@ def pace(num_groups: int = 4, times: list[StepTime] = TIMES, max_tokens: int = 2
 def total_s(known: Pace, step: StepTime, num_queued: int, rate: float) -> float:
     """The estimate, written out."""
     pull_s = step.num_tokens * KV_BYTES / rate if rate else 0.0
-    in_groups = known.groups_pay(step.num_tokens, rate)
+    in_groups = known.announce_groups(step.num_tokens, rate)
     last_s = pull_s / (known.num_groups if in_groups else 1)
     return max(1, num_queued / step.num_tokens) * step.whole_s + last_s
 
@@ -55,16 +55,16 @@ def test_without_measured_steps_they_are_as_long_as_they_may_be() -> None:
 
 
 def test_groups_are_announced_where_the_pull_takes_long() -> None:
-    assert pace().groups_pay(2048, RDMA_200G)
-    assert pace().groups_pay(512, RDMA_200G)
-    assert not pace().groups_pay(16, NVLINK)
-    assert pace().groups_pay(2048, NVLINK)  # three fourths of 0.8 ms
-    assert not pace(num_groups=1).groups_pay(2048, TCP)
+    assert pace().announce_groups(2048, RDMA_200G)
+    assert pace().announce_groups(512, RDMA_200G)
+    assert not pace().announce_groups(16, NVLINK)
+    assert pace().announce_groups(2048, NVLINK)  # three fourths of 0.8 ms
+    assert not pace(num_groups=1).announce_groups(2048, TCP)
 
 
 def test_groups_are_announced_where_the_link_is_not_known() -> None:
-    assert pace().groups_pay(16, 0.0)
-    assert not pace(num_groups=1).groups_pay(16, 0.0)
+    assert pace().announce_groups(16, 0.0)
+    assert not pace(num_groups=1).announce_groups(16, 0.0)
 
 
 def test_groups_must_save_more_than_the_pieces_cost() -> None:
@@ -74,8 +74,8 @@ def test_groups_must_save_more_than_the_pieces_cost() -> None:
     saved_s = 0.75 * 512 * KV_BYTES / rate + early_s
     for extra_s, pays in ((0.9 * saved_s, True), (1.1 * saved_s, False)):
         step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S)
-        assert pace(times=[step]).groups_pay(512, rate) is pays
-        assert pace(times=[step]).groups_pay(600, rate)  # beyond what has graphs
+        assert pace(times=[step]).announce_groups(512, rate) is pays
+        assert pace(times=[step]).announce_groups(600, rate)  # beyond what has graphs
 
 
 def test_the_last_layer_of_a_long_step_hides_nothing() -> None:
@@ -83,13 +83,13 @@ def test_the_last_layer_of_a_long_step_hides_nothing() -> None:
     long, fast = StepTime(1024, 0.026, 0.026), 1e15
     short = StepTime(1008, 0.026, 0.026)
     for num_tokens in (769, 1000):
-        assert pace(times=[short]).groups_pay(num_tokens, fast)
-        assert not pace(times=[long]).groups_pay(num_tokens, fast)
+        assert pace(times=[short]).announce_groups(num_tokens, fast)
+        assert not pace(times=[long]).announce_groups(num_tokens, fast)
 
 
 def test_no_more_is_hidden_than_the_step_computes() -> None:
     quick = StepTime(512, 2 * ANNOUNCE_S, 2 * ANNOUNCE_S)
-    assert not pace(times=[quick]).groups_pay(512, TCP)
+    assert not pace(times=[quick]).announce_groups(512, TCP)
 
 
 def test_step_times_are_those_of_the_fastest_way() -> None:

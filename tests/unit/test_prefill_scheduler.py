@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from worker.api import Prefill, PrefillRefused, Xfer
 from worker.cache.book import PageBook
-from worker.config import EngineConfig
+from worker.config import EngineConfig, LeaseConfig
+from worker.errors import UserError
+from worker.metrics import WorkerMetrics
 from worker.plan import Plan
+from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
 
 VOCAB = 3  # few, so that prompts often share pages
+
+
+def scheduler_of(
+    book: PageBook,
+    num_tokens: int = 512,
+    *,
+    max_len: int = 10_000,
+    times: Sequence[StepTime] = (),
+    **engine: Any,
+) -> PrefillScheduler:
+    """A scheduler whose steps take up to `num_tokens`; by `times` where some are given."""
+    pace = Pace(times, 4, 147_456, num_tokens, num_layers=36)
+    config = EngineConfig(max_prefill_tokens=num_tokens, **engine)
+    return PrefillScheduler(book, config, max_len, pace)
 
 
 class Prompts:
@@ -24,9 +44,8 @@ class Prompts:
         self.random = random.Random(seed)
         self.page_size, self.chunk, self.rows = page_size, chunk, rows
         self.book = PageBook(num_pages, page_size)
-        engine = EngineConfig(max_num_reqs=rows, max_waiting=6, max_prefill_tokens=chunk)
         self.max_waiting = rows + 6
-        self.scheduler = PrefillScheduler(self.book, engine)
+        self.scheduler = scheduler_of(self.book, chunk, max_num_reqs=rows, max_waiting=6)
         self.reqs: list[PrefillReq] = []  # admitted and not dropped, in order of arrival
         self.covered: dict[PrefillReq, int] = {}  # next token that no chunk has taken
         self.matched: dict[PrefillReq, int] = {}
@@ -59,7 +78,7 @@ class Prompts:
             common = rnd.randint(0, min(len(tokens), len(other)))
             tokens[:common] = other[:common]
         figures = self.book.num_available, self.book.num_holds
-        req = self.scheduler.admit(f"{self.counts['admitted']}", tokens)
+        req = self.scheduler.admit(tokens)
         if req is None:
             self.counts["refused"] += 1
             assert (self.book.num_available, self.book.num_holds) == figures
@@ -84,6 +103,7 @@ class Prompts:
 
     def launch(self, plan: Plan) -> None:
         assert (plan.decode, plan.tail, plan.sampled_rows) == ((), "none", ())
+        assert (plan.starts, plan.releases) == ((), ()), "no row of a prefill worker is active"
         assert 0 < sum(len(chunk.tokens) for chunk in plan.chunks) <= self.chunk
         rows = [chunk.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows) <= self.rows
@@ -91,17 +111,14 @@ class Prompts:
         waiting = [req for req in self.reqs if self.covered[req] < req.num_target_tokens]
         owners = waiting[: len(plan.chunks)]  # first come first served
         assert len(owners) == len(plan.chunks)
-        started = {start.row for start in plan.starts}
         for index, (req, chunk) in enumerate(zip(owners, plan.chunks, strict=True)):
             assert chunk.start == self.covered[req], "a token is left out or computed twice"
             assert chunk.tokens == req.tokens[chunk.start : chunk.start + len(chunk.tokens)]
             assert not chunk.sample
             if req in self.rows_of:
                 assert self.rows_of[req] == chunk.row
-                assert chunk.row not in started
             else:
-                assert chunk.row in started
-                self.rows_of[req] = chunk.row
+                self.rows_of[req], self.table[chunk.row] = chunk.row, {}
             self.covered[req] += len(chunk.tokens)
             assert self.covered[req] <= req.num_target_tokens
             assert self.covered[req] <= plan.max_seq_len_ub
@@ -116,14 +133,12 @@ class Prompts:
         assert len(self.in_flight) <= 2
 
     def apply_pages(self, plan: Plan, req: PrefillReq, row: int) -> None:
-        """The deltas alone rebuild what the hold has, and no page is told twice."""
-        if any(start.row == row for start in plan.starts):
-            self.table[row] = {}
+        """The deltas alone rebuild what the hold has, and no page is queued twice."""
         for each in plan.pages:
             if each.row == row:
                 assert each.pages
                 for index, page in enumerate(each.pages, each.first):
-                    assert index not in self.table[row], "said twice"
+                    assert index not in self.table[row], "queued twice"
                     self.table[row][index] = page
         table = [self.table[row][i] for i in range(len(self.table[row]))]
         assert table == req.hold.pages
@@ -151,9 +166,9 @@ class Prompts:
     def settle(self) -> None:
         self.execute(0)
         plan, owners, _ = self.in_flight.pop(0)
-        grown = self.scheduler.settle(plan.step)
-        self.scheduler.commit(grown)
-        assert grown == [req for req in owners if not req.dropped]
+        computed = self.scheduler.settle(plan.step)
+        self.scheduler.commit(computed)
+        assert computed == [req for req in owners if not req.dropped]
         for req, chunk in zip(owners, plan.chunks, strict=True):
             if not req.dropped:
                 assert req.num_computed_tokens == chunk.start + len(chunk.tokens)
@@ -196,13 +211,13 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
 
 def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
     book = PageBook(20, 2)
-    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512))
-    first = scheduler.admit("a", [1, 2, 3, 4, 5])
+    scheduler = scheduler_of(book)
+    first = scheduler.admit([1, 2, 3, 4, 5])
     assert first is not None
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(scheduler.settle(plan.step))
-    again = scheduler.admit("b", [1, 2, 3, 4, 9])
+    again = scheduler.admit([1, 2, 3, 4, 9])
     assert again is not None
     assert again.num_computed_tokens == 4 == again.num_target_tokens
     assert again.hold.pages == first.hold.pages
@@ -211,18 +226,16 @@ def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
 
 def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
     book = PageBook(4, 2)
-    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512))
-    assert scheduler.admit("a", range(8)) is None  # 7 tokens of KV need 4 pages
-    assert scheduler.admit("b", range(7)) is not None
+    scheduler = scheduler_of(book)
+    assert scheduler.admit(range(8)) is None  # 7 tokens of KV need 4 pages
+    assert scheduler.admit(range(7)) is not None
     assert book.num_available == 0
 
 
 def test_nothing_waits_behind_a_dropped_prompt() -> None:
-    scheduler = PrefillScheduler(
-        PageBook(50, 2), EngineConfig(max_num_reqs=1, max_prefill_tokens=512)
-    )
-    first = scheduler.admit("a", range(50))
-    second = scheduler.admit("b", range(20))
+    scheduler = scheduler_of(PageBook(50, 2), max_num_reqs=1)
+    first = scheduler.admit(range(50))
+    second = scheduler.admit(range(20))
     assert first is not None
     assert second is not None
     scheduler.drop(first)
@@ -231,25 +244,41 @@ def test_nothing_waits_behind_a_dropped_prompt() -> None:
     assert [chunk.tokens for chunk in plan.chunks] == [tuple(range(19))]
 
 
-def test_a_prompt_that_no_row_can_hold_is_refused() -> None:
+def test_a_prompt_that_no_row_can_hold_is_the_user_s_mistake() -> None:
     book = PageBook(50, 16)
-    scheduler = PrefillScheduler(book, EngineConfig(max_prefill_tokens=512), max_len=32)
-    assert scheduler.admit("long", range(33)) is None
+    scheduler = scheduler_of(book, max_len=32)
+    with pytest.raises(UserError, match="33 tokens of prompt; the limit here is 32"):
+        scheduler.admit(range(33))
     assert book.num_holds == 0
-    assert scheduler.admit("fits", range(32)) is not None
+    assert scheduler.admit(range(32)) is not None
 
 
 def test_steps_are_as_long_as_the_pace_says() -> None:
     """Large steps multiply faster; over a slow link the last one had better be small."""
     times = [StepTime(512, 0.013, 0.014), StepTime(2048, 0.048, 0.048)]
     for rate, longest in ((0.0, 2048), (1e11, 2048), (1e9, 512)):
-        pace = Pace(times, 4, 147_456, 2048, num_layers=36)
-        engine = EngineConfig(max_prefill_tokens=2048)
-        scheduler = PrefillScheduler(PageBook(100, 64), engine, pace=pace)
-        assert scheduler.admit("a", range(4097), rate) is not None
+        scheduler = scheduler_of(PageBook(100, 64), 2048, times=times)
+        assert scheduler.admit(range(4097), rate) is not None
         steps = []
         while (plan := scheduler.plan()) is not None:
             steps.append(sum(len(chunk.tokens) for chunk in plan.chunks))
             scheduler.settle(plan.step)
         assert sum(steps) == 4096
         assert steps[0] == longest
+
+
+def test_a_prompt_is_refused_with_the_reason() -> None:
+    """Too long is not "no room": it never fits here."""
+    sent: list[object] = []
+    outbound = Outbound(
+        "p", scheduler_of(PageBook(4, 2), max_len=8), 1, lambda _, message: sent.append(message),
+        LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
+    )  # fmt: skip
+    for num_tokens, code in ((9, "invalid_value"), (8, "busy"), (1, "invalid_value")):
+        xfer = Xfer(str(num_tokens), 1, "d", "p")
+        outbound.on_prefill("decode-0/d", Prefill(xfer, tuple(range(num_tokens)), 0), 0.0)
+        refused = sent.pop()
+        assert isinstance(refused, PrefillRefused)
+        assert (refused.xfer, refused.error.code) == (xfer, code)
+    assert not sent
+    assert not outbound.num_leases

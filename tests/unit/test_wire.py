@@ -60,7 +60,7 @@ MESSAGES: list[AnyMessage] = [
         TokenChunk("r2", 1, 0, (), FinishReason.ERROR, Error("timeout", "")),
     )),
     Prefill(XFER, tuple(range(1000)), 16),
-    PrefillRefused(XFER, Error("busy", ""), 0.1),
+    PrefillRefused(XFER, Error("busy", "")),
     KVReady(XFER, 3, (9, 8, 7), 0, 4, True, 48),
     Renew(3, (XFER, XFER)),
     RenewAck(3, ()),

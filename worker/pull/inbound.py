@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from worker.api import (
-    AnyMessage,
-    Candidate,
-    KVReady,
-    PeerId,
-    PrefillRefused,
-    Renew,
-    RenewAck,
-    Xfer,
-)
+from worker.api import Candidate, KVReady, PeerId, PrefillRefused, Renew, RenewAck, Xfer
 from worker.errors import PeerLost, Revoked
 from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.peers import PrefillPeers
+from worker.pull.peers import Link, PrefillPeers
 from worker.schedule.req import Req
-from worker.transfer.base import Peer
-
-
-@dataclass(slots=True, frozen=True)
-class Arrived:
-    """A fetch that is over, with no pull running: all landed, or nobody left to ask, or aborted."""
-
-    req: Req
-    landed: bool
-    aborted: bool
 
 
 class Inbound:
@@ -38,9 +18,9 @@ class Inbound:
         self._incarnation = incarnation
         self._context = context
         self._peers = peers
-        self._send: Callable[[PeerId, AnyMessage], None] = context.send
         self._fetches: dict[str, Fetch] = {}  # by xfer_id
         self._renew_at = 0.0
+        # Unanswered Renews by (peer, seq): when each was sent, and for which transfers.
         self._renewals: dict[tuple[PeerId, int], tuple[float, tuple[Xfer, ...]]] = {}
         self._seq = 0
         self._num_started = 0
@@ -61,40 +41,38 @@ class Inbound:
         """Moving average over pulls; 0 = none yet."""
         return self._context.bytes_per_s
 
-    def uses(self, link: Peer) -> bool:
+    def uses(self, link: Link) -> bool:
         """Whether a pull over `link` runs."""
         return any(fetch.uses(link) for fetch in self._fetches.values())
 
     def start(self, req: Req, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask the first candidate that can be pulled from; False when there is none."""
         self._num_started += 1
-        fetch = Fetch(self._context, req, list(candidates), self._num_started, now)
+        fetch = Fetch(self._context, req, candidates, self._num_started)
         if not self._begin(fetch, now):
             return False
         self._fetches[fetch.xfer_id] = fetch
         return True
 
     def abort(self, req: Req) -> None:
-        """No longer wanted; `poll` returns it as aborted once its pulls are over."""
+        """Cancel the fetch of `req`; `poll` returns it as aborted once no pull of it runs."""
         for fetch in self._fetches.values():
             if fetch.req is req and not fetch.aborted:
                 fetch.aborted = True
                 fetch.drain()
 
     def on_ready(self, message: KVReady) -> None:
-        """Pages may be pulled."""
-        fetch = self._find(message.xfer, "KVReady")
-        if fetch is not None:
+        """Pass an announcement to its fetch, or drop it if it is outdated."""
+        if (fetch := self._find(message.xfer, "KVReady")) is not None:
             fetch.announced(message)
 
     def on_refused(self, message: PrefillRefused) -> None:
-        """That worker has no room; the next is tried."""
-        fetch = self._find(message.xfer, "PrefillRefused")
-        if fetch is not None:
+        """End the attempt: the peer refused it, so the next candidate is tried."""
+        if (fetch := self._find(message.xfer, "PrefillRefused")) is not None:
             fetch.fail(message.error.code, message.error.message)
 
     def on_renew_ack(self, peer: PeerId, message: RenewAck) -> None:
-        """Prolong what the peer still holds; what it no longer holds is lost."""
+        """Extend the leases that the peer still holds, and fail the attempts that it dropped."""
         sent_at, asked = self._renewals.pop((peer, message.seq), (0.0, ()))
         held = set(message.xfers)
         for xfer in asked:
@@ -107,38 +85,37 @@ class Inbound:
                 fetch.fail(Revoked.code, "the prefill worker no longer holds it")
 
     def on_lost(self, peer: PeerId) -> None:
-        """A prefill worker died: its fetches go on elsewhere."""
+        """Fail the attempts at a prefill worker that is lost; their fetches go on elsewhere."""
         for fetch in self._fetches.values():
             if fetch.peer == peer and fetch.xfer is not None:
                 fetch.fail(PeerLost.code, f"{peer} is lost")
-        self._renewals = {key: value for key, value in self._renewals.items() if key[0] != peer}
 
-    def poll(self, now: float) -> list[Arrived]:
-        """Move all pulls on, renew what is due; the fetches that are over."""
+    def poll(self, now: float) -> list[Fetch]:
+        """Advance all fetches, send renewals that are due, and return the fetches that ended.
+
+        An ended fetch has landed, was aborted, or has no candidate left; no pull of it runs.
+        """
         if now >= self._renew_at:
             self._renew_at = now + self._context.lease.renew_s
             self._renew(now)
-        arrived: list[Arrived] = []
-        for xfer_id, fetch in list(self._fetches.items()):
-            fetch.advance(self._peers.link(fetch.peer), now)
+        ended: list[Fetch] = []
+        for fetch in list(self._fetches.values()):
+            fetch.advance(now)
             if fetch.pulls_began_at:
                 continue
-            landed = fetch.xfer is not None and fetch.landed
             draining = fetch.xfer is None
-            if landed or (draining and (fetch.aborted or not self._begin(fetch, now))):
-                del self._fetches[xfer_id]
+            if fetch.landed or (draining and (fetch.aborted or not self._begin(fetch, now))):
+                del self._fetches[fetch.xfer_id]
                 fetch.end()
-                arrived.append(Arrived(fetch.req, landed, fetch.aborted))
-        return arrived
+                ended.append(fetch)
+        return ended
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
-        """The next attempt, at the next candidate that can be pulled from."""
+        """Start the next attempt at the next candidate with a link; False if none is left."""
         while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
-            peer = fetch.candidates.popleft().peer
-            if self._peers.link(peer) is not None:
-                pool_pages = self._peers.pool_pages(peer)
-                rate = self._peers.link_bytes_per_s(peer)
-                fetch.begin(peer, self._incarnation, now, pool_pages, rate)
+            link = self._peers.link(fetch.candidates.popleft().peer)
+            if link is not None:
+                fetch.begin(link, self._incarnation, now)
                 return True
         return False
 
@@ -150,7 +127,7 @@ class Inbound:
         return fetch
 
     def _renew(self, now: float) -> None:
-        """One Renew for each peer with live fetches."""
+        """Send one Renew to each peer with live fetches."""
         by_peer: dict[PeerId, list[Xfer]] = {}
         for fetch in self._fetches.values():
             if fetch.xfer is not None:
@@ -160,4 +137,4 @@ class Inbound:
         for peer, xfers in by_peer.items():
             self._seq += 1
             self._renewals[peer, self._seq] = now, tuple(xfers)
-            self._send(peer, Renew(self._seq, tuple(xfers)))
+            self._context.send(peer, Renew(self._seq, tuple(xfers)))

@@ -1,9 +1,8 @@
-"""Prefill workers as a decode worker knows them: which are there, and from which it can pull.
+"""PrefillPeers: the prefill workers that a decode worker knows, and the links to pull over.
 
-Connecting (probe and warm-up of the transport, and a measurement of the link) runs in a thread of
-its own for each peer, long before a request needs the peer. A peer with another KV layout or
-transport is never eligible, which shows here and in the log, not as a failed request. A peer that
-was lost but is still a member is dialled again, and eligible as soon as it has answered a ping.
+Each peer is dialled in a thread of its own, before a request needs it: the transport connects,
+probes and warms up, and the link's rate is measured. A peer with another KV layout or transport is
+never used, and a warning is logged. A lost peer that is still a member is dialled again.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ _decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
 
 
 @dataclass(slots=True, frozen=True)
-class PeerConnected:
-    """Event from a connecting thread: the transport reached the peer."""
+class Link:
+    """A dialled prefill worker that pulls can read from; its dialling thread posts it."""
 
     peer: PeerId
-    link: Peer
-    pool_pages: PoolPages
-    bytes_per_s: float  # of the link, when nothing else is pulled
+    connection: Peer
+    pool_pages: PoolPages  # ours and the peer's
+    bytes_per_s: float  # measured when nothing else was pulled
 
 
 @dataclass(slots=True, frozen=True)
-class PeerFailed:
-    """Event from a connecting thread: it did not."""
+class DialFailed:
+    """Event from a dialling thread: it could not connect to the peer."""
 
     peer: PeerId
     error: TransferError
@@ -53,16 +52,14 @@ class _Known:
     """One prefill member."""
 
     member: Member
-    link: Peer | None = None  # what pulls go over, once it was dialled
-    pool_pages: PoolPages | None = None  # ours and the peer's, once it was dialled
-    bytes_per_s: float = 0.0  # of the link, as measured when it was dialled
-    answers: bool = False  # it has sent something since our last connect
-    connecting: bool = False
+    link: Link | None = None
+    answers: bool = False  # it has answered a ping since our last connect
+    dialling: bool = False
     retry_at: float | None = 0.0  # None: never again
 
 
 class PrefillPeers:
-    """The live prefill workers. All methods but the threads it starts run in the engine loop."""
+    """The live prefill workers. Other threads may only read num_connected, and run `_dial`."""
 
     def __init__(
         self,
@@ -83,44 +80,33 @@ class PrefillPeers:
         self._disconnect = disconnect
         self._listed: dict[PeerId, Member] = {}  # by the control plane
         self._known: dict[PeerId, _Known] = {}
-        self._closing: list[Peer] = []  # links of lost peers that may still have pulls running
+        self._closing: list[Link] = []  # links of lost peers that may still have pulls running
 
     @property
     def num_connected(self) -> int:
         """Peers that can be pulled from."""
         return sum(self.link(peer) is not None for peer in list(self._known))
 
-    def link(self, peer: PeerId) -> Peer | None:
-        """The transport's connection to `peer`, if it stands and the peer answers."""
+    def link(self, peer: PeerId) -> Link | None:
+        """Return the link to `peer`, if it has been dialled and answers."""
         known = self._known.get(peer)
         return known.link if known is not None and known.answers else None
 
-    def link_bytes_per_s(self, peer: PeerId) -> float:
-        """What the link to `peer` was measured at; 0 = there is none."""
-        known = self._known.get(peer)
-        return known.bytes_per_s if known is not None else 0.0
-
-    def pool_pages(self, peer: PeerId) -> PoolPages:
-        """Of our pool and that of `peer`, to which there is a link."""
-        found = self._known[peer].pool_pages
-        assert found is not None
-        return found
-
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those of `candidates` that can be pulled from, order kept."""
+        """Keep those of `candidates` that can be pulled from."""
         return [each for each in candidates if self.link(each.peer) is not None]
 
     def update(self, members: Sequence[Member]) -> list[PeerId]:
-        """Take over the control plane's list; the peers that are gone by it."""
+        """Store the control plane's list; returns the known peers that are not on it."""
         self._listed = {each.peer: each for each in members if each.role == "prefill"}
         for peer, member in self._listed.items():
             self._known.setdefault(peer, _Known(member))
         return [peer for peer in self._known if peer not in self._listed]
 
     def lose(self, peer: PeerId) -> None:
-        """A peer died or vanished; its link is closed once no pull uses it.
+        """Forget a peer that died or vanished; its link is closed once no pull uses it.
 
-        Tried again after a while, for as long as the control plane lists it.
+        It is dialled again after RETRY_S while the control plane lists it.
         """
         known = self._known.pop(peer, None)
         if known is None:
@@ -129,55 +115,53 @@ class PrefillPeers:
         if known.link is not None:
             self._closing.append(known.link)
         if peer in self._listed:
-            again_at = time.monotonic() + RETRY_S
-            self._known[peer] = _Known(self._listed[peer], retry_at=again_at)
+            self._known[peer] = _Known(self._listed[peer], retry_at=time.monotonic() + RETRY_S)
 
     def heard(self, peer: PeerId) -> None:
-        """`peer` has answered a ping."""
+        """Note that `peer` has answered a ping."""
         known = self._known.get(peer)
         if known is not None:
             known.answers = True
 
-    def tend(self, now: float, in_use: Callable[[Peer], bool]) -> None:
-        """Start connecting where it is due, close what is no longer used; called every turn."""
+    def tend(self, now: float, in_use: Callable[[Link], bool]) -> None:
+        """Dial the peers that are due, and close links that no pull uses; called every turn."""
         for link in [each for each in self._closing if not in_use(each)]:
             self._closing.remove(link)
-            link.close()
+            link.connection.close()
         for peer, known in self._known.items():
             due = known.retry_at is not None and now >= known.retry_at
-            if known.link is None and not known.connecting and due:
-                known.connecting = True
+            if known.link is None and not known.dialling and due:
+                known.dialling = True
                 self._connect(peer, known.member.address)
                 threading.Thread(
                     target=self._dial, args=(peer, known.member), name=f"dial {peer}", daemon=True
                 ).start()
 
-    def connected(self, event: PeerConnected) -> None:
-        """A dialling thread succeeded."""
-        known = self._known.get(event.peer)
+    def dialled(self, link: Link) -> None:
+        """Keep the link that a dialling thread has made."""
+        known = self._known.get(link.peer)
         if known is None or known.link is not None:
-            event.link.close()  # it died meanwhile, or was lost and dialled again
+            link.connection.close()  # the peer died meanwhile, or was lost and dialled again
             return
-        known.link, known.connecting = event.link, False
-        known.pool_pages, known.bytes_per_s = event.pool_pages, event.bytes_per_s
-        log.info("can pull from %s, %.3g GB/s", event.peer, event.bytes_per_s / 1e9)
+        known.link, known.dialling = link, False
+        log.info("can pull from %s, %.3g GB/s", link.peer, link.bytes_per_s / 1e9)
 
-    def failed(self, event: PeerFailed) -> None:
-        """A dialling thread failed; try again later unless it can never work."""
+    def failed(self, event: DialFailed) -> None:
+        """Plan to dial the peer again, unless that can never work."""
         known = self._known.get(event.peer)
         log.warning("cannot pull from %s: %s", event.peer, event.error)
         if known is not None:
-            known.connecting = False
+            known.dialling = False
             never = isinstance(event.error, Incompatible)
             known.retry_at = None if never else time.monotonic() + RETRY_S
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all links."""
         self._listed = {}
         for peer in list(self._known):
             self.lose(peer)
         for link in self._closing:
-            link.close()
+            link.connection.close()
 
     def _dial(self, peer: PeerId, member: Member) -> None:
         try:
@@ -187,36 +171,35 @@ class PrefillPeers:
                     "model, dtype, page_size, num_groups and kvlane's version must be the same"
                 )
             endpoint = _decode_endpoint(member.endpoint)
-            held = num_pool_pages(self._layout, endpoint)
-            pool_pages = PoolPages(self._num_pool_pages, held)
-            link = self._transport.connect(endpoint, self._timeout_s)
+            pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
+            connection = self._transport.connect(endpoint, self._timeout_s)
             sinks = [(0, 0)]  # page 0 of both sides
-            rate = measured_rate(link, plan_runs(self._layout, sinks, pool_pages))
+            rate = measured_rate(connection, plan_runs(self._layout, sinks, pool_pages))
         except TransferError as error:
-            self._post(PeerFailed(peer, error))
-        except OSError as error:  # no descriptors or memory left: may pass
-            self._post(PeerFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
+            self._post(DialFailed(peer, error))
+        except OSError as error:  # out of descriptors or memory: dial again later
+            self._post(DialFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
         else:
-            self._post(PeerConnected(peer, link, pool_pages, rate))
+            self._post(Link(peer, connection, pool_pages, rate))
 
 
-def measured_rate(link: Peer, runs: Sequence[Run]) -> float:
-    """Bytes per second at which `runs` are read; closes the link if that fails.
+def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
+    """Measure the bytes per second of pulls of `runs`, the best of NUM_READS.
 
-    The caller sees to it that nobody uses what they read or write.
+    Nothing else may use the pages of `runs`.
 
     Raises:
-        Unreachable: it failed.
+        Unreachable: a pull failed; the connection is closed.
     """
     best = 0.0
     for _ in range(NUM_READS):
         began_at = time.perf_counter()
-        pull = link.pull(runs)
+        pull = connection.pull(runs)
         while (state := pull.poll()) is PullState.RUNNING:
             if time.perf_counter() - began_at > SPIN_S:
                 time.sleep(SPIN_S)
         if state is PullState.FAILED:
-            link.close()
+            connection.close()
             raise Unreachable(f"a first read of a page failed: {pull.error}")
         best = max(best, pull.num_bytes / (time.perf_counter() - began_at))
     return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId
 from worker.engine.engine import Engine
@@ -11,16 +12,16 @@ from worker.pull.inbound import Inbound
 from worker.pull.peers import PrefillPeers
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.locality import LocalCost, prefills_locally
+from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
 
-# The router ends a request at its deadline; this is for a router that does not.
+# The worker ends a request this long after its deadline, in case its router has not.
 DEADLINE_GRACE_S = 5.0
 BUSY_RETRY_S = 0.2
 
 
 class Admission:
-    """The door of one decode worker."""
+    """Checks and admits requests, and decides where each prompt is prefilled."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Admission:
         self._peers = peers
 
     def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
-        """Take a request and reserve its pages.
+        """Admit a request and reserve its pages.
 
         Raises:
             UserError: this model or this pool can never serve it.
@@ -72,66 +73,66 @@ class Admission:
         return req
 
     def place(self, req: Req) -> None:
-        """Bring the prompt's KV here: from nowhere, from a prefill worker, or by own compute."""
+        """Get the prompt's missing KV: none is missing, or it is pulled, or prefilled locally."""
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
-            self._count("none")
+            self._engine.metrics.placed("none").inc()
             req.marks.landed_at = req.marks.landed_at or time.monotonic()
             self._scheduler.commit(req)
             return
         candidates = self._peers.eligible(req.candidates)
         config = self._engine.config.disaggregation
-        cost = LocalCost(
+        inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.layout.page_bytes // self._engine.book.page_size,
             pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
         )
-        is_rest = req.is_sibling and num_uncached < self._engine.book.page_size
-        if is_rest or prefills_locally(cost, candidates, config):
+        # A sibling has matched its parent's whole pages: less than a page is not worth a pull.
+        is_short = req.is_sibling and num_uncached < self._engine.book.page_size
+        if is_short or prefills_locally(inputs, candidates, config):
             self.place_locally(req, "local" if candidates else "alone")
         elif self._inbound.start(req, candidates, time.monotonic()):
-            self._count("remote")
+            self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
 
     def place_locally(self, req: Req, why: str) -> None:
-        """Prefill the rest here; `why`: local (cheaper), alone (nobody to ask), fallback."""
-        self._count(why)
+        """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""
+        self._engine.metrics.placed(why).inc()
         if not req.marks.row_at:
             req.marks.prefilled_by = self._me
         self._scheduler.prefill_locally(req)
 
     def resume_preempted(self) -> None:
-        """Give preempted requests their room back, oldest first."""
+        """Admit preempted requests again, oldest first, until one does not fit."""
         for req in list(self._scheduler.preempted):
             if not self._scheduler.admit(req):
                 return
             self.place(req)
 
-    def _count(self, where: str) -> None:
-        self._engine.metrics.placed(where).inc()
-
     def _check(self, message: Generate) -> None:
-        engine, sampling = self._engine, message.sampling
-        vocab_size = engine.spec.vocab_size
+        spec, sampling = self._engine.spec, message.sampling
+        vocab_size = spec.vocab_size
         max_len = message.num_prompt_tokens + sampling.max_tokens
-        limit = int(engine.config.model.max_model_len)
+        limit = int(self._engine.config.model.max_model_len)
+        max_logprobs = min(MAX_LOGPROBS, vocab_size)
+        max_stops = MAX_STOP_IDS - len(spec.eos_token_ids)
         if not 1 <= message.num_prompt_tokens <= len(message.tokens) < max_len:
             raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
         if max_len > limit:
             raise UserError(f"{max_len} tokens of prompt and output; the limit is {limit}")
-        if not all(0 <= token < vocab_size for token, _ in sampling.logit_bias):
+        if not _known([token for token, _ in sampling.logit_bias], vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "logit_bias")
-        if not -1 <= sampling.logprobs <= min(MAX_LOGPROBS, vocab_size):
-            raise UserError(f"at most {MAX_LOGPROBS} alternatives", "top_logprobs")
-        if not all(0 <= token < vocab_size for token in message.tokens):
+        if not -1 <= sampling.logprobs <= max_logprobs:
+            raise UserError(f"at most {max_logprobs} alternatives", "top_logprobs")
+        if not _known(message.tokens, vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
-        num_stops = len(sampling.stop_ids) + len(engine.spec.eos_token_ids)
-        if num_stops > MAX_STOP_IDS or not all(0 <= i < vocab_size for i in sampling.stop_ids):
-            raise UserError(
-                f"at most {MAX_STOP_IDS - len(engine.spec.eos_token_ids)} stop ids below "
-                f"{vocab_size}",
-                "stop_token_ids",
-            )
+        if len(sampling.stop_ids) > max_stops or not _known(sampling.stop_ids, vocab_size):
+            text = f"at most {max_stops} stop ids below {vocab_size}"
+            raise UserError(text, "stop_token_ids")
+
+
+def _known(ids: Sequence[int], vocab_size: int) -> bool:
+    return all(0 <= token < vocab_size for token in ids)

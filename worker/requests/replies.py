@@ -1,4 +1,4 @@
-"""What a decode worker says to routers: one frame a router and turn, finals until acknowledged."""
+"""Replies: sends routers one frame a turn, and final chunks again until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -40,21 +40,19 @@ class Replies:
             self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk)
 
     def acknowledged(self, router: PeerId, req_id: str, dispatch: int) -> None:
-        """The router has the final chunk."""
+        """Forget a final chunk: the router has it."""
         self._finals.pop((router, req_id, dispatch), None)
 
     def lost(self, router: PeerId) -> None:
-        """Nobody is left to read what was meant for `router`."""
+        """Drop everything that is queued or unacknowledged for `router`."""
         self._queued.pop(router, None)
         self._finals = {key: each for key, each in self._finals.items() if key[0] != router}
 
     def flush(self, now: float, read_at: float) -> None:
-        """Send the frames of this turn, and finals that have waited too long again.
+        """Send this turn's frames, and send unacknowledged final chunks again after resend_s.
 
-        Args:
-            now: this moment.
-            read_at: when this turn had read what routers say. A turn may take long, and an
-                acknowledgement that nobody has looked for is not missing.
+        read_at: when this turn read its inbox. Acknowledgements are known up to then only, so a
+        long turn alone does not cause a resend.
         """
         for (router, _, _), final in self._finals.items():
             if final.sent_at == math.inf:

@@ -1,1 +1,1 @@
-"""Pure schedulers: what to run next, without tensors or sockets."""
+"""Schedulers: what to run next, from host state alone, without tensors or sockets."""

@@ -1,12 +1,12 @@
-"""What a decode worker runs next: rows that decode, local prefill chunks, preemption. Pure.
+"""What a decode worker runs next: decode rows, local prefill chunks, preemption.
 
-Capacity is reserved at admission (uncached prompt pages and some growth). Beyond it rows grow while
-there is room; when there is none the youngest row gives its pages up and comes back later with
-prompt + output as its prompt, which changes no token, because a token depends on the text before
-it, the seed and its position alone.
+Admission reserves pages for the uncached prompt and growth_tokens of output. After that a row takes
+free pages as it grows. When none is left, the youngest row is preempted: it gives up its pages and
+is admitted again later with prompt + output as its prompt. Its tokens do not change, because each
+depends only on the text before it, the seed and its position.
 
-Lengths. tokens settled: n = len(req.tokens), of which n - 1 have KV. A step in flight may add one,
-so n - 1 + num_in_flight is the host's bound of the KV length on the device.
+Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. Each step in flight may
+add one, so the host's bound of the KV length on the device is n - 1 + num_in_flight.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class DecodeScheduler:
     """Rows, pages and order of one decode worker.
 
-    Invariant: a request is in exactly one of: `fetching` elsewhere, local, ready, running,
-    preempted, or FINISHED. Every one but the preempted and finished has a hold.
+    Invariant: an admitted request that is not FINISHED is in exactly one of `local`, `ready`,
+    `running`, `preempted`, or is FETCHING and known to Inbound. All but the preempted have a hold.
     """
 
     def __init__(
@@ -52,22 +52,21 @@ class DecodeScheduler:
         self._rows = RowTable(engine.max_num_reqs, engine.penalty_rows)
         self._step = 0
         self._arrivals = 0
-        self._was_chunk = False
-        self._now = 0.0
-        self._launched: dict[int, tuple[list[Req], bool]] = {}  # sampled, from chunks
-        self._leaving: set[Req] = set()  # victims with a step in flight
+        self._last_was_prefill = False  # prefill and decode alternate while both have work
+        self._launched: dict[int, tuple[list[Req], bool]] = {}  # step -> sampled, of a prefill step
+        self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of local prefills that no step has been launched for."""
+        """Prompt tokens of local prefills that are not yet in a step."""
         return sum(len(req.tokens) - req.num_planned_tokens for req in self.local)
 
     def admit(self, req: Req) -> bool:
-        """Open a hold for a new or resumed request; False when there is no room, unchanged then.
+        """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
 
-        New requests wait behind preempted ones.
+        A new request is also refused while preempted ones wait.
         """
-        new = req.arrival == 0
+        new = req.phase is Phase.NEW
         if new and self.preempted:
             return False
         num_slots = min(len(req.tokens) + self._engine.growth_tokens, req.max_len)
@@ -78,21 +77,21 @@ class DecodeScheduler:
             self._arrivals += 1
             req.arrival = self._arrivals
             req.num_cached_tokens = hold.num_matched
-        elif req in self.preempted:
+        else:
             self.preempted.remove(req)
         req.hold, req.num_table_pages = hold, 0
-        req.num_computed_tokens = req.num_planned_tokens = hold.num_matched
+        req.num_computed_tokens = hold.num_matched
         req.phase = Phase.FETCHING
         return True
 
     def prefill_locally(self, req: Req) -> None:
-        """Queue the rest of its prompt here; KV of tokens[: num_computed_tokens] is present."""
+        """Queue the rest of the prompt; KV of tokens[: num_computed_tokens] is here."""
         req.num_planned_tokens = req.num_computed_tokens
         req.phase = Phase.LOCAL
         self.local.append(req)
 
     def commit(self, req: Req) -> None:
-        """KV of tokens[:-1] is here and final: it enters the tree, the request waits for a row."""
+        """Enter KV of tokens[:-1], all here and final, into the tree; queue `req` for a row."""
         assert req.hold is not None
         req.num_computed_tokens = len(req.tokens) - 1
         self.book.commit(req.hold, req.tokens[:-1])
@@ -100,38 +99,36 @@ class DecodeScheduler:
         self.ready.append(req)
 
     def plan(self, now: float = 0.0) -> Plan | None:
-        """The next step; None when nothing can run now, though it may at the very next call.
+        """Return the next step, or None if nothing can run now.
 
-        `now` is marked at requests that get their first row.
+        None may be due to preemption: the victim's pages become free when its step settles.
+        now: stored in req.marks.row_at when a request gets its first row.
         """
-        self._now = now
-        for req in [each for each in self.ready]:
-            if not self._rows.num_free:
-                break
+        for req in list(self.ready):
             if not self._rows.can_take(req.sampling):
-                continue  # waits for a penalty slot; others may go first
+                continue  # it may wait for a penalty slot only: others may go first
             self.ready.remove(req)
-            self._rows.enter(req, self._now, active=True)
-            self._rows.tell_pages(req)
+            self._rows.enter(req, now, active=True)
+            self._rows.queue_pages(req)
             req.phase = Phase.RUNNING
             self.running[req.row] = req
         plan = None
-        if self.local and not (self._was_chunk and self.running):
-            plan = self._plan_chunks()
+        if self.local and not (self._last_was_prefill and self.running):
+            plan = self._plan_chunks(now)
         return plan or self._plan_decode()
 
     def matchers(self, step: int) -> list[Matcher | None]:
-        """Of the rows that step `step`, which has not settled, draws for; None: no grammar."""
+        """Return the matchers of the rows that unsettled step `step` samples; None: no grammar."""
         sampled, _ = self._launched[step]
         return [req.matcher for req in sampled]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
-        """Step `step` has finished: append its tokens. (request, drawn, reason) of live ones.
+        """Append the tokens of finished step `step`; returns (request, drawn, reason to end).
 
-        Requests with a reason are not finished here: the caller does that, through `finish`.
+        Requests that ended meanwhile are left out. The caller calls `finish` if there is a reason.
         """
         self.book.settled(step)
-        news: list[tuple[Req, Drawn, FinishReason | None]] = []
+        results: list[tuple[Req, Drawn, FinishReason | None]] = []
         sampled, from_chunk = self._launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
@@ -142,39 +139,38 @@ class DecodeScheduler:
             if req.matcher is not None:
                 req.matcher.consume(result.token)
             req.num_computed_tokens = len(req.tokens) - 1
-            if from_chunk and req.hold is not None:
+            if from_chunk:
+                assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
             reason = _reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
             if req.matcher is not None and req.matcher.stopped:
-                reason = FinishReason.STOP  # complete, also where it took the last token allowed
-            news.append((req, result, reason))
+                reason = FinishReason.STOP  # the grammar is complete: STOP wins over LENGTH
+            results.append((req, result, reason))
             if req in self._leaving:
                 self._leaving.discard(req)
                 if reason is None:
-                    self._leave(req)
-        return news
+                    self._preempt(req)
+        return results
 
-    def finish(self, req: Req, reason: FinishReason) -> None:
+    def finish(self, req: Req) -> None:
         """Give back all that `req` holds, at any phase; a second call does nothing.
 
-        Whole pages of its committed tokens stay in the tree. No pull into its pages may be running.
+        No pull into its pages may run.
         """
         if req.phase is Phase.FINISHED:
             return
-        if req.phase is Phase.LOCAL and req in self.local:
+        if req.phase is Phase.LOCAL:
             self.local.remove(req)
         elif req.phase is Phase.READY:
             self.ready.remove(req)
-        elif req.phase is Phase.PREEMPTED and req in self.preempted:
+        elif req.phase is Phase.PREEMPTED:
             self.preempted.remove(req)
         self._leaving.discard(req)
-        self._give_up(req)
-        req.phase, req.finish_reason = Phase.FINISHED, reason
+        self._release(req)
+        req.phase = Phase.FINISHED
 
-    # Planning.
-
-    def _plan_chunks(self) -> Plan | None:
+    def _plan_chunks(self, now: float) -> Plan | None:
         budget = int(self._engine.max_prefill_tokens)
         chunks: list[Chunk] = []
         sampled: list[Req] = []
@@ -185,11 +181,11 @@ class DecodeScheduler:
             if not req.row:
                 if not self._rows.can_take(req.sampling):
                     continue
-                self._rows.enter(req, self._now, active=False)
+                self._rows.enter(req, now, active=False)
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            self._rows.tell_pages(req)
+            self._rows.queue_pages(req)
             last = end == len(req.tokens)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
             req.num_planned_tokens = end
@@ -201,31 +197,29 @@ class DecodeScheduler:
                 sampled.append(req)
         if not chunks:
             return None
-        self._was_chunk = True
-        return self._launch(
-            sampled,
-            chunks=tuple(chunks),
-            max_seq_len_ub=max(chunk.start + len(chunk.tokens) for chunk in chunks),
-        )
+        self._last_was_prefill = True
+        bound = max(chunk.start + len(chunk.tokens) for chunk in chunks)
+        return self._launch(sampled, bound, chunks=tuple(chunks))
 
     def _plan_decode(self) -> Plan | None:
-        self._was_chunk = False
+        self._last_was_prefill = False
         chosen: list[Req] = []
         for req in sorted(self.running.values(), key=lambda req: req.arrival):
             if req in self._leaving or len(req.tokens) + req.num_in_flight >= req.max_len:
-                continue  # a victim, or its last token is in flight
+                continue  # it is being preempted, or its last token is in flight
+            # Making room for an older request may just have preempted this one.
             if req.row in self.running and self._ensure_slots(req):
                 chosen.append(req)
         if not chosen:
             return None
         bound = max(len(req.tokens) + req.num_in_flight for req in chosen)
-        return self._launch(chosen, decode=tuple(req.row for req in chosen), max_seq_len_ub=bound)
+        return self._launch(chosen, bound, decode=tuple(req.row for req in chosen))
 
     def _launch(
         self,
         sampled: list[Req],
-        *,
         max_seq_len_ub: int,
+        *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
     ) -> Plan:
@@ -234,15 +228,10 @@ class DecodeScheduler:
             req.num_in_flight += 1
         self._launched[self._step] = sampled, bool(chunks)
         self.book.launched(self._step)
-        tail: Tail = "none"
-        if sampled:
-            tail = TAILS[max(TAILS.index(_tail(req.sampling)) for req in sampled)]
-        releases, starts, pages = self._rows.drain()
+        tail = TAILS[max((TAILS.index(_tail(req.sampling)) for req in sampled), default=0)]
         return Plan(
             self._step,
-            releases,
-            starts,
-            pages,
+            *self._rows.drain(),
             chunks,
             decode,
             tail,
@@ -253,7 +242,11 @@ class DecodeScheduler:
         )
 
     def _ensure_slots(self, req: Req) -> bool:
-        """Slots for the bound plus two tokens a step, or somebody is preempted."""
+        """Bind pages for this step's token and one more, preempting the youngest if need be.
+
+        False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
+        become free only when its step in flight settles.
+        """
         assert req.hold is not None
         num_slots = min(len(req.tokens) + req.num_in_flight + 1, req.max_len)
         while True:
@@ -261,30 +254,28 @@ class DecodeScheduler:
                 self.book.bind(req.hold, num_slots)
             except OutOfPages:
                 if self._leaving:
-                    return False  # a victim's pages come when the step in flight settles
-                candidates = [r for r in self.running.values() if r not in self._leaving]
-                victim = max(candidates, key=lambda r: r.arrival)
+                    return False
+                victim = max(self.running.values(), key=lambda r: r.arrival)
                 self._on_preempt()
                 if victim.num_in_flight:
                     self._leaving.add(victim)
                     return False
-                self._leave(victim)
+                self._preempt(victim)
                 if victim is req:
                     return False
             else:
-                self._rows.tell_pages(req)
+                self._rows.queue_pages(req)
                 return True
 
-    # Rows and pages of one request.
-
-    def _leave(self, req: Req) -> None:
-        """A victim goes, with nothing of it in flight; it resumes as prompt + output."""
-        self._give_up(req)
+    def _preempt(self, req: Req) -> None:
+        """Free the row and pages of `req`, which has no step in flight, and queue it again."""
+        self._release(req)
         req.phase = Phase.PREEMPTED
         self.preempted.append(req)
         self.preempted.sort(key=lambda r: r.arrival)
 
-    def _give_up(self, req: Req) -> None:
+    def _release(self, req: Req) -> None:
+        """Give back row and pages; full pages of computed tokens stay in the prefix tree."""
         if req.row:
             self.running.pop(req.row, None)
             self._rows.release(req.row)
@@ -296,7 +287,7 @@ class DecodeScheduler:
 
 
 def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
-    """Why `req` ended with its last token, by the same rules as the device."""
+    """Say why `req` ends with its last token, if it does, by the same rules as on the device."""
     token, sampling = req.tokens[-1], req.sampling
     num_output = len(req.tokens) - req.num_prompt_tokens
     is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
@@ -306,7 +297,7 @@ def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
 
 
 def _tail(sampling: Sampling) -> Tail:
-    """The cheapest sampling tail that serves this request."""
+    """Choose the cheapest sampling tail that can serve a request."""
     if sampling.temperature == 0:
         return "greedy"
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0

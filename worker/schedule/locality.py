@@ -1,7 +1,7 @@
-"""Conditional disaggregation: whether decode prefills by itself. Pure.
+"""Conditional disaggregation: whether decode prefills by itself.
 
-The cost of a local prefill is its own time, paid once by the request and once by every row that
-stands still meanwhile. The cost of a remote one is the candidate's queue, its compute and the pull.
+A local prefill costs its compute time once for the request and once for every decode row that it
+stalls. A remote one costs the candidate's queue, its compute time and the pull.
 (The idea of disaggregating only what pays is DistServe's and Dynamo's; the estimate is our own.)
 """
 
@@ -14,39 +14,34 @@ from worker.config import DisaggregationConfig
 
 
 @dataclass(slots=True, frozen=True)
-class LocalCost:
-    """What decode knows of itself and of the request at hand."""
+class PlacementInputs:
+    """Numbers of the request and of this worker from which both costs are estimated."""
 
-    num_uncached_tokens: int  # tokens it would have to prefill
-    num_running: int  # rows that would stand still
-    s_per_token: float  # of its own prefill; 0 = not measured yet
+    num_uncached_tokens: int  # tokens to prefill
+    num_running: int  # decode rows that a local prefill would stall
+    s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
     pull_bytes_per_s: float
 
 
 def prefills_locally(
-    cost: LocalCost, candidates: list[Candidate], config: DisaggregationConfig
+    inputs: PlacementInputs, candidates: list[Candidate], config: DisaggregationConfig
 ) -> bool:
-    """Whether decode should prefill by itself; always so when there is no candidate."""
+    """Whether decode should prefill by itself; always True without a candidate."""
     if not candidates or config.mode == "never":
         return True
-    # Rates that nobody has measured yet are taken to be those of the others.
+    # An unmeasured rate is borrowed: our own from the fastest candidate, a candidate's from us.
     measured = [each.prefill_s_per_token for each in candidates if each.prefill_s_per_token]
-    s_per_token = cost.s_per_token or min(measured, default=0.0)
+    s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return False
-    local_s = cost.num_uncached_tokens * s_per_token * (1 + cost.num_running)
-    return local_s <= min(_remote_s(cost, each, s_per_token, config) for each in candidates)
+    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token
 
+    def remote_s(each: Candidate) -> float:
+        num_uncached = max(0, inputs.num_uncached_tokens - each.num_cached_tokens)
+        rate = each.prefill_s_per_token or s_per_token
+        compute_s = (each.num_queued_tokens + num_uncached) * rate
+        return config.pull_overhead_s + compute_s + num_bytes / inputs.pull_bytes_per_s
 
-def _remote_s(
-    cost: LocalCost, candidate: Candidate, local_s_per_token: float, config: DisaggregationConfig
-) -> float:
-    s_per_token = candidate.prefill_s_per_token or local_s_per_token
-    num_uncached = max(0, cost.num_uncached_tokens - candidate.num_cached_tokens)
-    num_bytes = cost.num_uncached_tokens * cost.kv_bytes_per_token
-    return (
-        config.pull_overhead_s
-        + (candidate.num_queued_tokens + num_uncached) * s_per_token
-        + num_bytes / cost.pull_bytes_per_s
-    )
+    local_s = inputs.num_uncached_tokens * s_per_token * (1 + inputs.num_running)
+    return local_s <= min(map(remote_s, candidates))

@@ -1,7 +1,7 @@
-"""How a prefill worker paces itself: from what its steps and the links to it were measured at.
+"""Pace: how many tokens a prefill step takes, and whether its layer groups are announced singly.
 
-Two choices, both by estimates of the time until decode has everything (ADR 0016):
-how many tokens a step takes, and whether its layer groups are announced one by one.
+Both are chosen by the estimated time until decode has all KV, from step times measured at start-up
+and link rates measured by decode workers (ADR 0016).
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from operator import attrgetter
 
 from worker.plan import LONG_STEP_TOKENS
 
-MIN_STEP_TOKENS = 512  # below, what a step costs beside its tokens was not looked at
+MIN_STEP_TOKENS = 512  # shorter steps are not considered: their fixed cost was not measured
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
-# Of a layer's time: attention, its output and the feed-forward block. In long steps the last layer
-# computes little of that.
+# Share of a layer's time after its KV is stored: attention, output projection, feed-forward. The
+# last layer of a long step computes little of it.
 AFTER_STORE = 0.8
 
 
 @dataclass(slots=True, frozen=True)
 class StepTime:
-    """A step of `num_tokens`, measured at the start; seconds."""
+    """Measured times of a step of `num_tokens`."""
 
     num_tokens: int
-    whole_s: float  # the fastest way to launch it
-    grouped_s: float  # the fastest that says when each layer group is final
+    whole_s: float  # by the fastest kind of launch
+    grouped_s: float  # by the fastest kind that can call the layer hook
 
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """What is known of one worker; `times` ascending, empty where nothing was measured."""
+    """What is known of one prefill worker."""
 
-    times: Sequence[StepTime]
+    times: Sequence[StepTime]  # by num_tokens, ascending; empty = none measured
     num_groups: int  # of the KV layout
     kv_bytes_per_token: int
     max_tokens: int  # of one step
     num_layers: int
 
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
-        """Tokens of the next step at most, for `num_queued` that wait.
+        """Choose the most tokens of the next step, given `num_queued` waiting tokens.
 
-        All that waits is computed at the rate of such steps; what is pulled after the last one adds
-        to it: a small step is announced early, a large one multiplies faster.
-        `link_bytes_per_s` is 0 where it is not known.
+        Minimises the time to compute all of them in steps of one size, plus the pull that is left
+        after the last step. Small steps leave little to pull; large ones compute a token faster.
+        link_bytes_per_s: 0 = not known.
         """
         best, best_s = self.max_tokens, float("inf")
         for each in self.times:
             if not MIN_STEP_TOKENS <= each.num_tokens <= self.max_tokens:
                 continue
             last_s = self._pull_s(each.num_tokens, link_bytes_per_s)
-            if self.groups_pay(each.num_tokens, link_bytes_per_s):
+            if self.announce_groups(each.num_tokens, link_bytes_per_s):
                 last_s /= self.num_groups
             all_s = max(1.0, num_queued / each.num_tokens) * each.whole_s + last_s
             if all_s < best_s:
                 best, best_s = each.num_tokens, all_s
         return best
 
-    def groups_pay(self, num_tokens: int, link_bytes_per_s: float) -> bool:
+    def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:
         """Whether to announce the layer groups of a step one by one.
 
-        All but the last group are pulled while the step computes, and no longer than it computes;
-        the last one is announced as soon as the last layer has stored its KV, before what else
-        that layer computes. Where the link is not known they are.
+        All groups but the last are pulled while the step computes; that hides at most the step's
+        time. The last is announced once the last layer has stored its KV, before that layer's
+        attention. Returns True if the link's rate is not known and there are several groups.
         """
         if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1

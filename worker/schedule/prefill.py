@@ -1,7 +1,7 @@
-"""What a prefill worker computes next: chunks of prompts, first come first served. Pure.
+"""What a prefill worker computes next: chunks of prompts, first come first served.
 
-A prompt is admitted only with a reservation for all its pages, so it never waits for memory in the
-middle and announced pages are never preempted.
+A prompt is admitted only with a reservation for all its pages, so it never waits for memory
+half-way, and announced pages are never preempted.
 """
 
 from __future__ import annotations
@@ -11,136 +11,114 @@ from collections.abc import Sequence
 
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
-from worker.plan import Chunk, Plan, RowStart
+from worker.errors import UserError
+from worker.plan import Chunk, Plan
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
 
 
 class PrefillScheduler:
-    """Admission and chunking of one prefill worker, for prompts of up to `max_len` tokens.
+    """Admission and chunking of one prefill worker; its rows have a page table and no more."""
 
-    Steps are as long as `pace` says, or as long as they may be.
-    """
-
-    def __init__(
-        self,
-        book: PageBook,
-        engine: EngineConfig,
-        max_len: int = 1 << 62,
-        pace: Pace | None = None,
-    ) -> None:
+    def __init__(self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace) -> None:
         self.book = book
-        self.waiting: deque[PrefillReq] = deque()  # not all planned yet, in order of arrival
+        self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._engine = engine
         self._pace = pace
-        self._max_len = max_len  # what a row of the device's page table can hold
+        self._max_len = max_len  # tokens of a prompt that a row's page table can hold
         self._rows = RowTable(engine.max_num_reqs)
         self._step = 0
         self._launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that no step has been launched for."""
+        """Prompt tokens that are not yet in a step."""
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
-    def admit(
-        self, key: str, tokens: Sequence[int], link_bytes_per_s: float = 0.0
-    ) -> PrefillReq | None:
-        """Take a prompt of at least two tokens, or None when there is no room for it.
+    def admit(self, tokens: Sequence[int], link_bytes_per_s: float = 0.0) -> PrefillReq | None:
+        """Admit a prompt of at least two tokens; None if there is no room for it now.
 
-        `link_bytes_per_s`: to its decode worker; 0 = not known.
+        link_bytes_per_s: of the link to its decode worker; 0 = not known.
+
+        Raises:
+            UserError: it is longer than max_len.
         """
         if len(tokens) > self._max_len:
-            return None
+            raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
         if len(self.waiting) >= self._engine.max_num_reqs + self._engine.max_waiting:
             return None
         target = len(tokens) - 1
         hold = self.book.open(tokens, target, max_matched=target)
         if hold is None:
             return None
-        matched = hold.num_matched
-        req = PrefillReq(
-            key,
-            tuple(tokens),
-            hold,
-            num_computed_tokens=matched,
-            num_planned_tokens=matched,
-            link_bytes_per_s=link_bytes_per_s,
-        )
-        if matched < target:
+        num = hold.num_matched
+        req = PrefillReq(tuple(tokens), hold, link_bytes_per_s, num, num)
+        if num < target:
             self.waiting.append(req)
         return req
 
     def plan(self, now: float = 0.0) -> Plan | None:
-        """The next step, or None when nothing is to be computed; `now` marks who begins."""
-        budget = self._max_step_tokens()
+        """Return the next step, or None if nothing waits. now: becomes started_at of new ones."""
+        if not self.waiting:
+            return None
+        link_bytes_per_s = self.waiting[0].link_bytes_per_s
+        budget = self._pace.step_tokens(self.num_queued_tokens, link_bytes_per_s)
         launched: list[tuple[PrefillReq, Chunk]] = []
-        max_len = 0
         for req in list(self.waiting):
             if budget == 0 or (not req.row and not self._rows.num_free):
                 break
+            if not req.row:
+                req.row, req.started_at = self._rows.take(), now
             start = req.num_planned_tokens
             end = min(req.num_target_tokens, start + budget)
-            self._enter_row(req, now)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            self._rows.tell_pages(req)
+            self._rows.queue_pages(req)
             launched.append((req, Chunk(req.row, start, req.tokens[start:end])))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
                 self.waiting.popleft()
             budget -= end - start
-            max_len = max(max_len, end)
-        if not launched:
-            return None
         self._step += 1
         self._launched[self._step] = launched
-        releases, starts, pages = self._rows.drain()
+        _, _, pages = self._rows.drain()  # no row is active: none has to be started or released
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
                 self._leave_row(req)
         self.book.launched(self._step)
         return Plan(
-            step=self._step,
-            releases=releases,
-            starts=starts,
+            self._step,
             pages=pages,
             chunks=tuple(chunk for _, chunk in launched),
-            max_seq_len_ub=max_len,
+            max_seq_len_ub=max(req.num_planned_tokens for req, _ in launched),
         )
 
-    def _max_step_tokens(self) -> int:
-        if self._pace is None or not self.waiting:
-            return int(self._engine.max_prefill_tokens)
-        return self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].link_bytes_per_s)
-
     def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
-        """What step `step`, which has not settled, computes."""
+        """Return what step `step` computes; it must not have settled."""
         return self._launched[step]
 
     def settle(self, step: int) -> list[PrefillReq]:
-        """Step `step` has finished on the device; the requests whose KV has grown.
+        """Record that step `step` has finished; returns the requests that it computed for.
 
-        They are to be announced, then entered into the prefix tree by `commit`: decode pulls
-        meanwhile.
+        Announce them before `commit`, so that decode pulls while the prefix tree is updated.
         """
         self.book.settled(step)
-        grown: list[PrefillReq] = []
+        computed: list[PrefillReq] = []
         for req, chunk in self._launched.pop(step):
             if not req.dropped:
                 req.num_computed_tokens = chunk.start + len(chunk.tokens)
-                grown.append(req)
-        return grown
+                computed.append(req)
+        return computed
 
-    def commit(self, grown: Sequence[PrefillReq]) -> None:
-        """Let other prompts begin with what has been computed of these."""
-        for req in grown:
+    def commit(self, reqs: Sequence[PrefillReq]) -> None:
+        """Enter the computed pages of `reqs` into the prefix tree."""
+        for req in reqs:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
 
     def drop(self, req: PrefillReq) -> None:
-        """Forget a request at any stage and give its pages back; a second call does nothing.
+        """Forget a request at any stage and free its pages; a second call does nothing.
 
-        The caller makes sure that no lease on its pages lives.
+        No lease on its pages may live.
         """
         if req.dropped:
             return
@@ -149,12 +127,6 @@ class PrefillScheduler:
             self.waiting.remove(req)
         self._leave_row(req)
         self.book.close(req.hold)
-
-    def _enter_row(self, req: PrefillReq, now: float) -> None:
-        if not req.row:
-            req.started_at = now
-            req.row = self._rows.take()
-            self._rows.start(RowStart(req.row, None, 0, 0))
 
     def _leave_row(self, req: PrefillReq) -> None:
         if req.row:

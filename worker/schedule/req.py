@@ -1,6 +1,6 @@
-"""Req: one request on one worker, as plain host state.
+"""Req and PrefillReq: one request on one worker, as plain host state.
 
-Who fills it: the worker's loop creates it, its scheduler moves it along, `PageBook` its hold.
+Admission creates it, the scheduler changes it, and `PageBook` fills its hold.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from worker.api import Candidate, FinishReason, PeerId, Sampling, Stages
+from worker.api import Candidate, PeerId, Sampling, Stages
 from worker.cache.book import Hold
 
 if TYPE_CHECKING:
@@ -17,30 +17,33 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where a decode request is. Every arrow may also go to FINISHED.
+    """Where a decode request is. FINISHED can follow every phase.
 
-    FETCHING -> READY (KV landed)     LOCAL -> RUNNING (sampled from its own prefill)
-    FETCHING -> LOCAL (no prefill worker left)
-    READY -> RUNNING -> PREEMPTED -> FETCHING | LOCAL | READY
+    NEW | PREEMPTED -> FETCHING      admitted
+    FETCHING -> READY                all KV but the last token's is here
+    FETCHING -> LOCAL                prefilled here: cheaper, or no prefill worker is left
+    LOCAL -> RUNNING                 its last chunk has been planned
+    READY -> RUNNING -> PREEMPTED    got a row; lost it and its pages
     """
 
-    FETCHING = auto()  # a prefill worker computes, or a pull runs
+    NEW = auto()
+    FETCHING = auto()  # admitted; a prefill worker computes its prompt, or a pull runs
     LOCAL = auto()  # waits for, or is in, its own prefill chunks
-    READY = auto()  # all KV but the last token's is here; waits for a row
-    RUNNING = auto()  # has an active row
-    PREEMPTED = auto()  # gave its pages up; waits for room
+    READY = auto()  # waits for a row
+    RUNNING = auto()  # decodes, or its last chunk is in flight
+    PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
 
 
 @dataclass(slots=True)
 class Marks:
-    """When a decode request first passed each point of its way; monotonic seconds, 0 = not yet."""
+    """When a decode request first reached each stage; monotonic seconds, 0 = not yet."""
 
     received_at: float = 0.0  # filled by the loop
-    announced_at: float = 0.0  # its prefill worker had computed all; filled by its fetch
-    prefill_s: float = 0.0  # that worker's own figure; filled by its fetch
-    prefilled_by: str = ""  # PeerId; filled by its fetch or at admission
-    landed_at: float = 0.0  # all KV is here, without a step of its own; filled by the loop
+    announced_at: float = 0.0  # all its KV was computed elsewhere; filled by its fetch
+    prefill_s: float = 0.0  # KVReady.prefill_s, a duration; filled by its fetch
+    prefilled_by: str = ""  # PeerId, not a time; filled by its fetch or at admission
+    landed_at: float = 0.0  # all KV was here without a local prefill; filled by the loop
     row_at: float = 0.0  # filled by the scheduler
     first_token_at: float = 0.0  # filled by the loop
 
@@ -75,16 +78,15 @@ class Req:
     sampling: Sampling
     deadline_at: float  # monotonic, this host
     candidates: tuple[Candidate, ...] = ()
-    arrival: int = 0  # admission order; the youngest is preempted first
-    phase: Phase = Phase.PREEMPTED
+    arrival: int = 0  # order of first admission; the youngest is preempted first
+    phase: Phase = Phase.NEW
     hold: Hold | None = None
     row: int = 0  # 0 = none
     num_computed_tokens: int = 0  # tokens whose KV is in `hold`, as far as settled
-    num_planned_tokens: int = 0  # the same, counting the step in flight (prefill chunks)
-    num_table_pages: int = 0  # pages the device table knows
+    num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
+    num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
     num_in_flight: int = 0  # launched steps that have not settled
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
-    finish_reason: FinishReason | None = None
     is_sibling: bool = False  # it came with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
     marks: Marks = field(default_factory=Marks)
@@ -104,18 +106,17 @@ class Req:
 class PrefillReq:
     """A prompt on a prefill worker; KV of tokens[:-1] is wanted."""
 
-    key: str
     tokens: tuple[int, ...]
     hold: Hold
+    link_bytes_per_s: float  # to its decode worker, as measured there; 0 = not known
+    num_computed_tokens: int  # settled
+    num_planned_tokens: int  # launched
     row: int = 0
-    num_computed_tokens: int = 0  # settled
-    num_planned_tokens: int = 0  # launched
-    link_bytes_per_s: float = 0.0  # to its decode worker, as measured there; 0 = not known
     num_table_pages: int = 0
     num_announced_pages: int = 0  # with all their layer groups
-    num_announced_groups: int = 0  # of the pages of the chunk that is being computed
+    num_announced_groups: int = 0  # of the pages of the chunk under way
     started_at: float = 0.0  # monotonic: when its first step was planned
-    prefill_s: float = 0.0  # from then until the last that was computed was announced
+    prefill_s: float = 0.0  # from started_at until its last page was announced
     dropped: bool = False  # given back; a step in flight may still compute it
 
     @property

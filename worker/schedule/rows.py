@@ -1,20 +1,16 @@
-"""Row numbers of the device-resident step state, and what a plan must say about them."""
+"""RowTable: which rows are free, and the row changes that the next plan carries."""
 
 from __future__ import annotations
 
 import heapq
 
-import msgspec
-
 from worker.api import Sampling
 from worker.plan import RowPages, RowStart
 from worker.schedule.req import PrefillReq, Req
 
-OwnsRow = Req | PrefillReq
-
 
 class RowTable:
-    """Free rows, and the row changes that the next plan has to carry.
+    """Free rows of the step state, and their changes since the last plan.
 
     Row 0 is never given out. A row given back may be taken again in the same plan: releases are
     applied before starts, and both are ordered on the device's stream behind steps in flight.
@@ -38,32 +34,34 @@ class RowTable:
         return bool(self._free) and (not sampling.changes_logits or bool(self._free_slots))
 
     def take(self) -> int:
-        """The lowest free row."""
+        """Remove and return the lowest free row."""
         return heapq.heappop(self._free)
 
     def enter(self, req: Req, now: float, *, active: bool) -> None:
-        """Give `req` a row, and a penalty slot if it needs one; the next plan starts it.
+        """Give `req` a row, and a penalty slot if it needs one, and queue the row's start.
 
-        active: it decodes at once, because the KV of tokens[:-1] is there.
+        active: KV of tokens[:-1] is stored, the row decodes at once. False: chunks follow.
         """
-        req.row, num = self.take(), req.num_prompt_tokens
+        req.row, num, slot = self.take(), req.num_prompt_tokens, 0
         req.marks.row_at = req.marks.row_at or now
-        start = RowStart(req.row, req.sampling, req.max_len, num + req.sampling.min_tokens, active)
-        fields: dict[str, object] = {}
-        if active:
-            fields |= {"seq_len": len(req.tokens) - 1, "last_token": req.tokens[-1]}
         if req.sampling.changes_logits:
             self._slot_of[req.row] = slot = self._free_slots.pop()
-            prompt, output = tuple(req.tokens[:num]), tuple(req.tokens[num:])
-            fields |= {"penalty_slot": slot, "prompt": prompt, "output": output}
-        self.start(msgspec.structs.replace(start, **fields))
-
-    def start(self, start: RowStart) -> None:
-        """Say in the next plan how the row begins."""
+        start = RowStart(
+            req.row,
+            req.sampling,
+            req.max_len,
+            min_len=num + req.sampling.min_tokens,
+            active=active,
+            seq_len=len(req.tokens) - 1 if active else 0,
+            last_token=req.tokens[-1] if active else 0,
+            penalty_slot=slot,
+            prompt=tuple(req.tokens[:num]) if slot else (),
+            output=tuple(req.tokens[num:]) if slot else (),
+        )
         self._starts.append(start)
 
-    def tell_pages(self, req: OwnsRow) -> None:
-        """Say in the next plan which pages of `req` the device does not know yet."""
+    def queue_pages(self, req: Req | PrefillReq) -> None:
+        """Queue the pages of `req` that are not in the device's page table yet."""
         assert req.hold is not None
         new = req.hold.pages[req.num_table_pages :]
         if new:
@@ -71,7 +69,7 @@ class RowTable:
             req.num_table_pages += len(new)
 
     def release(self, row: int) -> None:
-        """Give a row back; whatever was to be said about it is void."""
+        """Free a row and drop its changes that no plan has carried yet."""
         self._starts = [start for start in self._starts if start.row != row]
         self._pages = [pages for pages in self._pages if pages.row != row]
         self._releases.append(row)
@@ -80,7 +78,7 @@ class RowTable:
         heapq.heappush(self._free, row)
 
     def drain(self) -> tuple[tuple[int, ...], tuple[RowStart, ...], tuple[RowPages, ...]]:
-        """What the plan under construction says about rows; each is said once."""
-        said = tuple(self._releases), tuple(self._starts), tuple(self._pages)
+        """Return the queued releases, starts and pages, and clear the queues."""
+        queued = tuple(self._releases), tuple(self._starts), tuple(self._pages)
         self._releases, self._starts, self._pages = [], [], []
-        return said
+        return queued

@@ -21,7 +21,6 @@ from worker.kernels.step.step_rows import RowColumns
 from worker.plan import Plan, RowPages, RowStart
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
-NO_SAMPLING = Sampling(max_tokens=0, temperature=0.0)
 
 T = TypeVar("T")
 
@@ -64,7 +63,7 @@ class SampledRows:
 
 def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
     """The column values of a row that starts."""
-    sampling = start.sampling or NO_SAMPLING
+    sampling = start.sampling
     ints = IntColumns(
         seq_len=start.seq_len,
         last_token=start.last_token,
@@ -195,7 +194,7 @@ class StepState:
     def _start(self, starts: Sequence[RowStart]) -> None:
         ints, floats = zip(*map(column_values, starts), strict=True)
         rows_active = [(start.row, start.active) for start in starts]
-        stops = [self._stop_ids(start.sampling or NO_SAMPLING) for start in starts]
+        stops = [self._stop_ids(start.sampling) for start in starts]
         parts = (
             torch.tensor(rows_active, dtype=torch.int64).T.reshape(-1),
             torch.tensor(ints, dtype=torch.int64).T.reshape(-1),
@@ -246,6 +245,6 @@ class PenaltyTables:
         if drawn:
             ids = upload(list(drawn), torch.int64)
             self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
-        if start.sampling is not None and start.sampling.logit_bias:
+        if start.sampling.logit_bias:
             ids, values = zip(*start.sampling.logit_bias, strict=True)
             self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))
