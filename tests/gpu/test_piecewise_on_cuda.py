@@ -130,7 +130,7 @@ def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_auto_replays_chunks_on_either_worker(role: str) -> None:
     from tests.support.chunks import build
-    from worker.plan import Chunk, Plan, RowPages, RowStart
+    from worker.plan import Chunk, Plan, RowPages
 
     engine = build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
     decode = "eager" if role == "prefill" else "full"
@@ -138,7 +138,6 @@ def test_auto_replays_chunks_on_either_worker(role: str) -> None:
     tokens = problem_ids(1)[0]
     plan = Plan(
         1,
-        starts=(RowStart(1, None, len(tokens) + 9, 0),),
         pages=(RowPages(1, 0, tuple(range(1, -(-len(tokens) // 16) + 1))),),
         chunks=(Chunk(1, 0, tokens),),
         max_seq_len_ub=len(tokens),

@@ -168,7 +168,7 @@ if not INTERPRETED:
         starts = (
             RowStart(4, first, 100, 3, active=True, seq_len=40, last_token=17),
             RowStart(2, second, 50, 0),
-            RowStart(1, None, 60, 0),
+            RowStart(1, Sampling(9, temperature=0.0), 60, 0),
         )
         state.apply(Plan(1, starts=starts))
         ints, floats = state.ints, state.floats
@@ -191,7 +191,7 @@ if not INTERPRETED:
         assert floats.frequency_penalty.tolist() == [0, 0, 0.5, 0, 0, 0]
         assert floats.repetition_penalty.tolist() == [1, 1, 2, 1, 1, 1]
         assert floats.top_p.tolist() == [1, 1, 1, 1, 0.25, 1]
-        assert floats.temperature[1] == 0.0, "no sampling is greedy"
+        assert floats.temperature[1] == 0.0
         for column in (*ints, *floats):
             assert column.is_contiguous()
             assert column.data_ptr() % 16 == 0
