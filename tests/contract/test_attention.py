@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import EVERY, PAIRWISE
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention.base import ATTENTION, AttentionCaps, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
 from worker.cache.layout import KVLayout, KVRegion
@@ -357,10 +357,6 @@ def test_a_missing_library_is_refused_with_the_way_to_get_it(monkeypatch):
 
 
 if not INTERPRETED:
-
-    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    def test_triton_under_its_interpreter():
-        run_interpreted(__file__)
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.api import MAX_STOP_IDS
 from worker.kernels import rms_norm, swiglu
 from worker.kernels.attention import qk_rope_store
@@ -121,9 +121,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 if not INTERPRETED:
-
-    def test_this_file_under_the_interpreter() -> None:
-        run_interpreted(__file__)
 
     @contextmanager
     def compiling(module: Any) -> Iterator[dict[str, str]]:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.products import computed, error, noise
 from worker.kernels.gemm.skinny_gemm import (
     MAX_ROWS,
@@ -56,10 +56,6 @@ def test_the_weights_alone_choose_what_the_sums_depend_on(n, k):
 
 if not INTERPRETED:
     needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-
-    @needs_triton
-    def test_this_file_under_the_interpreter():
-        run_interpreted(__file__)
 
     @needs_triton
     @pytest.mark.parametrize("block_m", [16, 32, 64])
