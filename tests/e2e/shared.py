@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -42,7 +42,17 @@ class Ray:
         self.address = f"{HOST}:{PORT}"
         self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short: sockets
         environment = plain_environment() | RAY_SETTINGS
-        self._process = subprocess.Popen(
+        with (self._directory / "output").open("wb") as output:
+            self._process = self._start(environment, output)
+        deadline = time.monotonic() + TIMEOUT_S
+        while "Ray runtime started" not in self.output:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"Ray does not start:\n{self.output}")
+            time.sleep(0.1)
+        self.watch = Watch(self.address, local=False, environment=environment)
+
+    def _start(self, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
                 f"--node-ip-address={HOST}", f"--port={PORT}", f"--temp-dir={self._directory}/ray",
@@ -51,16 +61,10 @@ class Ray:
             ],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=(self._directory / "output").open("wb"),
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        deadline = time.monotonic() + TIMEOUT_S
-        while "Ray runtime started" not in self.output:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"Ray does not start:\n{self.output}")
-            time.sleep(0.1)
-        self.watch = Watch(self.address, local=False, environment=environment)
 
     @property
     def output(self) -> str:

@@ -85,20 +85,24 @@ else:
     def tile_of(m: int, split: int, block_k: int = 64) -> SkinnyTile:
         return SkinnyTile(choose(m, 64, 64).block_m, 64, block_k, split, 4, 3, 2)
 
-    @pytest.mark.parametrize("dtype", BOUNDS)
-    @pytest.mark.parametrize("split", [1, 2, 3, 4])
-    @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33, 64])
-    @pytest.mark.parametrize(("n", "k"), [(64, 256), (70, 200), (33, 130), (129, 65)])
-    def test_any_shape_matches_float64(m, n, k, split, dtype):
+    @pytest.mark.product(
+        m=(1, 2, 15, 16, 17, 33, 64),
+        shape=((64, 256), (70, 200), (33, 130), (129, 65)),
+        split=(1, 2, 3, 4),
+        dtype=tuple(BOUNDS),
+    )
+    def test_any_shape_matches_float64(m, shape, split, dtype):
+        n, k = shape
         x, w = noise(m, k, dtype=dtype), noise(n, k, dtype=dtype, seed=1)
         out = product(x, w, tile_of(m, split))
         assert error(out, x, w) < BOUNDS[dtype]
         assert error(out, x, w) < 2 * error(skinny_gemm_ref(x, w), x, w) + BOUNDS[dtype] / 2
 
-    @pytest.mark.parametrize("dtype", BOUNDS)
-    @pytest.mark.parametrize("m", [1, 16, 40, 64])
-    @pytest.mark.parametrize(("width", "k"), [(32, 64), (100, 130), (33, 256)])
-    def test_a_gated_product_is_the_activation_of_the_whole_one(width, k, m, dtype):
+    @pytest.mark.product(
+        m=(1, 16, 40, 64), shape=((32, 64), (100, 130), (33, 256)), dtype=tuple(BOUNDS)
+    )
+    def test_a_gated_product_is_the_activation_of_the_whole_one(m, shape, dtype):
+        width, k = shape
         # Sums of such numbers are exact: numpy adds them in another order for other tiles.
         x, w = (
             noise(rows, k, dtype=torch.float32, seed=rows).mul(4).round().div(16).to(dtype)
