@@ -51,7 +51,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("product")
     if marker is not None:
         chosen = every if metafunc.config.option.whole else pairwise
-        metafunc.parametrize(tuple(marker.kwargs), chosen(marker.kwargs))
+        cases = chosen(marker.kwargs)
+        names = ["-".join(str(value) for value in case) for case in cases]
+        metafunc.parametrize(tuple(marker.kwargs), cases, ids=names)
 
 
 @cache

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from transformers import Qwen3ForCausalLM
 
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
@@ -196,6 +195,8 @@ def draw(values: np.ndarray, sampling: Sampling, position: int) -> int:
 
 
 def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
+    from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
+
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     num_logprobs = num_tokens = 0
     for prompt, sampling, answer in zip(problem_ids(NUM), wishes(), expected, strict=True):

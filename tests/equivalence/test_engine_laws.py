@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from tests.support.engines import Running, running
 from tests.support.prompts import TINY, problem_ids
 from worker.api import FinishReason, Sampling
 
 GREEDY = Sampling(max_tokens=48, temperature=0.0)
-NUM = 24
+NUM = 16
 
 
 def engine(**changes: object) -> dict[str, object]:
@@ -67,6 +66,8 @@ def ids(answers: list) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def greedy_ids() -> list[list[int]]:
     """Greedy continuation by transformers, EOS included, in float32."""
+    from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
+
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     out = []
     with torch.inference_mode():
@@ -108,7 +109,7 @@ def decode_engine(pages: str, page_size: int) -> dict[str, object]:
     """What is different for decode workers: another pool, or one that is too small for all."""
     if pages == "few":
         longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
-        return {"num_pages": 4 * -(-longest // page_size), "growth_tokens": 1}
+        return {"num_pages": 5 * -(-longest // page_size), "growth_tokens": 1}
     return {"num_pages": 12_432 // page_size} if pages == "other" else {}
 
 
