@@ -21,6 +21,10 @@ from tests.support.pairwise import every, pairwise
 
 __all__ = ["clusters", "serve"]
 
+# No test speaks TLS; but every client of httpx would load all certificates of the machine, 40 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
 CLUSTER = "cluster"
 # First those that look for what a Ray of their own has left, then those that share one.
 CLUSTERS = (
