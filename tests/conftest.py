@@ -32,8 +32,12 @@ CLUSTERS = (
     "test_openapi", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
-LONGEST = (CLUSTER,)
-SPLIT: tuple[str, ...] = ()
+LONGEST = (
+    CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
+    "test_piecewise", "test_compiled", "test_transfer_benchmark", "test_attention_backends",
+    "test_transport", "test_protocol_faults", "test_attention", "test_structured", "test_models",
+)  # fmt: skip
+SPLIT = ("test_models", "test_attention_backends", "test_stages", "test_memory", "test_collective")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
