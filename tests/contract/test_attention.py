@@ -17,6 +17,7 @@ import torch
 
 from tests.support.attention_cases import EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.pairwise import every, pairwise
 from worker.attention.base import ATTENTION, AttentionCaps, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
 from worker.cache.layout import KVLayout, KVRegion
@@ -213,6 +214,7 @@ def check_memory(pool, layer_id, rows, dense, before, page_size) -> None:
         assert torch.equal(now[1:], old[1:]), "a slot that no row owns has changed"
 
 
+LAYOUTS = {"dtype": ("float32", "bfloat16"), "page_size": (1, 16, 64), "groups": (1, 4)}
 MIXED = [(0, 16), (37, 1), (5, 7), (0, 1), (64, 3), (15, 2), (16, 16)]
 
 
@@ -230,9 +232,9 @@ def test_ragged_rows_match_the_dense_oracle(backend, ratio, head_dim, page_size,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "groups"), pairwise(LAYOUTS) if INTERPRETED else every(LAYOUTS)
+)
 def test_widths_from_1_to_16_mix_in_one_batch(backend, dtype, page_size, groups):
     check(
         backend, MIXED, dtype=dtype, page_size=page_size, groups=groups, padded_rows=3,
