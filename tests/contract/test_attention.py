@@ -365,7 +365,7 @@ if not INTERPRETED:
         ("num_reqs", "width", "tensor_core"), [(8, 1, "mma.sync"), (4, 512, "wgmma")]
     )
     def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core):
-        from worker.kernels import paged_attention as paged
+        from worker.kernels.attention import paged_attention as paged
 
         tiles = paged.choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
