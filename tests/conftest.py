@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
         action="store_true",
-        help="all cases of products, of which else a few hold every pair; all mutated bodies",
+        help="all cases of products, of which else a few hold every pair; all seeds and bodies",
     )
 
 
@@ -96,6 +96,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.whole:
+        items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     items.sort(key=lambda item: rank_of(item.path))
     if not hasattr(config, "workerinput"):  # not a process of pytest-xdist
         return
