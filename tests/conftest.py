@@ -1,7 +1,8 @@
-"""What all tests share: how the processes of pytest-xdist divide them, and the gpu marker.
+"""What all tests share: how the processes of pytest-xdist divide them, products, the gpu marker.
 
-With `-n 2`, every module is run by one process, as its fixtures are costly, and all that start real
-clusters by one as well: these have fixed ports and look at what is left of processes.
+With `-n 2`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
+by any of them, test by test. All that start clusters are run by one process, one after another, as
+these have fixed ports and look at what is left of processes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,36 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import enter_namespace
+from tests.e2e.shared import clusters, serve
+from tests.support.pairwise import every, pairwise
 
-# Longest first, so that the processes end together.
-ORDER = ("cluster", "equivalence", "fault", "contract", "unit")
+__all__ = ["clusters", "serve"]
+
+# No test speaks TLS; but every client of httpx would load all certificates of the machine, 40 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+CLUSTER = "cluster"
+# First those that look for what a Ray of their own has left, then those that share one.
+CLUSTERS = (
+    "test_two_nodes", "test_lifecycle", "test_prefill_decode", "test_clients", "test_fuzz",
+    "test_openapi", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
+)  # fmt: skip
+# Longest first, so that the processes end together; all others follow.
+LONGEST = (
+    CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
+    "test_piecewise", "test_compiled", "test_transfer_benchmark", "test_attention_backends",
+    "test_transport", "test_protocol_faults", "test_attention", "test_structured", "test_models",
+)  # fmt: skip
+SPLIT = ("test_models", "test_attention_backends", "test_stages", "test_memory", "test_collective")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="all cases of products, of which else a few hold every pair; all seeds and bodies",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,12 +54,29 @@ def pytest_configure(config: pytest.Config) -> None:
         enter_namespace(config)  # before xdist starts its processes, which have to be inside
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the marker `product` gets its factors as arguments."""
+    marker = metafunc.definition.get_closest_marker("product")
+    if marker is not None:
+        chosen = every if metafunc.config.option.whole else pairwise
+        cases = chosen(marker.kwargs)
+        names = ["-".join(str(value) for value in case) for case in cases]
+        metafunc.parametrize(tuple(marker.kwargs), cases, ids=names)
+
+
 @cache
-def group_of(path: Path) -> tuple[str, str]:
-    """(kind, name): modules of the same name are run one after another by one process."""
-    if path.parent.name == "e2e" or "tests.e2e.harness" in path.read_text(encoding="utf-8"):
-        return "cluster", "cluster"
-    return path.parent.name, path.stem
+def group_of(path: Path) -> str:
+    """Modules of the same name are run one after another by one process."""
+    text = path.read_text(encoding="utf-8")
+    starts = any(f"from tests.e2e.{name} import" in text for name in ("harness", "shared"))
+    return CLUSTER if starts else path.stem
+
+
+def rank_of(path: Path) -> tuple[int, int]:
+    """What is run early has a low one."""
+    group = group_of(path)
+    among = CLUSTERS.index(path.stem) if path.stem in CLUSTERS else len(CLUSTERS)
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST), among
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,7 +86,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(config.rootpath / nodeid.partition("::")[0])[1]
+            file, _, test = nodeid.partition("::")
+            group = group_of(config.rootpath / file)
+            return f"{group}::{test}" if group in SPLIT else group
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
@@ -49,12 +96,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.whole:
+        items[:] = [item for item in items if item.get_closest_marker("whole") is None]
+    items.sort(key=lambda item: rank_of(item.path))
     if not hasattr(config, "workerinput"):  # not a process of pytest-xdist
         return
-    ranks = {kind: rank for rank, kind in enumerate(ORDER)}
-    items.sort(key=lambda item: ranks.get(group_of(item.path)[0], len(ORDER)))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # each process has a core
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Clusters end with the last test of them: else Ray would idle beside all other tests."""
+    if nextitem is None or "clusters" not in getattr(nextitem, "fixturenames", ()):
+        lent = getattr(item, "funcargs", {}).get("clusters")
+        if lent is not None:
+            lent.end_all()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

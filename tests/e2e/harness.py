@@ -7,7 +7,6 @@ are then in the same ones, and everything dies with their first process.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,9 @@ from typing import Any
 import pytest
 
 from benchmarks.namespace import can_enter, start_over
+from cluster.cli import RAY_SETTINGS
+from cluster.owned import find_running
+from tests.e2e.watch import Watch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
@@ -47,10 +49,18 @@ class Serve:
     """One `python -m cluster serve`, in a session of its own as under a terminal.
 
     Everything that it may leave behind goes below `root`: Ray's files, the state file, its output.
+
+    Args:
+        root: that directory.
+        port: of the first router.
+        ray: address of a Ray that it is to join; "": it starts one.
+        watch: a process that is connected to that Ray.
     """
 
     root: Path
     port: int = 8000
+    ray: str = ""
+    watch: Watch | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -68,22 +78,25 @@ class Serve:
         for name in ("tmp", "run"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         own = {"TMPDIR": str(self.root / "tmp"), "XDG_RUNTIME_DIR": str(self.root / "run")}
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        return {**kept, **own, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+        return {**plain_environment(), **own}
 
     def start(self, *arguments: str) -> Serve:
         """Begin; does not wait."""
         environment = self.environment()
+        join = ("--address", self.ray) if self.ray else ()
         with (self.root / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "cluster", "serve", "--port", str(self.port), *arguments],
+                [
+                    sys.executable, "-m", "cluster", "serve", "--port", str(self.port),
+                    *join, *arguments,
+                ],
                 cwd=REPOSITORY,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         return self
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Serve:
@@ -99,6 +112,7 @@ class Serve:
     def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code."""
         assert self.process is not None
+        self._watch_no_more()
         return self.process.wait(timeout_s)
 
     def interrupt(self) -> None:
@@ -108,6 +122,7 @@ class Serve:
 
     def end(self) -> None:
         """Whatever state it is in: nothing of it is left after this."""
+        self._watch_no_more()
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()
@@ -131,9 +146,13 @@ class Serve:
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Name -> row of `status --json`."""
-        done = self.command("status", "--json")
-        assert done.returncode == 0, done.stderr
-        return {row["name"]: row for row in json.loads(done.stdout)}
+        if self.watch is None:
+            address = find_running(self.root / "run" / "kvlane").address
+            environment = self.environment() | RAY_SETTINGS
+            self.watch = Watch(address, local=True, environment=environment)
+        rows = self.watch.rows()
+        assert rows is not None, f"no cluster runs:\n{self.output}"
+        return {row["name"]: row for row in rows}
 
     def wait_status(self, name: str, timeout_s: float = 60.0, **wanted: object) -> dict[str, Any]:
         """The row of `name` once it has these values."""
@@ -160,10 +179,22 @@ class Serve:
                 pytest.fail(f"counters are not at their baseline: {rows}")
             time.sleep(0.3)
 
+    def _watch_no_more(self) -> None:
+        """Of a Ray of its own; a joined one is watched for others."""
+        if self.watch is not None and not self.ray:
+            self.watch.close()
+            self.watch = None
+
     def leftovers(self) -> list[str]:
         """Files in its temporary and runtime directories."""
         places = (self.root / "tmp", self.root / "run" / "kvlane")
         return [str(path) for place in places if place.exists() for path in place.iterdir()]
+
+
+def plain_environment() -> dict[str, str]:
+    """Of this process, without what a user has set for Ray."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return {**kept, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
 
 
 def processes() -> dict[int, str]:

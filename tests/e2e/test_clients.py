@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,15 @@ import pytest
 from benchmarks.load.__main__ import main as load
 from benchmarks.load.result import read
 from tests.e2e.harness import REPOSITORY, Serve
+from tests.e2e.shared import USUAL, Clusters
 
 OPENAI2 = REPOSITORY / ".tools" / "openai2" / "bin" / "python"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    serve = Serve(tmp_path_factory.mktemp("clients"), port=8200)
-    arguments = ("--decode", "2", "--set", "disaggregation.mode=always")
-    yield serve.start(*arguments).wait_ready()
-    serve.end()
+@pytest.fixture
+def cluster(clusters: Clusters) -> Serve:
+    return clusters.lend(*USUAL)
 
 
 def run(cluster: Serve, python: str, script: str) -> None:

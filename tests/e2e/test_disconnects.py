@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import pytest
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve
 from tests.e2e.raw import Connection
+from tests.e2e.shared import Clusters
 from tests.support.asking import ask_all
 from tests.support.reference import reference_texts
 from tests.support.scrape import Samples, scrape
@@ -38,12 +39,10 @@ KINDS = ((1, True), (1, False), (4, True), (4, False))
 NUM_CHOICES = sum(n for n, _ in KINDS)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+@pytest.fixture
+def cluster(clusters: Clusters) -> Serve:
     reference_texts(NUM_WITNESSES, MAX_TOKENS)
-    serve = Serve(tmp_path_factory.mktemp("disconnects"), port=8300)
-    yield serve.start(*ARGUMENTS).wait_ready()
-    serve.end()
+    return clusters.lend(*ARGUMENTS)
 
 
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:

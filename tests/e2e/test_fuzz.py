@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Serve, shared_memory
+from tests.e2e.harness import shared_memory
 from tests.e2e.raw import Connection
+from tests.e2e.shared import Clusters, identity
 from tests.support.mutants import judge, mutants
 
-NUM_BODIES = 20_000
+NUM_BODIES, NUM_WHOLE = 4_000, 20_000  # the latter with --whole
 NUM_CONNECTIONS = 32
 HANG_S = 60.0
 MAX_NEW_FILES = 4  # open ones, of a process; a leak would be one a request or a hang-up
@@ -77,27 +78,25 @@ def num_files(rows: dict[str, dict]) -> dict[str, int]:
     return {name: len(list(Path(f"/proc/{row['pid']}/fd").iterdir())) for name, row in rows.items()}
 
 
-def identity(rows: dict[str, dict]) -> dict[str, tuple]:
-    """What changes when a process is replaced."""
-    return {name: (row["pid"], row["incarnation"], row["restarts"]) for name, row in rows.items()}
-
-
-@pytest.mark.timeout(400)  # 45 s on two cores of its own
-def test_mutated_bodies_make_no_5xx_and_leave_nothing(serve: Serve) -> None:
-    serve.start(*ARGUMENTS).wait_ready()
+@pytest.mark.timeout(400)  # of whole ones, 45 s on two cores of its own
+def test_mutated_bodies_make_no_5xx_and_leave_nothing(
+    clusters: Clusters, pytestconfig: pytest.Config
+) -> None:
+    num_bodies = NUM_WHOLE if pytestconfig.option.whole else NUM_BODIES
+    serve = clusters.lend(*ARGUMENTS)
     first = mutants(200, seed=8, model="tiny")
     asyncio.run(clients(serve.port, first))  # whatever is made only once has been made
     before = serve.wait_idle()
     shm_before, files_before = shared_memory(), num_files(before)
 
     began = time.monotonic()
-    counts = asyncio.run(clients(serve.port, mutants(NUM_BODIES, seed=9, model="tiny")))
+    counts = asyncio.run(clients(serve.port, mutants(num_bodies, seed=9, model="tiny")))
     took_s = time.monotonic() - began
-    print(f"{NUM_BODIES} bodies in {took_s:.1f} s: {dict(sorted(counts.items()))}")
+    print(f"{num_bodies} bodies in {took_s:.1f} s: {dict(sorted(counts.items()))}")
     after = serve.wait_idle()
-    assert counts["200"] > NUM_BODIES / 8
-    assert counts["400"] > NUM_BODIES / 4
-    assert min(counts["half"], counts["asked"], counts["seen"]) > NUM_BODIES / 50
+    assert counts["200"] > num_bodies / 8
+    assert counts["400"] > num_bodies / 4
+    assert min(counts["half"], counts["asked"], counts["seen"]) > num_bodies / 50
     assert identity(after) == identity(before), serve.output
     assert shared_memory() <= shm_before
     files = num_files(after)

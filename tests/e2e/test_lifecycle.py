@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
 from typing import Any
 
 from tests.e2e.harness import Serve, processes, shared_memory
+from tests.e2e.shared import Clusters
+
+STALL_S = 2
+OLD_S = 8.0  # the stall time, and three misses after it
 
 
 def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
@@ -23,26 +28,21 @@ def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
         return json.load(answer)
 
 
-def test_a_cluster_answers_and_ctrl_c_leaves_nothing(serve: Serve) -> None:
+def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_nothing(
+    serve: Serve,
+) -> None:
     before, shm_before = processes(), shared_memory()
     serve.start().wait_ready()
     assert ask(serve)["choices"][0]["message"]["content"]
-    rows = serve.status()
-    assert sorted(rows) == ["decode-0", "prefill-0", "router-0"]
-    assert {row["state"] for row in rows.values()} == {"ready"}
-    assert {row["restarts"] for row in rows.values()} == {0}
-    serve.interrupt()
-    assert serve.wait() == 0, serve.output
+    done = serve.command("status", "--json")
+    assert done.returncode == 0, done.stderr
+    first = {row["name"]: row for row in json.loads(done.stdout)}
+    assert first == serve.status()
+    assert sorted(first) == ["decode-0", "prefill-0", "router-0"]
+    assert {row["state"] for row in first.values()} == {"ready"}
+    assert {row["restarts"] for row in first.values()} == {0}
     assert "Traceback" not in serve.output
-    assert set(processes()) <= set(before)
-    assert shared_memory() == shm_before
-    assert serve.leftovers() == []
 
-
-def test_dead_and_hung_workers_are_replaced_and_nothing_is_left(serve: Serve) -> None:
-    before, shm_before = processes(), shared_memory()
-    serve.start().wait_ready()
-    first = serve.status()
     os.kill(first["decode-0"]["pid"], signal.SIGKILL)
     row = serve.wait_status("decode-0", restarts=1, state="ready")
     assert row["incarnation"] != first["decode-0"]["incarnation"]
@@ -57,8 +57,10 @@ def test_dead_and_hung_workers_are_replaced_and_nothing_is_left(serve: Serve) ->
     os.kill(first["router-0"]["pid"], signal.SIGKILL)
     serve.wait_status("router-0", restarts=1, state="ready")
     assert ask(serve)["choices"]
+    num_printed = len(serve.output)
     serve.interrupt()
     assert serve.wait() == 0, serve.output
+    assert "Traceback" not in serve.output[num_printed:]
     assert set(processes()) <= set(before)
     assert shared_memory() == shm_before
     assert serve.leftovers() == []
@@ -75,27 +77,6 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(serve: Serve
     assert set(processes()) <= set(before)
     assert shared_memory() == shm_before
     assert serve.command("status").returncode == 2
-    assert serve.leftovers() == []
-
-
-def test_nobody_is_lost_in_a_cluster_that_is_older_than_the_stall_time(serve: Serve) -> None:
-    serve.start("--set", "ping.stall_s=2").wait_ready()
-    time.sleep(8)  # the stall time, and three misses after it
-    assert {row["restarts"] for row in serve.status().values()} == {0}, serve.output
-    assert "lost" not in serve.output
-
-
-def test_drain_of_a_name_removes_it_and_drain_of_all_ends_serve(serve: Serve) -> None:
-    serve.start("--decode", "2").wait_ready()
-    done = serve.command("drain", "decode-1")
-    assert done.returncode == 0, done.stderr
-    assert sorted(serve.status()) == ["decode-0", "prefill-0", "router-0"]
-    assert ask(serve)["choices"]
-    wrong = serve.command("drain", "decode-7")
-    assert wrong.returncode == 2
-    assert "no worker or router is called decode-7" in wrong.stderr
-    assert serve.command("drain").returncode == 0
-    assert serve.wait() == 0, serve.output
     assert serve.leftovers() == []
 
 
@@ -127,3 +108,25 @@ def test_status_without_a_cluster_says_so(serve: Serve) -> None:
     done = serve.command("status")
     assert done.returncode == 2
     assert "no kvlane runs here" in done.stderr
+
+
+def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
+    clusters: Clusters,
+) -> None:
+    serve = clusters.fresh("--decode", "2", "--set", f"ping.stall_s={STALL_S}")
+    ready_at = time.monotonic()
+    done = serve.command("drain", "decode-1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(serve.status()) == ["decode-0", "prefill-0", "router-0"]
+    assert ask(serve)["choices"]
+    wrong = serve.command("drain", "decode-7")
+    assert wrong.returncode == 2
+    assert "no worker or router is called decode-7" in wrong.stderr
+
+    time.sleep(max(0.0, ready_at + OLD_S - time.monotonic()))
+    assert {row["restarts"] for row in serve.status().values()} == {0}, serve.output
+    assert not re.search(r"(prefill-0|decode-0|router-0|controller)\S* (is )?lost", serve.output)
+
+    assert serve.command("drain").returncode == 0
+    assert serve.wait() == 0, serve.output
+    assert serve.leftovers() == []

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.harness import REPOSITORY, Serve
+from tests.e2e.harness import REPOSITORY
+from tests.e2e.shared import Clusters
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
 CHECKS = (
@@ -43,11 +44,11 @@ def adapted(document: dict) -> dict:
     return document
 
 
-def test_schemathesis_finds_nothing(serve: Serve, tmp_path: Path) -> None:
+def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
     if not DOCUMENT.exists() or importlib.util.find_spec("schemathesis") is None:
         assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False
         pytest.skip(f"needs {DOCUMENT} and schemathesis")
-    serve.start("--set", "model.max_model_len=512").wait_ready()
+    serve = clusters.lend("--set", "model.max_model_len=512")
     schema = tmp_path / "openai.json"
     schema.write_text(json.dumps(adapted(json.loads(DOCUMENT.read_text()))))
     done = subprocess.run(

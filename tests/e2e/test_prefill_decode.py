@@ -6,26 +6,20 @@ import asyncio
 
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.check import MAX_TOKENS, NUM, check_cluster
-from tests.e2e.harness import Serve
+from tests.e2e.shared import USUAL, Clusters
 from tests.support.asking import ask_all
 from tests.support.reference import reference_texts
 
-ARGUMENTS = (
-    "--router", "1", "--prefill", "2", "--decode", "2",
-    "--set", "transport.name=mooncake",
-    "--set", "disaggregation.mode=always",
-)  # fmt: skip
 
-
-def test_64_concurrent_problems_equal_one_process(serve: Serve) -> None:
-    serve.start(*ARGUMENTS).wait_ready()
+def test_64_concurrent_problems_equal_one_process(clusters: Clusters) -> None:
+    serve = clusters.lend(*USUAL)
     check_cluster(serve.url)
     rows = serve.wait_idle()
     assert {name for name, row in rows.items() if row["counters"]} >= {"prefill-1", "decode-1"}
 
 
-def test_two_routers_share_the_workers(serve: Serve) -> None:
-    serve.start("--router", "2", "--prefill", "1", "--decode", "1").wait_ready()
+def test_two_routers_share_the_workers(clusters: Clusters) -> None:
+    serve = clusters.lend(*USUAL)
     questions = [problem.question for problem in held_out_problems(8)]
     for port in (serve.port, serve.port + 1):
         url = f"http://127.0.0.1:{port}"

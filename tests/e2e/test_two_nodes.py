@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import INSIDE, REPOSITORY
+from tests.support.reference import reference_texts
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
 SUBMIT = (
@@ -44,6 +46,7 @@ def two_nodes() -> Iterator[Run]:
 
 
 def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
+    reference_texts(NUM, MAX_TOKENS)  # for the check as well, which is another process
     output = tmp_path / "job"
     with output.open("wb") as log:
         job = subprocess.Popen(

@@ -38,18 +38,28 @@ node() { # NAME ADDRESS ARG…: a Ray node in its own namespaces; its first proc
     echo $! >"$dir/$name.pid"
 }
 
-wait_nodes() { # COUNT
-    for _ in $(seq 120); do
-        if [ "$(run python - "$1" <<'EOF' 2>/dev/null | tail -1
-import sys, ray
-ray.init(address="10.78.0.1:6379", log_to_driver=False, logging_level="ERROR")
-print(sum(node["Alive"] for node in ray.nodes()) >= int(sys.argv[1]))
-EOF
-        )" = True ]; then return; fi
-        sleep 0.5
-    done
+failed() {
     echo "the nodes did not come up:" >&2; tail -5 "$dir"/*.log >&2
     exit 1
+}
+
+wait_head() { # until it listens
+    for _ in $(seq 300); do
+        ! ip netns exec kvla bash -c "echo >/dev/tcp/$head/6379" 2>/dev/null || return 0
+        sleep 0.2
+    done
+    failed
+}
+
+wait_nodes() { # COUNT
+    run python - "$1" <<'EOF' 2>/dev/null || failed
+import sys, time, ray
+ray.init(address="10.78.0.1:6379", log_to_driver=False, logging_level="ERROR")
+deadline = time.monotonic() + 60
+while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
+    assert time.monotonic() < deadline
+    time.sleep(0.2)
+EOF
 }
 
 run() {
@@ -67,7 +77,7 @@ up() {
     for n in a b; do ip -n kvl$n link set lo up; ip -n kvl$n link set v$n up; done
     node a $head --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
         --temp-dir="$dir/a"
-    wait_nodes 1
+    wait_head
     node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"
     wait_nodes 2
     if python -c 'import aiohttp_cors' 2>/dev/null; then

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from transformers import Qwen3ForCausalLM
 
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
@@ -196,6 +195,8 @@ def draw(values: np.ndarray, sampling: Sampling, position: int) -> int:
 
 
 def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
+    from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
+
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     num_logprobs = num_tokens = 0
     for prompt, sampling, answer in zip(problem_ids(NUM), wishes(), expected, strict=True):
@@ -238,50 +239,33 @@ def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
 # Whatever serves them.
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_the_place_of_prefill_changes_nothing(mode: str, expected: list[Answer]) -> None:
-    with running(sections(mode)) as cluster:
-        check(cluster, expected)
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_chunks_change_nothing(mode: str, expected: list[Answer]) -> None:
-    with running(sections(mode, max_prefill_tokens=23)) as cluster:
-        check(cluster, expected)
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_preemption_changes_nothing(mode: str, expected: list[Answer]) -> None:
-    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
-    few = {"engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}}
-    with running(sections(mode), decode_sections=few) as cluster:
-        check(cluster, expected)
-        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
-        assert preempted > 0, "the pool was not small enough to show anything"
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_waiting_for_the_only_penalty_place_changes_nothing(
-    mode: str, expected: list[Answer]
+@pytest.mark.product(
+    place=("always", "never"),
+    max_prefill_tokens=(None, 23),
+    pages=("many", "few"),
+    penalty_rows=(None, 1),
+    transport=("shm/shm", "mooncake/tcp"),
+)
+def test_whatever_serves_a_request_changes_nothing(
+    place: str,
+    max_prefill_tokens: int | None,
+    pages: str,
+    penalty_rows: int | None,
+    transport: str,
+    expected: list[Answer],
 ) -> None:
-    with running(sections(mode, penalty_rows=1)) as cluster:
-        check(cluster, expected, rounds=1)
-
-
-def test_one_penalty_place_and_preemption_change_nothing(expected: list[Answer]) -> None:
+    """With one row for penalties, requests wait for it."""
+    changes = {"max_prefill_tokens": max_prefill_tokens, "penalty_rows": penalty_rows}
+    config = sections(place, **{name: n for name, n in changes.items() if n is not None})
+    config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
     longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
-    few = {
-        "engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1, "penalty_rows": 1},
-    }
-    with running(sections("never", max_prefill_tokens=23), decode_sections=few) as cluster:
-        check(cluster, expected, rounds=1)
-
-
-def test_mooncake_changes_nothing(expected: list[Answer]) -> None:
-    config = sections()
-    config["transport"] = {"name": "mooncake", "kind": "tcp"}
-    with running(config) as cluster:
-        check(cluster, expected, rounds=1)
+    few: dict[str, object] = {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}
+    other = {"engine": few if pages == "few" else {}}
+    with running(config, decode_sections=other) as cluster:
+        check(cluster, expected, rounds=2 if penalty_rows is None else 1)
+        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+    if pages == "few":
+        assert preempted > 0, "the pool was not small enough to show anything"
 
 
 def test_alone_equals_among_40_others(expected: list[Answer]) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from tests.support.engines import Running, running
 from tests.support.prompts import TINY, problem_ids
 from worker.api import FinishReason, Sampling
 
 GREEDY = Sampling(max_tokens=48, temperature=0.0)
-NUM = 24
+NUM = 16
 
 
 def engine(**changes: object) -> dict[str, object]:
@@ -67,6 +66,8 @@ def ids(answers: list) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def greedy_ids() -> list[list[int]]:
     """Greedy continuation by transformers, EOS included, in float32."""
+    from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
+
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     out = []
     with torch.inference_mode():
@@ -98,11 +99,18 @@ def seeded_ids(alone: Running) -> list[list[int]]:
 
 def check(cluster: Running, greedy_ids: list, seeded_ids: list) -> None:
     """All at once, twice: cold, then with whatever the prefix trees kept."""
-    prompts = problem_ids(NUM)
+    prompts, samplings = [*problem_ids(NUM)] * 2, [GREEDY] * NUM + seeded(NUM)
     for _ in range(2):
-        assert ids(cluster.client.generate(prompts, GREEDY)) == greedy_ids
-        assert ids(cluster.client.generate(prompts, seeded(NUM))) == seeded_ids
+        assert ids(cluster.client.generate(prompts, samplings)) == greedy_ids + seeded_ids
     cluster.wait_idle()
+
+
+def decode_engine(pages: str, page_size: int) -> dict[str, object]:
+    """What is different for decode workers: another pool, or one that is too small for all."""
+    if pages == "few":
+        longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
+        return {"num_pages": 5 * -(-longest // page_size), "growth_tokens": 1}
+    return {"num_pages": 12_432 // page_size} if pages == "other" else {}
 
 
 def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_ids: list) -> None:
@@ -110,51 +118,49 @@ def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_id
         assert ids(alone.client.generate([prompt], GREEDY)) == [expected]
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("mode", ["always", "never", "auto"])
-def test_page_size_and_place_of_prefill_change_nothing(
-    mode: str, page_size: int, greedy_ids: list, seeded_ids: list
+@pytest.mark.product(
+    place=("always", "never", "auto"),
+    page_size=(16, 1, 64),
+    max_prefill_tokens=(None, 23),
+    num_groups=(1, 2),
+    pages=("same", "other", "few"),
+    transport=("shm/shm", "mooncake/tcp"),
+    num_each=(1, 2),
+)
+def test_whatever_serves_a_request_changes_nothing(
+    place: str,
+    page_size: int,
+    max_prefill_tokens: int | None,
+    num_groups: int,
+    pages: str,
+    transport: str,
+    num_each: int,
+    greedy_ids: list,
+    seeded_ids: list,
 ) -> None:
-    with running(sections(mode, page_size)) as cluster:
+    """Where prompts are computed, in what chunks; how many workers there are, and with what pages.
+
+    With another number of pages, layer groups begin elsewhere than at the source.
+    """
+    chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
+    config = sections(place, page_size, **chunks)
+    config["kv"]["num_groups"] = num_groups
+    config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
+    other = {"engine": decode_engine(pages, page_size)}
+    with running(
+        config, num_prefill=num_each, num_decode=num_each, decode_sections=other
+    ) as cluster:
         check(cluster, greedy_ids, seeded_ids)
-        if mode == "always":
-            computed = cluster.workers["prefill-0"].engine.metrics.prompt_tokens._value.get()
-            assert computed > 0
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_chunks_and_layer_groups_change_nothing(
-    mode: str, greedy_ids: list, seeded_ids: list
-) -> None:
-    config = sections(mode, max_prefill_tokens=23)
-    config["kv"]["num_groups"] = 2
-    other = {"engine": {"num_pages": 777}}  # so that groups begin elsewhere than at the source
-    with running(config, decode_sections=other) as cluster:
-        check(cluster, greedy_ids, seeded_ids)
-        pools = {worker.engine.pool.num_pages for worker in cluster.workers.values()}
-        assert len(pools) == len(cluster.workers)
-
-
-def test_several_workers_of_each_role_change_nothing(greedy_ids: list, seeded_ids: list) -> None:
-    with running(sections(), num_prefill=2, num_decode=2) as cluster:
-        check(cluster, greedy_ids, seeded_ids)
-
-
-def test_mooncake_changes_nothing(greedy_ids: list, seeded_ids: list) -> None:
-    config = sections()
-    config["transport"] = {"name": "mooncake", "kind": "tcp"}
-    with running(config) as cluster:
-        check(cluster, greedy_ids, seeded_ids)
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_preemption_changes_nothing(mode: str, greedy_ids: list, seeded_ids: list) -> None:
-    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
-    num_pages = 4 * -(-longest // 16)
-    few = {"engine": {"num_pages": num_pages, "growth_tokens": 1}}
-    with running(sections(mode), decode_sections=few) as cluster:
-        check(cluster, greedy_ids, seeded_ids)
-        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+        prefills, decodes = (
+            [each.engine for name, each in cluster.workers.items() if name.startswith(role)]
+            for role in ("prefill", "decode")
+        )
+    sizes = [{each.pool.num_pages for each in engines} for engines in (prefills, decodes)]
+    assert (sizes[0] == sizes[1]) == (pages == "same")
+    if place == "always":
+        assert all(each.metrics.prompt_tokens._value.get() > 0 for each in prefills)
+    if pages == "few":
+        preempted = sum(each.metrics.preemptions._value.get() for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-import transformers
 from safetensors.torch import load_file, save_file
 
 from worker.attention.reference import ReferenceAttention
@@ -82,6 +81,8 @@ def one_thread() -> Iterator[None]:
 
 def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -> torch.nn.Module:
     """A model of transformers with every weight random, norms and biases too, saved to `path`."""
+    import transformers  # seconds, where these tests run only
+
     config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
@@ -272,6 +273,8 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
     ],
 )
 def test_a_config_that_we_cannot_serve_names_file_and_field(tmp_path, changes, message):
+    import transformers
+
     transformers.Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     read_model_spec(tmp_path)
     edit(tmp_path, **changes)

@@ -70,7 +70,7 @@ def left() -> tuple[list[Ask], list[Answer]]:
     return asked, served(asked, num_prefill=0)[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]]) -> None:
     asked, wanted = mixed
     found, _ = served(asked, num_prefill=0, delays=seed)
@@ -78,7 +78,7 @@ def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("seed", [None, 3, 4])
+@pytest.mark.parametrize("seed", [None, 3, pytest.param(4, marks=pytest.mark.whole)])
 def test_delays_messages_and_pulls_change_no_token(
     seed: int | None, num_groups: int, mixed: tuple[list[Ask], list[Answer]]
 ) -> None:

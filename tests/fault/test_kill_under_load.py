@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 
 import httpx
-import pytest
 
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve, shared_memory
+from tests.e2e.shared import Clusters
 from tests.support.asking import Outcome, ask_all
 from tests.support.reference import body_of, reference_texts
 
@@ -106,14 +106,10 @@ def check_outcomes(outcomes: list[Outcome]) -> int:
     return num_errors
 
 
-@pytest.fixture
-def shm_before() -> set[str]:
-    return shared_memory()
-
-
-def test_kill_a_prefill_then_a_decode_worker(serve: Serve, shm_before: set[str]) -> None:
+def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     reference_texts(NUM, MAX_TOKENS)
-    serve.start(*ARGUMENTS).wait_ready()
+    shm_before = shared_memory()
+    serve = clusters.fresh(*ARGUMENTS)
     first = serve.status()
 
     outcomes = asyncio.run(

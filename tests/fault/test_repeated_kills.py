@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.e2e.harness import Serve, shared_memory
+from tests.e2e.harness import shared_memory
+from tests.e2e.shared import Clusters
 from tests.support.kills import Killing, Steady, no_memory
 
 ARGUMENTS = (
@@ -19,10 +20,10 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def test_kill_the_only_prefill_worker_twice(serve: Serve) -> None:
+def test_kill_the_only_prefill_worker_twice(clusters: Clusters) -> None:
     shm_before = shared_memory()
     load = Steady(num_problems=64, max_tokens=200, num_at_once=6)
-    serve.start(*ARGUMENTS).wait_ready()
+    serve = clusters.fresh(*ARGUMENTS)
     killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=60.0)
     assert len(asyncio.run(killing.repeat(2))) == 2
     load.check()

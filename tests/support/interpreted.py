@@ -1,12 +1,12 @@
 """Triton kernels on the CPU: the interpreter has to be chosen before Triton is imported.
 
-A test file of kernels runs itself once more in a process that has it chosen:
+A test file of kernels has tests for a process in which it is chosen, and others:
 
-    if not INTERPRETED:
-        @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-        def test_this_file_under_the_interpreter(): run_interpreted(__file__)
-    else:
-        ... the tests
+    if INTERPRETED: ... tests that run kernels
+    else: ... tests that compile them
+
+tests/unit/test_interpreted.py runs all these files once more in one process that has it chosen;
+TRITON_INTERPRET=1 pytest FILE runs one of them so.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ WHY = (
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(path: str) -> None:
-    """The tests of the file `path`, under the interpreter, in a process of their own."""
+def run_interpreted(paths: Iterable[Path]) -> None:
+    """The tests of these files, under the interpreter, in a process of their own."""
+    plugins = [f"-pno:{name}" for name in ("xdist", "cacheprovider", "schemathesis", "anyio")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", path],
+        [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, paths)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

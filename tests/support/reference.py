@@ -1,4 +1,4 @@
-"""Texts of one process: one decode worker that prefills by itself, asked one request at a time."""
+"""Texts of one process: one decode worker that computes prompts by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.prompts import problem_ids, tokenizer
 from worker.api import FinishReason, Sampling
 
 SECTIONS: dict[str, dict[str, object]] = {
-    "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, "prefix_cache": False},
+    "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 160 << 20, "prefix_cache": False},
     "disaggregation": {"mode": "never"},
 }
 
@@ -56,11 +56,11 @@ def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
 
 
 def made_texts(num: int, max_tokens: int) -> list[tuple[str, str]]:
-    """One request at a time, in this process."""
-    texts = []
+    """All at once, in this process: tests/equivalence shows that each gets what it gets alone."""
+    prompts, texts = problem_ids(num), []
+    samplings = [sampling_of(index, max_tokens) for index in range(num)]
     with running(SECTIONS, num_prefill=0) as cluster:
-        for index, prompt in enumerate(problem_ids(num)):
-            answer = cluster.client.generate([prompt], sampling_of(index, max_tokens))[0]
+        for answer in cluster.client.generate(prompts, samplings):
             assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             text = tokenizer().decode(answer.tokens, skip_special_tokens=True)
             texts.append((text, answer.finish_reason.value))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.api import Sampling
 from worker.kernels.jit import HAS_TRITON
 from worker.kernels.step import chunk_rows
@@ -66,10 +66,6 @@ def _copied(batch: Any) -> dict[str, Any]:
 
 
 if not INTERPRETED:
-
-    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    def test_this_file_under_the_interpreter() -> None:
-        run_interpreted(__file__)
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_compiles_for_hopper_without_one() -> None:

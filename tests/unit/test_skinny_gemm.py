@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of, run_interpreted
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.products import computed, error, noise
 from worker.kernels.gemm.skinny_gemm import (
     MAX_ROWS,
@@ -58,10 +58,6 @@ if not INTERPRETED:
     needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
 
     @needs_triton
-    def test_this_file_under_the_interpreter():
-        run_interpreted(__file__)
-
-    @needs_triton
     @pytest.mark.parametrize("block_m", [16, 32, 64])
     @pytest.mark.parametrize(("split", "gated"), [(1, False), (2, False), (1, True)])
     def test_it_compiles_for_hopper_without_one(block_m, split, gated):
@@ -89,20 +85,24 @@ else:
     def tile_of(m: int, split: int, block_k: int = 64) -> SkinnyTile:
         return SkinnyTile(choose(m, 64, 64).block_m, 64, block_k, split, 4, 3, 2)
 
-    @pytest.mark.parametrize("dtype", BOUNDS)
-    @pytest.mark.parametrize("split", [1, 2, 3, 4])
-    @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33, 64])
-    @pytest.mark.parametrize(("n", "k"), [(64, 256), (70, 200), (33, 130), (129, 65)])
-    def test_any_shape_matches_float64(m, n, k, split, dtype):
+    @pytest.mark.product(
+        m=(1, 2, 15, 16, 17, 33, 64),
+        shape=((64, 256), (70, 200), (33, 130), (129, 65)),
+        split=(1, 2, 3, 4),
+        dtype=tuple(BOUNDS),
+    )
+    def test_any_shape_matches_float64(m, shape, split, dtype):
+        n, k = shape
         x, w = noise(m, k, dtype=dtype), noise(n, k, dtype=dtype, seed=1)
         out = product(x, w, tile_of(m, split))
         assert error(out, x, w) < BOUNDS[dtype]
         assert error(out, x, w) < 2 * error(skinny_gemm_ref(x, w), x, w) + BOUNDS[dtype] / 2
 
-    @pytest.mark.parametrize("dtype", BOUNDS)
-    @pytest.mark.parametrize("m", [1, 16, 40, 64])
-    @pytest.mark.parametrize(("width", "k"), [(32, 64), (100, 130), (33, 256)])
-    def test_a_gated_product_is_the_activation_of_the_whole_one(width, k, m, dtype):
+    @pytest.mark.product(
+        m=(1, 16, 40, 64), shape=((32, 64), (100, 130), (33, 256)), dtype=tuple(BOUNDS)
+    )
+    def test_a_gated_product_is_the_activation_of_the_whole_one(m, shape, dtype):
+        width, k = shape
         # Sums of such numbers are exact: numpy adds them in another order for other tiles.
         x, w = (
             noise(rows, k, dtype=torch.float32, seed=rows).mul(4).round().div(16).to(dtype)

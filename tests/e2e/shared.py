@@ -1,0 +1,154 @@
+"""One Ray for many clusters, and one cluster for many tests.
+
+A cluster is ready after ten seconds, six of which start Ray. So one Ray stays, and clusters join
+it, one after the other, as they join a user's. Where there is no network namespace each cluster
+starts a Ray of its own: one that can be joined would listen on the machine's address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from cluster.cli import RAY_SETTINGS
+from tests.e2e.harness import INSIDE, Serve, plain_environment
+from tests.e2e.watch import Watch
+
+HOST, PORT = "127.0.0.1", 6379
+USUAL = (
+    "--router", "2", "--prefill", "2", "--decode", "2",
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+)  # fmt: skip
+NUM_CPUS = 8  # Ray only counts them: room for the largest cluster
+TIMEOUT_S = 60.0
+SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has disturbed
+
+
+class Ray:
+    """`ray start --head`, and a process that watches the cluster on it."""
+
+    def __init__(self) -> None:
+        self.address = f"{HOST}:{PORT}"
+        self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short: sockets
+        environment = plain_environment() | RAY_SETTINGS
+        with (self._directory / "output").open("wb") as output:
+            self._process = self._start(environment, output)
+        deadline = time.monotonic() + TIMEOUT_S
+        while "Ray runtime started" not in self.output:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"Ray does not start:\n{self.output}")
+            time.sleep(0.1)
+        self.watch = Watch(self.address, local=False, environment=environment)
+
+    def _start(self, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+                f"--node-ip-address={HOST}", f"--port={PORT}", f"--temp-dir={self._directory}/ray",
+                f"--num-cpus={NUM_CPUS}", "--num-gpus=0", "--object-store-memory=100000000",
+                "--include-dashboard=false", "--disable-usage-stats",
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return (self._directory / "output").read_text(errors="replace")
+
+    def end(self) -> None:
+        """With all processes and files."""
+        self.watch.close()
+        self._process.terminate()
+        self._process.wait(TIMEOUT_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@dataclass
+class Clusters:
+    """Starts clusters, one at a time, and lends one out for as long as the same is asked for."""
+
+    root: Path
+    _ray: Ray | None = field(default=None, init=False)
+    _serve: Serve | None = field(default=None, init=False)
+    _arguments: tuple[str, ...] | None = field(default=None, init=False)  # None: not to be lent
+    _identity: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]], init=False)
+    _num: int = field(default=0, init=False)
+
+    def lend(self, *arguments: str) -> Serve:
+        """A cluster at rest, to be left as it is: the last one, if it was started so."""
+        if self._serve is not None and self._arguments == arguments and self._is_undisturbed():
+            return self._serve
+        serve = self.fresh(*arguments)
+        self._arguments, self._identity = arguments, identity(serve.status())
+        return serve
+
+    def fresh(self, *arguments: str) -> Serve:
+        """A new one, with which a test may do what it likes."""
+        self.end()
+        self._num += 1
+        root = self.root / f"{self._num}"
+        root.mkdir()
+        self._serve = Serve(root)
+        if os.environ.get(INSIDE):
+            self._ray = self._ray or Ray()
+            self._serve = Serve(root, ray=self._ray.address, watch=self._ray.watch)
+        return self._serve.start(*arguments).wait_ready()
+
+    def end(self) -> None:
+        """The present one."""
+        self._arguments = None
+        if self._serve is not None:
+            self._serve.end()
+
+    def end_all(self) -> None:
+        """And Ray."""
+        self.end()
+        if self._ray is not None:
+            self._ray.end()
+            self._ray = None
+
+    def _is_undisturbed(self) -> bool:
+        """Whether all processes are those that it began with."""
+        assert self._serve is not None
+        assert self._serve.process is not None
+        if self._serve.process.poll() is not None:
+            return False
+        return identity(self._serve.wait_idle()) == self._identity
+
+
+def identity(rows: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """What changes when a process is replaced."""
+    return {name: [row[key] for key in SAME] for name, row in rows.items()}
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """Clusters on one Ray, which all tests share."""
+    made = Clusters(tmp_path_factory.mktemp("clusters"))
+    yield made
+    made.end_all()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, clusters: Clusters) -> Iterator[Serve]:
+    """A cluster with a Ray of its own, while no other runs; not started yet."""
+    clusters.end_all()
+    cluster = Serve(tmp_path)
+    yield cluster
+    cluster.end()

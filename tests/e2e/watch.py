@@ -1,0 +1,74 @@
+"""Rows of `status` at any time, from one process that stays connected to Ray.
+
+`python -m cluster status` takes seconds, most of which it imports Ray and joins it. Here a process
+does that once, `python -m tests.e2e.watch ADDRESS local|joined`, and prints a line for each line
+that it reads: what `status --json` would print, or null while nothing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+END_S = 10.0
+
+
+class Watch:
+    """The process, connected to one Ray.
+
+    Args:
+        address: of Ray.
+        local: a `serve` started it, on 127.0.0.1.
+        environment: in which this process is to run.
+    """
+
+    def __init__(self, address: str, *, local: bool, environment: Mapping[str, str]) -> None:
+        self.address = address
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.watch", address, "local" if local else "joined"],
+            cwd=REPOSITORY,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def rows(self) -> list[dict[str, Any]] | None:
+        """One a worker, router and controller; None if no cluster runs on this Ray."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the watching process is gone"
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait(END_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def main(address: str, place: str) -> None:
+    """Answer until nobody asks any more."""
+    from cluster import launch
+
+    launch.join(address, quiet=True, loopback=place == "local")
+    for _ in sys.stdin:
+        controller = launch.find_controller()
+        rows = None if controller is None else launch.ask(controller.status)
+        print(json.dumps(rows and [asdict(row) for row in rows]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

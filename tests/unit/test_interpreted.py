@@ -1,0 +1,28 @@
+"""Every test file of Triton kernels, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreted import INTERPRETED, ROOT, WHY, run_interpreted
+from worker.kernels.jit import HAS_TRITON
+
+TESTS = ROOT / "tests"
+
+
+def files() -> list[Path]:
+    """Those that ask whether the interpreter is chosen."""
+    asks = "from tests.support.interpreted import INTERPRETED"
+    found = [path for path in sorted(TESTS.rglob("test_*.py")) if asks in path.read_text()]
+    return [path for path in found if path != Path(__file__)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is under it")
+@pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+@pytest.mark.timeout(600)
+def test_kernels_under_the_interpreter() -> None:
+    paths = files()
+    assert {path.name for path in paths} >= {"test_attention.py", "test_kernels_triton.py"}
+    run_interpreted(paths)

@@ -1,0 +1,33 @@
+"""Products that are run in part: the part holds every pair of values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.support.pairwise import every, pairwise
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_pair_is_in_some_case_and_no_case_is_without_a_new_one(seed: int) -> None:
+    rng = random.Random(seed)
+    factors = {f"factor {i}": range(rng.randint(1, 5)) for i in range(rng.randint(2, 6))}
+    cases, held = pairwise(factors), set()
+    for case in cases:
+        pairs = set(itertools.combinations(enumerate(case), 2))
+        assert pairs - held
+        held |= pairs
+    wanted = set()
+    for case in every(factors):
+        wanted |= set(itertools.combinations(enumerate(case), 2))
+    assert held == wanted
+    assert set(cases) <= set(every(factors))
+    assert cases == pairwise(factors)
+
+
+def test_pairs_are_far_fewer_than_the_product() -> None:
+    factors = {"a": range(3), "b": range(3), "c": range(2), "d": range(2), "e": range(3)}
+    assert len(every(factors)) == 108
+    assert len(pairwise(factors)) < 14
