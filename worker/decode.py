@@ -1,7 +1,7 @@
 """The decode loop: owns a request from admission to its last token.
 
-One turn: messages, pulls, requests that waited for others, launch step n, settle step n - 1, the
-tail of step n if grammars mask it, sweep, replies.
+One turn: messages, pulls, siblings whose first choice is prefilled, preempted requests, launch step
+n, settle step n - 1, the tail of step n if grammars mask it, peers, sweep, replies.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from worker.schedule.req import Phase, Req
 
 SWEEP_S = 0.25
 # While pulls run, an idle loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at
-# most, so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: 20 MB
-# over NVLink arrive within the shortest sleep.
+# most, so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: even the
+# shortest sleep that the OS grants takes as long as pulling 20 MB over NVLink.
 YOUNG_S = 300e-6
 LONGEST_POLL_S = 500e-6
 
@@ -128,7 +128,9 @@ class DecodeLoop:
         self._replies.flush(time.monotonic(), read_at=now)
         self._publish()
         if step is not None or settled is not None or self._scheduler.local:
-            return 0.0  # a step that has settled may have made room for a waiting request
+            # Take the next turn at once: a step in flight has to settle, or a settled one may have
+            # made room for a waiting request, or local prefills have chunks left.
+            return 0.0
         return poll_after_s(self._inbound.pulls_began_at, now)
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
@@ -204,7 +206,7 @@ class DecodeLoop:
         req = self._reqs.get((message.req_id, message.dispatch))
         if req is None:
             return
-        if req.phase is Phase.FETCHING:  # it was preempted and is on its way back
+        if req.phase is Phase.FETCHING:  # preempted before; pulls may still write to its pages
             self._abort(req)
         else:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
@@ -216,7 +218,7 @@ class DecodeLoop:
         if req is None:
             return
         if req.phase is Phase.FETCHING:
-            req.deadline_at = float("inf")  # the sweep must not send an error chunk for it again
+            req.deadline_at = float("inf")  # or the sweep would send an error chunk while it drains
             self._inbound.abort(req)
         else:
             self._end(req, FinishReason.ABORT)
@@ -244,7 +246,7 @@ class DecodeLoop:
         self._engine.metrics.requests(reason.value).inc()
 
     def _sweep(self, now: float) -> None:
-        """End requests past their deadline that their router has not ended."""
+        """End requests that are past their deadline and that their router should have aborted."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
@@ -278,7 +280,7 @@ def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
 def _chunk(
     req: Req, drawn: Drawn | None, reason: FinishReason | None, error: Error | None = None
 ) -> TokenChunk:
-    """Make the TokenChunk that sends `drawn`, the last of req.tokens; None: it sends no token."""
+    """Make a TokenChunk of `drawn`, whose token ends req.tokens; one without tokens if None."""
     tokens, logprobs = (), ()
     if drawn is not None:
         tokens = (drawn.token,)

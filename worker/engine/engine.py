@@ -56,11 +56,15 @@ class Engine:
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
-        (region,) = self.layout.regions  # with two regions these events would come too early
+        # A second region (a drafter's layers) would be written after these events.
+        (region,) = self.layout.regions
         return LayerGroups(region, self.pool.device, while_launching)
 
     def settle(self, step: Step) -> list[Drawn]:
-        """Wait for a step and read its tokens: a turn's host sync (`LayerGroups.wait` aside)."""
+        """Wait for a step and read its tokens.
+
+        Apart from `LayerGroups.wait`, a turn waits for a step nowhere else.
+        """
         drawn = step.wait()
         self.meter.settled(step.plan, step.path)
         return drawn
@@ -140,7 +144,7 @@ def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
 def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     if config.kv.num_groups != "auto":
         return config.kv.num_groups
-    if config.engine.device == "cpu":  # a step takes far longer than a pull: nothing to overlap
+    if config.engine.device == "cpu":  # a pull is short beside a step: little to gain by hiding it
         return 1
     chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
     log.info("kv.num_groups = %d (of %d layers)", chosen, num_layers)

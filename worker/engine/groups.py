@@ -12,7 +12,7 @@ from worker.cache.layout import KVRegion
 
 
 class HostEvent(threading.Event):
-    """torch.cuda.Event for the CPU, where one thread runs the steps in order (ModelRunner)."""
+    """Replaces torch.cuda.Event on the CPU, where ModelRunner's thread runs the steps in order."""
 
     record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
 
@@ -22,9 +22,10 @@ class LayerGroups:
 
     Args:
         region: KV region whose layers are grouped.
-        device: that runs the step.
-        while_launching: called after each layer of a CUDA launch, because the engine thread is
-            busy launching then. Never called on the CPU, where another thread runs the layers.
+        device: the device that runs the step.
+        while_launching: called at each layer of a CUDA launch, once the store of its KV is
+            enqueued: the engine thread has no other chance to announce while it launches. Never
+            called on the CPU, where another thread runs the layers.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class LayerGroups:
 
     @property
     def num_final(self) -> int:
-        """Length of the prefix of layer groups that is final; 0 if the step failed. Never waits."""
+        """How many groups, counted from the first, are final; 0 if the step failed. Never waits."""
         pending = (i for i, event in enumerate(self._events) if not event.query())
         num_final = next(pending, len(self._events))
         return 0 if self._failed else num_final

@@ -31,9 +31,9 @@ def load(
     """Load everything that `config` names. Workers that share a GPU load one after the other.
 
     Args:
-        config: resolved.
-        spec: of the model.
-        layout: of a KV page.
+        config: after `WorkerConfig.resolved`, which replaces "auto" where the machine decides.
+        spec: the model's shape.
+        layout: how a KV page is laid out.
         configured_len: model.max_model_len as configured, maybe "auto".
 
     Returns:
@@ -71,7 +71,10 @@ def load(
 
 @contextmanager
 def _on_step_stream(device: torch.device) -> Iterator[None]:
-    """On CUDA, run the body on the step stream, so that steps reuse its memory; synchronize."""
+    """On CUDA, run the body on the step stream, then wait for the device.
+
+    Steps can then reuse the memory that the body has freed. On the CPU, just run the body.
+    """
     if device.type == "cpu":
         yield
         return

@@ -26,8 +26,8 @@ log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
-# Longest wait for a killed worker's memory. Its peers have to unmap it: up to 3 s of missed pings,
-# pulls under way, and 1 s more (ADR 0015).
+# Longest wait for a killed worker's memory. Its peers first have to notice (up to 3 s of missed
+# pings), to end the pulls under way (some seconds if reads stall), and to unmap it (1 s, ADR 0015).
 RETURN_S = 20.0
 
 
@@ -82,19 +82,19 @@ def free_bytes(device: torch.device) -> int:
 def wait_for_share(config: WorkerConfig, device: torch.device) -> None:
     """Wait up to RETURN_S for this worker's memory share to be free; `num_pages` checks it after.
 
-    The worker that ran before on this GPU may still be mapped by its peers. Skipped when
-    engine.num_pages is set, because the memory that is needed is not known then.
+    Peers may still map the memory of the worker that ran on this GPU before, which keeps it
+    allocated. Skipped when engine.num_pages is set: what is needed is not known then.
     """
     if device.type == "cpu" or config.engine.num_pages != "auto":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    free_bytes(device)  # empty our own cache first: it would count as memory still to come back
+    free_bytes(device)  # empties our allocator's cache, which mem_get_info counts as in use
     wanted = int(float(config.engine.memory_fraction) * total)
     wait_for_free(wanted, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
 
 
 def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
-    """Wait until `wanted_bytes` are free, `timeout_s` at most; whether they are."""
+    """Wait until `wanted_bytes` are free, `timeout_s` at most; returns whether they are free."""
     if (now := free()) >= wanted_bytes:
         return True
     log.info(
@@ -118,8 +118,10 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     made = work()
     torch.cuda.synchronize(device)
-    free, _ = torch.cuda.mem_get_info(device)  # the cache is not emptied: it holds the peak
-    # Another process that ends meanwhile raises `free`: the allocator's own count covers that.
+    # mem_get_info also sees what torch's allocator does not count: captured graphs, workspaces. The
+    # allocator's cache has not been emptied since, so it still holds the peak.
+    free, _ = torch.cuda.mem_get_info(device)
+    # If another process ends meanwhile, `free` is too large: then the allocator's own count holds.
     allocated = torch.cuda.max_memory_reserved(device) - own
     del made
     free_bytes(device)
@@ -202,9 +204,9 @@ def num_pages(
 
 @contextmanager
 def taking(num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Reserve `num_bytes` for this process: after the body, the rest of them goes into the cache.
+    """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
 
-    So the next process on the device sees them taken, and our first large step finds them.
+    Other processes on the device then see them as taken, and our first large step finds them.
     """
     if device.type == "cpu":
         yield

@@ -11,7 +11,7 @@ WEIGHT = 0.2  # of the newest step in the moving average
 
 
 class StepMeter:
-    """Times steps: from launch, or from the settling of the step before if later, to settling."""
+    """Times each step until it settles, from the later of its launch and the last settling."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet

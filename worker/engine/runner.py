@@ -36,7 +36,7 @@ class Step:
         self.plan = plan
         self.groups = groups  # None: launched without a layer hook
         self.path = ""  # how it was launched, for metrics; known once it has been waited for
-        self._running: Future[Any] | None = None  # CPU; a masked forward gives None
+        self._running: Future[Any] | None = None  # CPU; masked: the forward (None), then the tail
         self._result: Result | None = None  # CUDA
         self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
 
@@ -49,12 +49,14 @@ class Step:
 
 
 class ModelRunner:
-    """Runs plans on one stream: row changes, the forward, then the sampling tail.
+    """Runs plans on one stream: row changes and forward, then the sampling tail.
+
+    A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
 
     On CUDA the stream is `step_stream`, made current in the thread that launches. It is not the
-    default stream because KV pulls are copies that wait for that one, and would wait for the step
-    in flight. On the CPU it is a thread that runs one step after the other, so launching, settling
-    and pulling overlap with compute there as well.
+    default stream: KV pulls are copies that wait for the default stream, so they would wait for
+    the step in flight. On the CPU it is a thread that runs one step after the other, so launching,
+    settling and pulling overlap with compute there as well.
     """
 
     def __init__(self, loaded: LoadedModel, graphs: Graphs) -> None:
@@ -69,11 +71,11 @@ class ModelRunner:
         self._forwarded: tuple[Tensor, SampledRows | None] | None = None
 
     def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
-        """Enqueue one step, of a masked plan its forward only; returns without waiting.
+        """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
 
         groups: the layer hook of a prefill step that samples nothing.
         """
-        assert groups is None or plan.tail == "none", "a tail would run within the hook's scope"
+        assert groups is None or plan.tail == "none", "layer groups are for steps that draw nothing"
         step = Step(plan, groups)
         work = self._run_forward if plan.masked else self._run
         if self._thread is not None:
@@ -134,17 +136,17 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_tail(self, plan: Plan, forward: Future[Any] | None, masks: Tensor) -> Result:
         if forward is not None:
-            forward.result()  # it has run before us on this thread; raises its error
+            forward.result()  # never waits, as this thread has run it already; raises its error
         assert self._forwarded is not None
         (hidden, sampled), self._forwarded = self._forwarded, None
         assert sampled is not None
         return self._draw(plan, hidden, sampled, self._state.upload_tensor(masks))
 
     def _forward(self, step: Step) -> tuple[Tensor, SampledRows | None]:
-        """Apply the plan's row changes and run the forward.
+        """Run the forward and apply the plan's row changes, in the order that `Plan` gives.
 
-        Returns the rows to draw tokens for, with their hidden states [len(plan.sampled_rows),
-        hidden]; with nothing to draw, None and any hidden states.
+        Returns hidden states [len(plan.sampled_rows), hidden] and the rows to draw tokens for. With
+        nothing to draw the rows are None, and the hidden states must not be used.
         """
         if not step.plan.decode:
             return self._launch_chunks(step)
@@ -194,7 +196,7 @@ class ModelRunner:
 
 
 def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:
-    """Index into the hidden states, row, and position to draw at, of each chunk that samples.
+    """For each chunk that samples: the index of its hidden state, its row, the position to draw.
 
     one_each: there is one hidden state for each chunk, not for every token.
     """

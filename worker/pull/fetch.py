@@ -5,7 +5,8 @@
       └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
 
 Pages are bound to the request in prompt order. They stay bound when an attempt fails, since only
-our own pulls write to them; the next attempt keeps the whole pages that have landed.
+our own pulls write to them. The next attempt keeps the pages from the start of the prompt up to the
+first one that lacks a layer group, and pulls from that one on.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Fetch:
         self, context: FetchContext, req: Req, candidates: Sequence[Candidate], number: int
     ) -> None:
         assert req.hold is not None
-        self.xfer_id = f"{req.req_id}:{req.dispatch}:{number}"  # number: of this worker's fetches
+        # number: 1 for this worker's first fetch, 2 for the next, ...
+        self.xfer_id = f"{req.req_id}:{req.dispatch}:{number}"
         self.req = req
         self.hold = req.hold
         self.candidates = deque(candidates)
@@ -98,7 +100,8 @@ class Fetch:
         self._prefill_s = 0.0
         self._announced: deque[_Ready] = deque()  # not bound and pulled yet
         self._running: list[_Running] = []
-        # Index of a page in the prompt -> its layer groups, as bits, in this attempt.
+        # Both: index of a page in the prompt -> bits of the layer groups that this attempt has seen
+        # announced, or has pulled.
         self._seen_groups: dict[int, int] = {}
         self._landed_groups: dict[int, int] = {}
 
@@ -138,7 +141,7 @@ class Fetch:
         if message.last and not self._computed_at:
             self._computed_at, self._prefill_s = time.monotonic(), message.prefill_s
         announced = _bits(range(message.first_group, message.first_group + message.num_groups))
-        fresh: dict[int, list[tuple[int, int]]] = {}  # by the groups that are new, as bits
+        fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         for number, remote in enumerate(message.pages, message.first_page):
             seen = self._seen_groups.get(number, 0)
             if announced & ~seen and self.num_landed_pages <= number < self._num_wanted_pages:

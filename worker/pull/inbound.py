@@ -93,7 +93,7 @@ class Inbound:
     def poll(self, now: float) -> list[Fetch]:
         """Advance all fetches, send renewals that are due, and return the fetches that ended.
 
-        An ended fetch has landed, was aborted, or has no candidate left; no pull of it runs.
+        An ended fetch has landed, was aborted, or has nobody left to ask; no pull of it runs.
         """
         if now >= self._renew_at:
             self._renew_at = now + self._context.lease.renew_s
@@ -111,7 +111,10 @@ class Inbound:
         return ended
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
-        """Start the next attempt at the next candidate with a link; False if none is left."""
+        """Start the next attempt at the next candidate with a link.
+
+        Returns False if no such candidate or no attempt (`transport.max_attempts`) is left.
+        """
         while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
             link = self._peers.link(fetch.candidates.popleft().peer)
             if link is not None:

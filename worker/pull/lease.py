@@ -15,8 +15,9 @@ MARGIN_S = 0.25  # a pull counts only if it ended this long before the window do
 class Lease:
     """One side's window of a lease; all times are `time.monotonic()` of that side's host.
 
-    Prefill and Renew open and extend it: on prefill's side by when they were received, on decode's
-    by when they were sent, a Renew only once it was acknowledged.
+    A Prefill message opens the window and each Renew extends it. Prefill's side counts from when it
+    received the message, decode's side from when it sent it. Decode's side extends the window only
+    when the Renew is acknowledged.
     """
 
     def __init__(self, length_s: float, began_at: float) -> None:

@@ -2,7 +2,8 @@
 
 A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release` or when it expires.
 Until then its pages are not given away: a decode worker that has gone silent may still read them.
-Every renewal makes prefill send all announcements again, so one that was lost arrives by then.
+Every renewal makes prefill send all announcements again, so a lost one arrives with the next
+renewal.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ class Outbound:
     ) -> None:
         """Announce the first `num_groups` layer groups of chunks that are being computed.
 
-        Call it only for step n - 1, between the messages of a turn and its settling. Then all KV of
-        earlier steps is announced, and no Release drops these requests before `announce_settled`.
+        Call it only for step n - 1, in a turn's time between handling messages and settling that
+        step. By then all KV of earlier steps has been announced, and since no message is handled
+        in between, no Release drops these requests before `announce_settled`.
         """
         for req, chunk in chunks:
             groups = range(req.num_announced_groups, num_groups)
@@ -138,7 +140,7 @@ class Outbound:
                 self._send_ready(self._by_req[req], first_page, end, groups)
 
     def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
-        """Announce the pages that the settled step has made final, unless they are announced."""
+        """Announce what the settled step made final and `announce_groups` has not announced yet."""
         for req in reqs:
             if not self._all_groups_announced(req):
                 req.prefill_s = now - req.started_at
@@ -159,7 +161,7 @@ class Outbound:
     def _announce(self, each: _Outgoing, first_page: int, first_group: int = 0) -> None:
         """Announce computed pages from index `first_page` on, layer groups from `first_group` on.
 
-        An announcement without pages is sent too: the first one acknowledges the Prefill message.
+        It is sent even without pages, because a request's first one acknowledges its Prefill.
         """
         req, groups = each.req, range(first_group, self._num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
@@ -176,7 +178,7 @@ class Outbound:
         self._send(each.peer, KVReady(each.xfer, first_page, pages, *figures))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
-        """List the page ids from index `first` on that are final with `num_tokens` computed tokens.
+        """List page ids, from index `first` on, whose KV is complete after `num_tokens` tokens.
 
         Full pages only; at the end of the prompt its last, partly filled page as well.
         """

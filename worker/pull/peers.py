@@ -25,13 +25,13 @@ log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
 NUM_READS = 3  # to measure a link; the fastest counts
-SPIN_S = 1e-3  # how long a read is watched without a pause
+SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
 _decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
 
 
 @dataclass(slots=True, frozen=True)
 class Link:
-    """A dialled prefill worker that pulls can read from; its dialling thread posts it."""
+    """A connection to a prefill worker; also the event by which a dialling thread delivers it."""
 
     peer: PeerId
     connection: Peer
@@ -124,7 +124,10 @@ class PrefillPeers:
             known.answers = True
 
     def tend(self, now: float, in_use: Callable[[Link], bool]) -> None:
-        """Dial the peers that are due, and close links that no pull uses; called every turn."""
+        """Dial the peers that are due; close links of lost peers once no pull uses them.
+
+        Called every turn.
+        """
         for link in [each for each in self._closing if not in_use(each)]:
             self._closing.remove(link)
             link.connection.close()

@@ -53,7 +53,8 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        self._launched: dict[int, tuple[list[Req], bool]] = {}  # step -> sampled, of a prefill step
+        # Step number -> the requests it samples, and whether it is a prefill step.
+        self._launched: dict[int, tuple[list[Req], bool]] = {}
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     @property
@@ -106,7 +107,7 @@ class DecodeScheduler:
         """
         for req in list(self.ready):
             if not self._rows.can_take(req.sampling):
-                continue  # it may wait for a penalty slot only: others may go first
+                continue  # a row may be free and just its penalty slot missing: others may go first
             self.ready.remove(req)
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
@@ -242,7 +243,9 @@ class DecodeScheduler:
         )
 
     def _ensure_slots(self, req: Req) -> bool:
-        """Bind pages for this step's token and one more, preempting the youngest if need be.
+        """Bind pages for all tokens up to the one this step draws; preempt the youngest if need be.
+
+        The step stores KV of the tokens before that one: its own KV is stored by the next step.
 
         False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
         become free only when its step in flight settles.

@@ -1,4 +1,4 @@
-"""Pace: how many tokens a prefill step takes, and whether its layer groups are announced singly.
+"""Pace: how long a prefill step is, and whether its layer groups are announced one by one.
 
 Both are chosen by the estimated time until decode has all KV, from step times measured at start-up
 and link rates measured by decode workers (ADR 0016).
@@ -13,10 +13,12 @@ from operator import attrgetter
 
 from worker.plan import LONG_STEP_TOKENS
 
-MIN_STEP_TOKENS = 512  # shorter steps are not considered: their fixed cost was not measured
+# Shorter steps are not chosen: the measured times are of the forward alone. What else a step costs
+# (host work, messages) was not measured, and weighs the more the shorter the step.
+MIN_STEP_TOKENS = 512
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
-# Share of a layer's time after its KV is stored: attention, output projection, feed-forward. The
-# last layer of a long step computes little of it.
+# Share of a layer's time after its KV is stored: attention, output projection, feed-forward. In the
+# last layer of a long step (`LONG_STEP_TOKENS`) only the attention runs for all tokens.
 AFTER_STORE = 0.8
 
 
@@ -31,7 +33,7 @@ class StepTime:
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """What is known of one prefill worker."""
+    """Chooses step lengths and announcements for one prefill worker, from measured times."""
 
     times: Sequence[StepTime]  # by num_tokens, ascending; empty = none measured
     num_groups: int  # of the KV layout
@@ -40,7 +42,7 @@ class Pace:
     num_layers: int
 
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
-        """Choose the most tokens of the next step, given `num_queued` waiting tokens.
+        """Choose how many tokens the next step may have, given `num_queued` waiting tokens.
 
         Minimises the time to compute all of them in steps of one size, plus the pull that is left
         after the last step. Small steps leave little to pull; large ones compute a token faster.

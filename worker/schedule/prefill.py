@@ -59,7 +59,10 @@ class PrefillScheduler:
         return req
 
     def plan(self, now: float = 0.0) -> Plan | None:
-        """Return the next step, or None if nothing waits. now: becomes started_at of new ones."""
+        """Return the next step, or None if nothing waits.
+
+        now: stored as started_at of the requests whose first step this is.
+        """
         if not self.waiting:
             return None
         link_bytes_per_s = self.waiting[0].link_bytes_per_s
@@ -81,7 +84,9 @@ class PrefillScheduler:
             budget -= end - start
         self._step += 1
         self._launched[self._step] = launched
-        _, _, pages = self._rows.drain()  # no row is active: none has to be started or released
+        # Releases are dropped and there are no starts: the device keeps only page tables for these
+        # rows.
+        _, _, pages = self._rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
                 self._leave_row(req)

@@ -1,6 +1,7 @@
 """Req and PrefillReq: one request on one worker, as plain host state.
 
-Admission creates it, the scheduler changes it, and `PageBook` fills its hold.
+`Admission` creates a Req and `PrefillScheduler.admit` a PrefillReq. The loop, its scheduler and the
+pull protocol change them, and `PageBook` fills their holds.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Req:
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
     num_in_flight: int = 0  # launched steps that have not settled
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
-    is_sibling: bool = False  # it came with Generate.after
+    is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
     marks: Marks = field(default_factory=Marks)
 
@@ -113,8 +114,8 @@ class PrefillReq:
     num_planned_tokens: int  # launched
     row: int = 0
     num_table_pages: int = 0
-    num_announced_pages: int = 0  # with all their layer groups
-    num_announced_groups: int = 0  # of the pages of the chunk under way
+    num_announced_pages: int = 0  # with all layer groups, as of the last settled step
+    num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
     prefill_s: float = 0.0  # from started_at until its last page was announced
     dropped: bool = False  # given back; a step in flight may still compute it

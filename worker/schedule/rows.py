@@ -10,7 +10,7 @@ from worker.schedule.req import PrefillReq, Req
 
 
 class RowTable:
-    """Free rows of the step state, and their changes since the last plan.
+    """The free rows of the step state, and the row changes queued since the last plan.
 
     Row 0 is never given out. A row given back may be taken again in the same plan: releases are
     applied before starts, and both are ordered on the device's stream behind steps in flight.
