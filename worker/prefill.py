@@ -106,6 +106,8 @@ class PrefillLoop:
         step = self._pending
         if step is None or step.groups is None:
             return
+        if self._num_groups_announced == step.groups.num_groups:
+            return  # the rest of a launch asks no event
         num_final = step.groups.num_final
         if num_final > self._num_groups_announced:
             self._num_groups_announced = num_final

@@ -32,6 +32,7 @@ from worker.worker import Worker
 HANG_S = 120.0
 # A busy machine is not a dead peer, and a client that waits for its test is not a hung one.
 PATIENT = {"max_misses": 30, "stall_s": 3600.0}
+LATE_ACK = {"final_resend_s": 60.0}  # nor is an acknowledgement lost that comes late
 
 
 @dataclass
@@ -186,7 +187,8 @@ class Running:
 
 def worker_config(role: str, sections: dict[str, dict[str, object]]) -> WorkerConfig:
     """A WorkerConfig from plain sections, for tests."""
-    return WorkerConfig.model_validate({"role": role, "ping": PATIENT, **sections})
+    patient = {"role": role, "ping": PATIENT, "lease": LATE_ACK}
+    return WorkerConfig.model_validate(patient | sections)
 
 
 @contextmanager

@@ -41,7 +41,8 @@ class Graphs:
 
     def capture(self) -> Sequence[BucketCheck]:
         """See StepGraphs.capture."""
-        return [*self.chunks.capture(), *self.decode.capture()]
+        of_decode = self.decode.capture() if self.loaded.decodes else ()
+        return [*self.chunks.capture(), *of_decode]
 
     def close(self) -> None:
         """Free captured graphs."""

@@ -109,10 +109,10 @@ class Capture:
                 made = forward(self)
                 self._parts.append((self._end(), None))
             except BaseException:
-                self._parts.clear()
                 if self._open is not None:
                     with suppress(RuntimeError):  # the capture may be what failed
                         memory.end(self._open)
+                self._parts.clear()
                 raise
             finally:
                 self._open = None

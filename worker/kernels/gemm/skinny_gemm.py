@@ -242,14 +242,6 @@ def skinny_gemm(
     return out
 
 
-def compile_for(
-    x: Tensor, w: Tensor, out: Tensor, workspace: SkinnyWorkspace, tile: SkinnyTile, *, pdl: bool
-) -> None:
-    """Compile the kernel for these arguments, without a launch."""
-    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl)
-    _skinny_gemm_kernel.warmup(*arguments, grid=grid, **constants)
-
-
 def _launch(
     x: Tensor,
     w: Tensor,
@@ -257,7 +249,7 @@ def _launch(
     workspace: SkinnyWorkspace,
     tile: SkinnyTile,
     pdl: bool,
-    gated: bool = False,
+    gated: bool,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
