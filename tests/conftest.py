@@ -1,6 +1,6 @@
 """What all tests share: how the processes of pytest-xdist divide them, products, the gpu marker.
 
-With `-n 2`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
+With `-n 3`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
 by any of them, test by test. All that start clusters are run by one process, one after another, as
 these have fixed ports and look at what is left of processes.
 """
@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.harness import enter_namespace
 from tests.e2e.shared import clusters, serve
+from tests.support import pairwise as products
 from tests.support.pairwise import every, pairwise
 
 __all__ = ["clusters", "serve"]
@@ -26,6 +27,7 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 CLUSTER = "cluster"
+NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first
 # First those that look for what a Ray of their own has left, then those that share one.
 CLUSTERS = (
     "test_two_nodes", "test_lifecycle", "test_prefill_decode", "test_clients", "test_fuzz",
@@ -50,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    products.whole = config.option.whole
     if getattr(config.option, "numprocesses", None):
         enter_namespace(config)  # before xdist starts its processes, which have to be inside
 
@@ -115,6 +118,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if hasattr(item.config, "workerinput") and group_of(item.path) != CLUSTER:
+        os.nice(max(0, NICE - os.nice(0)))
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return

@@ -18,7 +18,7 @@ from tests.support.reference import reference_texts
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
 SUBMIT = (
-    "--prefill", "2", "--decode", "2",
+    "--prefill", "1", "--decode", "1",
     "--set", "prefill.resources={a: 1}",
     "--set", "decode.resources={b: 1}",
     "--set", "disaggregation.mode=always",

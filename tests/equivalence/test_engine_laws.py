@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support import pairwise
 from tests.support.engines import Running, running
 from tests.support.prompts import TINY, problem_ids
 from worker.api import FinishReason, Sampling
 
 GREEDY = Sampling(max_tokens=48, temperature=0.0)
-NUM = 16
+NUM = 16 if pairwise.whole else 8
 
 
 def engine(**changes: object) -> dict[str, object]:

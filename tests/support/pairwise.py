@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+whole = False  # pytest --whole; set by tests/conftest.py before test files are imported
 Case = tuple[Any, ...]  # one value of each factor
 Pair = tuple[int, int, int, int]  # (factor, number of its value, another factor, of its value)
 

@@ -226,17 +226,30 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
         runner._check(Bucket(16))
 
 
-@pytest.fixture
-def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """Steps of 16 rows are long ones, of up to 4 requests."""
-    monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
-    monkeypatch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
-    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
-    loaded = engine.runner.loaded
-    runner = PiecewiseChunks(loaded, RecordedMemory())
-    runner.capture()
-    yield bench_of(engine, runner)
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """Steps of 16 tokens are long ones, of up to 4 requests."""
+    patch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 16)
+    patch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
+
+
+@pytest.fixture(scope="module")
+def built_long() -> Iterator[Bench]:
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        engine = build(
+            "cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True
+        )
+        runner = PiecewiseChunks(engine.runner.loaded, RecordedMemory())
+        runner.capture()
+        made = bench_of(engine, runner)
+    yield made
     engine.close()
+
+
+@pytest.fixture
+def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    shorten(monkeypatch)
+    return built_long
 
 
 @pytest.mark.parametrize(
@@ -280,6 +293,7 @@ def texts(bench: Bench) -> list[object]:
 
 def test_texts_of_long_steps_are_those_of_short_ones(texts: list[object], long: Bench) -> None:
     assert all(texts)
+    clear(long)
     for chunks in (long.eager, long.runner):
         long.use(chunks)
         wanted = [sampling_of(i) for i in range(5)]
