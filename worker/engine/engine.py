@@ -56,7 +56,8 @@ class Engine:
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
-        # A second region (a drafter's layers) would be written after these events.
+        # Exactly one: KV of a second region (a drafter's layers) would be written after these
+        # events, so they could not say that it is final.
         (region,) = self.layout.regions
         return LayerGroups(region, self.pool.device, while_launching)
 

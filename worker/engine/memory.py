@@ -169,7 +169,7 @@ class DeviceShare:
 def num_pages(
     config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
 ) -> int:
-    """Number of pages of the pool, page 0 (the sink) included; call it once weights are loaded.
+    """Number of pages of the pool, page 0 (written by padding) included; call it after loading.
 
     reserve_bytes: what steps and graphs need beside weights and pool.
 

@@ -36,7 +36,8 @@ class Step:
         self.plan = plan
         self.groups = groups  # None: launched without a layer hook
         self.path = ""  # how it was launched, for metrics; known once it has been waited for
-        self._running: Future[Any] | None = None  # CPU; masked: the forward (None), then the tail
+        # CPU: the step's future. Of a masked step that of the forward, then that of the tail.
+        self._running: Future[Any] | None = None
         self._result: Result | None = None  # CUDA
         self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
 

@@ -41,8 +41,8 @@ class Graphs:
 
     def capture(self) -> Sequence[BucketCheck]:
         """See StepGraphs.capture."""
-        of_decode = self.decode.capture() if self.loaded.decodes else ()
-        return [*self.chunks.capture(), *of_decode]
+        of_chunks = self.chunks.capture()
+        return [*of_chunks, *(self.decode.capture() if self.loaded.decodes else ())]
 
     def close(self) -> None:
         """Free captured graphs."""

@@ -9,8 +9,8 @@ caller's forward context, where it reads what differs from batch to batch; its t
 memory. Kernels in a segment are replayed with the addresses and host values of the capture.
 
 All captures of an engine share one memory pool and keep none of its tensors alive, so they reuse
-each other's memory. That is safe because replays run one at a time in capture order, and nothing is
-kept from one replay to the next: read a result before the next replay. Capture the largest first.
+each other's memory. That is safe because replays run one at a time and nothing is kept from one to
+the next: read a result before the next replay. Capture the largest first.
 """
 
 from __future__ import annotations

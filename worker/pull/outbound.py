@@ -124,9 +124,9 @@ class Outbound:
     ) -> None:
         """Announce the first `num_groups` layer groups of chunks that are being computed.
 
-        Call it only for step n - 1, in a turn's time between handling messages and settling that
-        step. By then all KV of earlier steps has been announced, and since no message is handled
-        in between, no Release drops these requests before `announce_settled`.
+        Call it only for the step that this turn settles: after the turn has handled its messages
+        and before that step settles. By then all KV of earlier steps has been announced. No message
+        is handled between this call and `announce_settled`, so no Release drops these requests.
         """
         for req, chunk in chunks:
             groups = range(req.num_announced_groups, num_groups)

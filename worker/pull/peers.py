@@ -73,7 +73,7 @@ class PrefillPeers:
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._num_pool_pages = num_pool_pages  # ours, the sink included
+        self._num_pool_pages = num_pool_pages  # ours, page 0 included
         self._timeout_s = timeout_s
         self._post = post
         self._connect = connect
@@ -176,8 +176,8 @@ class PrefillPeers:
             endpoint = _decode_endpoint(member.endpoint)
             pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
             connection = self._transport.connect(endpoint, self._timeout_s)
-            sinks = [(0, 0)]  # page 0 of both sides
-            rate = measured_rate(connection, plan_runs(self._layout, sinks, pool_pages))
+            unused = [(0, 0)]  # page 0 of both sides, which only padding writes
+            rate = measured_rate(connection, plan_runs(self._layout, unused, pool_pages))
         except TransferError as error:
             self._post(DialFailed(peer, error))
         except OSError as error:  # out of descriptors or memory: dial again later

@@ -83,10 +83,11 @@ class Req:
     phase: Phase = Phase.NEW
     hold: Hold | None = None
     row: int = 0  # 0 = none
-    num_computed_tokens: int = 0  # tokens whose KV is in `hold`, as far as settled
+    # Tokens whose KV is in `hold`; grows when a fetch or local prefill ends, then with each token.
+    num_computed_tokens: int = 0
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
-    num_in_flight: int = 0  # launched steps that have not settled
+    num_in_flight: int = 0  # launched steps that draw a token for it and have not settled
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
