@@ -17,8 +17,7 @@ import pytest
 
 from tests.e2e.harness import enter_namespace
 from tests.e2e.shared import clusters, serve
-from tests.support import pairwise as products
-from tests.support.pairwise import every, pairwise
+from tests.support import pairwise
 
 __all__ = ["clusters", "serve"]
 
@@ -52,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    products.whole = config.option.whole
+    pairwise.whole = config.option.whole
     if getattr(config.option, "numprocesses", None):
         enter_namespace(config)  # before xdist starts its processes, which have to be inside
 
@@ -61,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with the marker `product` gets its factors as arguments."""
     marker = metafunc.definition.get_closest_marker("product")
     if marker is not None:
-        chosen = every if metafunc.config.option.whole else pairwise
+        chosen = pairwise.every if pairwise.whole else pairwise.pairwise
         cases = chosen(marker.kwargs)
         names = ["-".join(str(value) for value in case) for case in cases]
         metafunc.parametrize(tuple(marker.kwargs), cases, ids=names)

@@ -4,9 +4,10 @@
     hidden = capture.record(forward)  # forward(capture): the same device work at every call
     capture.replay()                  # segment, break, segment, ..., break, segment
 
-A forward without a break is one graph. At every replay the host runs the body of each break, in the
-caller's forward context, where it reads what differs from batch to batch; its tensors are fixed
-memory. Kernels in a segment are replayed with the addresses and host values of the capture.
+A forward without a break is one graph, or a few (`Cuts`). At every replay the host runs the body of
+each break, in the caller's forward context, where it reads what differs from batch to batch; its
+tensors are fixed memory. Kernels in a segment are replayed with the addresses and host values of
+the capture.
 
 All captures of an engine share one memory pool and keep none of its tensors alive, so they reuse
 each other's memory. That is safe because replays run one at a time and nothing is kept from one to

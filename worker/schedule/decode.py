@@ -106,8 +106,10 @@ class DecodeScheduler:
         now: stored in req.marks.row_at when a request gets its first row.
         """
         for req in list(self.ready):
+            if not self._rows.num_free:
+                break  # a full batch looks at nobody who waits
             if not self._rows.can_take(req.sampling):
-                continue  # a row may be free and just its penalty slot missing: others may go first
+                continue  # its penalty slot is missing: others may go first
             self.ready.remove(req)
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
