@@ -6,6 +6,7 @@ Each worker serves them on a port of its own (Member.metrics_address); the route
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -73,6 +74,7 @@ class WorkerMetrics:
         """Stop serving."""
         if self._server is not None:
             server, thread = self._server
+            server.socket.shutdown(socket.SHUT_RDWR)  # or its thread looks up after half a second
             server.shutdown()
             server.server_close()
             thread.join()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from tests.support.processes import run_ranks
 from worker.comm.base import COLLECTIVES
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
@@ -66,7 +66,7 @@ def keep_promises(rank: int, name: str, size: int, init_method: str) -> None:
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_collective_keeps_its_promises(name: str, tmp_path: Path):
     init_method = f"file://{tmp_path}/rendezvous"
-    mp.spawn(keep_promises, (name, SIZES[name], init_method), nprocs=SIZES[name])
+    run_ranks(keep_promises, name, SIZES[name], init_method, num_ranks=SIZES[name])
 
 
 def lose_the_peer(rank: int, init_method: str) -> None:
@@ -83,7 +83,7 @@ def lose_the_peer(rank: int, init_method: str) -> None:
 
 
 def test_a_lost_peer_is_a_typed_error_and_not_a_hang(tmp_path: Path):
-    mp.spawn(lose_the_peer, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+    run_ranks(lose_the_peer, f"file://{tmp_path}/rendezvous", num_ranks=2)
 
 
 def test_the_single_collective_refuses_two_ranks():

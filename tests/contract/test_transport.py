@@ -1,13 +1,12 @@
 """Every transport of the table, against a real second process. The contract: worker.transfer.base.
 
-Sources are spawned processes that serve random bytes; killed and stopped by pid, and always reaped.
+Sources are processes that serve random bytes; killed and stopped by pid, and always reaped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
 import os
 import random
 import signal
@@ -17,15 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from tests.support.processes import FORKED, ensure_servers, fork
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
 from worker.pull.peers import measured_rate
@@ -86,7 +85,7 @@ def serve(transport: str, kind: str, seed: int, conn: Connection) -> None:
 
 @dataclass
 class Source:
-    process: SpawnProcess
+    process: ForkServerProcess
     conn: Connection
     endpoint: Endpoint
     data: list[np.ndarray]
@@ -123,10 +122,8 @@ Spawn = Callable[[int], Source]
 
 
 def spawn(row: tuple[str, str], seed: int) -> Source:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(*row, seed, theirs), daemon=True)
-    process.start()
+    ours, theirs = FORKED.Pipe()
+    process = fork(serve, *row, seed, theirs)
     theirs.close()
     assert ours.poll(HANG_S), "the source did not start"
     endpoint = msgspec.msgpack.decode(ours.recv_bytes(), type=Endpoint)
@@ -522,7 +519,7 @@ def test_what_cannot_fit_is_incompatible_and_says_why(
 
 def counts() -> tuple[int, int]:
     """What this process has open, descriptors and threads, when no engine is about to go."""
-    resource_tracker.ensure_running()  # keeps a descriptor from the first spawn on
+    ensure_servers()
     deadline = time.monotonic() + HANG_S
     while any(each.name == "mooncake-destroy" for each in threading.enumerate()):
         assert time.monotonic() < deadline, "an engine stays"
@@ -561,7 +558,7 @@ def test_sources_that_come_and_are_killed_leave_no_threads_and_descriptors(
     transport: KVTransport, row: tuple[str, str]
 ) -> None:
     before = counts()
-    for seed in range(10):
+    for seed in range(4):
         source = spawn(row, seed)
         peer = transport.connect(source.endpoint, CONNECT_S)
         pull = peer.pull(everything(1 << 20))

@@ -1,4 +1,7 @@
-"""What a cluster of prefill and decode workers must show; also `python -m tests.e2e.check URL`."""
+"""What a cluster of prefill and decode workers must show.
+
+By hand: `python -m tests.e2e.check URL [NUMBER]`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ MAX_TOKENS = 200
 PAGE_SIZE = 16
 
 
-def check_cluster(base_url: str) -> None:
-    """64 concurrent held-out problems; every prompt computed by prefill, every page pulled."""
+def check_cluster(base_url: str, num: int = NUM) -> None:
+    """Concurrent held-out problems; every prompt computed by prefill, every page pulled."""
     before = scrape(base_url)
-    questions = [problem.question for problem in held_out_problems(NUM)]
+    questions = [problem.question for problem in held_out_problems(num)]
     outcomes = asyncio.run(ask_all(base_url, questions, max_tokens=MAX_TOKENS))
-    assert [each.error for each in outcomes] == [None] * NUM
-    expected = reference_texts(NUM, MAX_TOKENS)
+    assert [each.error for each in outcomes] == [None] * num
+    expected = reference_texts(NUM, MAX_TOKENS)[:num]
     assert [(each.text, each.finish_reason) for each in outcomes] == list(expected)
-    prompts = problem_ids(NUM)
+    prompts = problem_ids(num)
     assert [each.num_prompt_tokens for each in outcomes] == [len(prompt) for prompt in prompts]
 
     after = scrape(base_url)
@@ -70,4 +73,4 @@ def check_stages(base_url: str) -> None:
 
 
 if __name__ == "__main__":
-    check_cluster(sys.argv[1])
+    check_cluster(sys.argv[1], *map(int, sys.argv[2:]))

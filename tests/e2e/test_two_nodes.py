@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import INSIDE, REPOSITORY
+from tests.support import pairwise
 from tests.support.reference import reference_texts
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
@@ -23,6 +24,7 @@ SUBMIT = (
     "--set", "decode.resources={b: 1}",
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
+NUM_PROBLEMS = str(NUM if pairwise.whole else 16)
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -61,7 +63,9 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
             assert job.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.5)
-        done = two_nodes("run", sys.executable, "-m", "tests.e2e.check", url, timeout_s=200)
+        done = two_nodes(
+            "run", sys.executable, "-m", "tests.e2e.check", url, NUM_PROBLEMS, timeout_s=200
+        )
         assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
         status = two_nodes("run", sys.executable, "-m", "cluster", "status")
         for line in status.stdout.splitlines():

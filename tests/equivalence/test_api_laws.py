@@ -19,6 +19,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from tests.support import pairwise
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from worker.api import FinishReason, Sampling
@@ -26,7 +27,7 @@ from worker.errors import Unsupported
 from worker.kernels.step.philox import gumbel_ref
 from worker.sampling.grammar import Grammars
 
-NUM = 18
+NUM = 18 if pairwise.whole else 12
 VOCAB, EOS = 1024, 2
 SCHEMA = {
     "type": "object",
@@ -92,8 +93,8 @@ def wishes() -> tuple[Sampling, ...]:
     rng = random.Random(23)
     kinds = list(GRAMMARS)
     made = tuple(wish(rng, kinds[i % len(kinds)], [-1, 0, 3][i % 3]) for i in range(NUM))
-    assert 5 < sum(each.changes_logits for each in made) < NUM
-    assert sum(each.temperature == 0 for each in made) > 3
+    assert NUM // 4 < sum(each.changes_logits for each in made) < NUM
+    assert sum(each.temperature == 0 for each in made) > 1
     return made
 
 
@@ -372,7 +373,7 @@ def choices(num: int = 5) -> list[Sampling]:
 
 # Its KV ends within a page, so that every choice has a rest of its own to prefill.
 SHORT = next(prompt for prompt in problem_ids(9) if (len(prompt) - 1) % 16 > 2)
-LONG = tuple(i % 900 + 50 for i in range(1500))
+LONG = tuple(i % 900 + 50 for i in range(600))
 
 
 @pytest.fixture(scope="module")

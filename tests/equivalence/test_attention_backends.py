@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.engines import Running, running
+from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
@@ -59,9 +60,18 @@ def expected() -> list[list[int]]:
         return ask(cluster)
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize(
-    "attention", ["flashinfer", {"prefill": "flashinfer"}, {"decode": "flashinfer"}]
+    ("attention", "mode"),
+    [
+        ("flashinfer", "always"),
+        ({"prefill": "flashinfer"}, "never"),
+        ({"decode": "flashinfer"}, "always"),
+        *in_whole(
+            ("flashinfer", "never"),
+            ({"prefill": "flashinfer"}, "always"),
+            ({"decode": "flashinfer"}, "never"),
+        ),
+    ],
 )
 def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, expected):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)

@@ -18,7 +18,7 @@ from tests.support.prompts import TINY, problem_ids
 from worker.api import FinishReason, Sampling
 
 GREEDY = Sampling(max_tokens=48, temperature=0.0)
-NUM = 16 if pairwise.whole else 8
+NUM = 16 if pairwise.whole else 6
 
 
 def engine(**changes: object) -> dict[str, object]:

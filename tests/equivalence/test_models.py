@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
+from tests.support.processes import run_ranks
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -224,7 +224,7 @@ def test_two_ranks_equal_one(tmp_path: Path):
     cases = ["qwen2-tied", "llama-mqa", "llama-bias"]  # kv heads divided, copied; output bias
     for case in cases:
         save_random(tmp_path / case, *CASES[case])
-    mp.spawn(run_rank, (cases, tmp_path), nprocs=2)
+    run_ranks(run_rank, cases, tmp_path, num_ranks=2)
     for case in cases:
         expected = Engine.build(load(tmp_path / case)).run(chunk=64)
         dummy = load(tmp_path / case, load_format="dummy", seed=3)

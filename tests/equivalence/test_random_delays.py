@@ -16,6 +16,7 @@ from tests.support.delay_mix import differing, leaving, mix, sections
 from tests.support.delays import Delays
 from tests.support.engines import Answer, running
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
+from tests.support.pairwise import in_whole
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
 from worker.engine.groups import HostEvent
@@ -70,15 +71,20 @@ def left() -> tuple[list[Ask], list[Answer]]:
     return asked, served(asked, num_prefill=0)[0]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("seed", [1, *in_whole((2,))])
 def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]]) -> None:
     asked, wanted = mixed
     found, _ = served(asked, num_prefill=0, delays=seed)
     assert not differing(asked, found, wanted, exact=True)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("seed", [None, 3, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    ("seed", "num_groups"),
+    [(None, 2), (3, 1)]
+    + [
+        pytest.param(*case, marks=pytest.mark.whole) for case in [(None, 1), (3, 2), (4, 1), (4, 2)]
+    ],
+)
 def test_delays_messages_and_pulls_change_no_token(
     seed: int | None, num_groups: int, mixed: tuple[list[Ask], list[Answer]]
 ) -> None:
@@ -90,7 +96,7 @@ def test_delays_messages_and_pulls_change_no_token(
         assert (metrics.pulled_bytes("shm/shm")._value.get() > 0) == (peer == DECODE)
 
 
-@pytest.mark.parametrize("schedule", [None, 6])
+@pytest.mark.parametrize("schedule", [6, *in_whole((None,))])
 def test_a_client_that_leaves_in_a_chunk_spoils_no_pull(
     schedule: int | None, left: tuple[list[Ask], list[Answer]]
 ) -> None:

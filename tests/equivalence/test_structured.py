@@ -13,6 +13,7 @@ import torch
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
+from tests.support import pairwise
 from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer
 from worker.api import FinishReason, Sampling
@@ -202,8 +203,9 @@ def answers_of(
 
 
 def test_every_output_parses_and_validates() -> None:
-    answers = answers_of(accepted())
-    for (schema, grammar), answer in zip(accepted(), answers, strict=True):
+    asked = accepted() if pairwise.whole else accepted()[::2]
+    answers = answers_of(asked)
+    for (schema, grammar), answer in zip(asked, answers, strict=True):
         check(schema, grammar, answer)
     finished = sum(answer.finish_reason is FinishReason.STOP for answer in answers)
     print(f"{finished} of {len(answers)} finished, {sum(len(a.tokens) for a in answers)} tokens")

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support import pairwise
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WHY = (
     "Triton is not installed: its kernels run here under its interpreter only (pip install triton)"
@@ -27,9 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 def run_interpreted(paths: Iterable[Path]) -> None:
     """The tests of these files, under the interpreter, in a process of their own."""
-    plugins = [f"-pno:{name}" for name in ("xdist", "cacheprovider", "schemathesis", "anyio")]
+    options = [f"-pno:{name}" for name in ("xdist", "cacheprovider", "schemathesis", "anyio")]
+    options += ["--whole"] * pairwise.whole
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, paths)],
+        [sys.executable, "-m", "pytest", "-q", *options, *map(str, paths)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

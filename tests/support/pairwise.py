@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 whole = False  # pytest --whole; set by tests/conftest.py before test files are imported
 Case = tuple[Any, ...]  # one value of each factor
 Pair = tuple[int, int, int, int]  # (factor, number of its value, another factor, of its value)
@@ -14,6 +16,11 @@ Pair = tuple[int, int, int, int]  # (factor, number of its value, another factor
 def every(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     """The whole product."""
     return list(itertools.product(*factors.values()))
+
+
+def in_whole(*cases: Case) -> list[Any]:
+    """Further arguments for `parametrize`, of cases that are run with `--whole` alone."""
+    return [pytest.param(*case, marks=pytest.mark.whole) for case in cases]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.support import pairwise as products
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.api import Sampling
 from worker.kernels.jit import HAS_TRITON
@@ -277,7 +278,8 @@ else:
         monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
         if order == "backwards":
             _run_programs_backwards(monkeypatch, seen)
-        for seed in range(60):
+        num_seeds = 60 if on_twin or products.whole else 20
+        for seed in range(num_seeds):
             rng = random.Random(seed)
             max_pages, max_tokens = rng.choice((2, 5, 8, 140, 300)), rng.choice((5, 9, 33, 300))
             state = state_of(rng.randint(1, 9), max_pages)
@@ -311,7 +313,7 @@ else:
                 per_row = Counter(chunk.row for chunk in plan.chunks)
                 seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
                 seen["fixed_shape"] += fixed_shape
-        assert seen["shared"] > 50
+        assert seen["shared"] > num_seeds * 3 // 4
         assert seen["fixed_shape"] > 5
         assert (seen["backwards"] > 0) is (order == "backwards")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import signal
@@ -10,10 +9,10 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
+from tests.support.processes import FORKED, fork
 from worker.engine.memory import GIB, DeviceShare, process_lock, wait_for_free
 from worker.errors import UserError
 
-SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0
 
 
@@ -64,14 +63,10 @@ def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 def test_one_process_at_a_time_is_inside(end: str) -> None:
     name = f"kvlane-test-{secrets.token_hex(8)}"
-    began, inside, leave = ([SPAWN.Event() for _ in range(2)] for _ in range(3))
-    first, second = (
-        SPAWN.Process(target=hold, args=(name, began[i], inside[i], leave[i]), daemon=True)
-        for i in range(2)
-    )
-    first.start()
+    began, inside, leave = ([FORKED.Event() for _ in range(2)] for _ in range(3))
+    first = fork(hold, name, began[0], inside[0], leave[0])
     assert inside[0].wait(WAIT_S)
-    second.start()
+    second = fork(hold, name, began[1], inside[1], leave[1])
     assert began[1].wait(WAIT_S)
     assert not inside[1].wait(1.0)
     if end == "leaves":

@@ -28,6 +28,7 @@ from tests.support.chunks import (
     fill,
     layouts,
 )
+from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory
 from worker.config import Machine, WorkerConfig
@@ -98,9 +99,12 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
+    ("num_reqs", "fixed_shape", "prefix"),
+    [
+        *((1, False, 0), (3, False, 21), (12, False, 0), (1, True, 21), (4, True, 0)),
+        *in_whole((1, False, 21), (3, False, 0), (12, False, 21), (1, True, 0), (4, True, 21)),
+    ],
 )
-@pytest.mark.parametrize("prefix", [0, 21])
 def test_replays_equal_eager_at_the_same_padded_shape(
     bench: Bench, num_reqs: int, prefix: int, fixed_shape: bool
 ) -> None:
@@ -253,7 +257,8 @@ def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (1, True), (3, True)]
+    ("num_reqs", "fixed_shape"),
+    [(1, False), (3, True), *in_whole((3, False), (1, True))],
 )
 def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, fixed_shape: bool) -> None:
     check_laws(long, [32, MAX_TOKENS], num_reqs, 21, fixed_shape=fixed_shape)

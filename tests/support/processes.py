@@ -1,0 +1,35 @@
+"""Processes for tests that are ready at once: forked from one that has imported what they need.
+
+A spawned process imports torch and the worker anew, which takes seconds of a core.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["pytest", "torch.distributed", "worker.models.loader"])
+
+
+def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that runs the target, and ends with this one."""
+    process = FORKED.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def run_ranks(target: Callable[..., None], *args: Any, num_ranks: int) -> None:
+    """`target(rank, *args)` in as many processes, to their end; raises what one of them raised."""
+    from torch import multiprocessing as torch_processes
+
+    torch_processes.start_processes(target, args, num_ranks, start_method="forkserver")
+
+
+def ensure_servers() -> None:
+    """What all processes share is there: a test that counts descriptors begins with it."""
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
