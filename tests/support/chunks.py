@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class Bench:
     runner: PiecewiseChunks
     path: str = ""  # of the last run
     checks: Sequence[BucketCheck] = ()  # of the runner's capture
+    history: list[Tensor] = field(default_factory=list[Tensor])  # what `fill` writes
 
     def use(self, chunks: ChunkGraphs) -> None:
         """Launch the engine's own chunks by these."""
@@ -182,8 +183,10 @@ def fill(bench: Bench) -> None:
     """The same history in every slot, which for the pages of others is a canary."""
     with torch.inference_mode():
         for i, cache in enumerate(bench.caches()):
-            generator = torch.Generator(cache.device).manual_seed(i)
-            cache.normal_(generator=generator)
+            if i == len(bench.history):
+                generator = torch.Generator(cache.device).manual_seed(i)
+                bench.history.append(torch.empty_like(cache).normal_(generator=generator))
+            cache.copy_(bench.history[i])
 
 
 def check_laws(
