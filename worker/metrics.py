@@ -37,7 +37,7 @@ class WorkerMetrics:
         self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in a prefix tree")
         self.generated_tokens = counter("generation_tokens", "Output tokens drawn here")
-        self.steps = counter("engine_steps", "Steps launched", "kind", "path")
+        self.steps = counter("engine_steps", "Steps settled", "kind", "path")
         self.step_seconds = histogram("engine_step_seconds", "One step", STEP_BUCKETS, "kind")
         self.preemptions = counter("preemptions", "Rows that gave their pages up")
         self.requests = counter("requests", "Requests that ended", "outcome")

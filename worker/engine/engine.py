@@ -44,7 +44,7 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    checks: Sequence[BucketCheck]  # results of the start-up check, one of each graph bucket
+    checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
         """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
@@ -64,7 +64,7 @@ class Engine:
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
 
-        Apart from `LayerGroups.wait`, a turn waits for a step nowhere else.
+        A turn waits for a step only here and in `LayerGroups.wait`.
         """
         drawn = step.wait()
         self.meter.settled(step.plan, step.path)

@@ -24,8 +24,8 @@ class LayerGroups:
         region: KV region whose layers are grouped.
         device: the device that runs the step.
         while_launching: called at each layer of a CUDA launch, once the store of its KV is
-            enqueued: the engine thread has no other chance to announce while it launches. Never
-            called on the CPU, where another thread runs the layers.
+            enqueued. It lets the engine thread announce the groups of the previous step while it
+            launches this one. Never called on the CPU, where another thread runs the layers.
     """
 
     def __init__(
@@ -56,15 +56,18 @@ class LayerGroups:
 
     def on_layer(self, layer_id: int) -> None:
         """See ForwardContext.on_layer."""
-        group, within = divmod(layer_id + 1, self._layers_per_group)
-        if not within:
-            self._events[group - 1].record()
+        num_final, rest = divmod(layer_id + 1, self._layers_per_group)
+        if not rest:
+            self._events[num_final - 1].record()
         if self._while_launching is not None:
             self._while_launching()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If the step fails, record all events so that `wait` returns; `Step.wait` raises."""
+        """If the step fails, record all events so that `wait` returns.
+
+        On the CPU `Step.wait` then raises the error; on CUDA `launch` has raised it.
+        """
         try:
             yield
         except BaseException:

@@ -121,11 +121,11 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     # mem_get_info also sees what torch's allocator does not count: captured graphs, workspaces. The
     # allocator's cache has not been emptied since, so it still holds the peak.
     free, _ = torch.cuda.mem_get_info(device)
-    # If another process ends meanwhile, `free` is too large: then the allocator's own count holds.
-    allocated = torch.cuda.max_memory_reserved(device) - own
+    # If another process ends meanwhile, `free` is too large: then torch's own count is used.
+    reserved = torch.cuda.max_memory_reserved(device) - own
     del made
     free_bytes(device)
-    return max(allocated, before - free)
+    return max(reserved, before - free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,9 @@ class DeviceShare:
 def num_pages(
     config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
 ) -> int:
-    """Number of pages of the pool, page 0 (written by padding) included; call it after loading.
+    """Number of pages of the pool, page 0 (written by padding) included.
+
+    Call it once the weights are loaded.
 
     reserve_bytes: what steps and graphs need beside weights and pool.
 
@@ -246,7 +248,8 @@ def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> Work
     if configured_len != "auto":
         raise UserError(
             f"model.max_model_len is {configured_len}, but {num_pages - 1} KV pages hold {holds} "
-            "tokens: lower it or raise engine.num_pages",
+            "tokens: lower it, or raise engine.num_pages or, if that is auto, "
+            "engine.memory_fraction (on a CPU engine.cpu_pool_bytes)",
             "model.max_model_len",
         )
     log.info("model.max_model_len = %d (what the KV pool holds)", holds)

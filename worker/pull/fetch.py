@@ -96,9 +96,9 @@ class Fetch:
         self._num_wanted_pages = context.book.num_pages_for(len(req.tokens) - 1)
         self._began_at = time.monotonic()
         self._lease = Lease(context.lease.decode_window_s, self._began_at)
-        self._computed_at = 0.0  # when this attempt's last page was announced
+        self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._prefill_s = 0.0
-        self._announced: deque[_Ready] = deque()  # not bound and pulled yet
+        self._announced: deque[_Ready] = deque()  # neither bound nor pulled yet
         self._running: list[_Running] = []
         # Both: index of a page in the prompt -> bits of the layer groups that this attempt has seen
         # announced, or has pulled.
@@ -126,7 +126,7 @@ class Fetch:
         self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self._lease = Lease(self._context.lease.decode_window_s, now)
-        self._computed_at = 0.0
+        self._last_announced_at = 0.0
         self._seen_groups.clear()
         self._landed_groups.clear()
         num_matched = self.num_landed_pages * self._context.book.page_size
@@ -134,12 +134,12 @@ class Fetch:
         self._context.send(link.peer, prefill)
 
     def announced(self, message: KVReady) -> None:
-        """Queue pages for pulling. Renewals repeat all announcements: known ones are skipped."""
+        """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped."""
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
-        if message.last and not self._computed_at:
-            self._computed_at, self._prefill_s = time.monotonic(), message.prefill_s
+        if message.last and not self._last_announced_at:
+            self._last_announced_at, self._prefill_s = time.monotonic(), message.prefill_s
         announced = _bits(range(message.first_group, message.first_group + message.num_groups))
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         for number, remote in enumerate(message.pages, message.first_page):
@@ -188,7 +188,7 @@ class Fetch:
         if self.landed:
             marks = self.req.marks
             if not marks.row_at:
-                marks.announced_at, marks.prefill_s = self._computed_at, self._prefill_s
+                marks.announced_at, marks.prefill_s = self._last_announced_at, self._prefill_s
                 marks.prefilled_by = self.peer
             took_s = time.monotonic() - self._began_at
             self._context.metrics.fetch_seconds(self._context.label).observe(took_s)

@@ -1,4 +1,4 @@
-"""Decode's side of the pull protocol (ARCHITECTURE section 4, steps 4 to 6): all its fetches."""
+"""Decode's side of the pull protocol: all its fetches. Prefill's side is in `outbound.py`."""
 
 from __future__ import annotations
 

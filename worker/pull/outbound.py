@@ -1,9 +1,10 @@
 """Prefill's side of the pull protocol: announcements, and the leases that pin announced pages.
 
-A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release` or when it expires.
-Until then its pages are not given away: a decode worker that has gone silent may still read them.
-Every renewal makes prefill send all announcements again, so a lost one arrives with the next
-renewal.
+A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release`, with
+the `Prefill` of a later attempt, or when it expires. Until then its pages are not given away: a
+decode worker that has gone silent may still read them.
+A renewal makes prefill announce again all KV of settled steps. So a lost announcement is made up
+for by the first renewal after its step has settled.
 """
 
 from __future__ import annotations
@@ -120,19 +121,19 @@ class Outbound:
             self._drop(outgoing)
 
     def announce_groups(
-        self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_groups: int, now: float
+        self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_final: int, now: float
     ) -> None:
-        """Announce the first `num_groups` layer groups of chunks that are being computed.
+        """Announce the first `num_final` layer groups of chunks that are being computed.
 
         Call it only for the step that this turn settles: after the turn has handled its messages
         and before that step settles. By then all KV of earlier steps has been announced. No message
         is handled between this call and `announce_settled`, so no Release drops these requests.
         """
         for req, chunk in chunks:
-            groups = range(req.num_announced_groups, num_groups)
+            groups = range(req.num_announced_groups, num_final)
             if req.dropped or not groups:
                 continue
-            req.num_announced_groups = num_groups
+            req.num_announced_groups = num_final
             end, first_page = chunk.start + len(chunk.tokens), req.num_announced_pages
             if self._all_groups_announced(req):
                 req.prefill_s = now - req.started_at
@@ -161,7 +162,7 @@ class Outbound:
     def _announce(self, each: _Outgoing, first_page: int, first_group: int = 0) -> None:
         """Announce computed pages from index `first_page` on, layer groups from `first_group` on.
 
-        It is sent even without pages, because a request's first one acknowledges its Prefill.
+        A KVReady is sent even without pages: a request's first KVReady acknowledges its Prefill.
         """
         req, groups = each.req, range(first_group, self._num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))

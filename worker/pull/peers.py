@@ -36,7 +36,7 @@ class Link:
     peer: PeerId
     connection: Peer
     pool_pages: PoolPages  # ours and the peer's
-    bytes_per_s: float  # measured when nothing else was pulled
+    bytes_per_s: float  # measured before anything else was pulled over it
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,12 +171,13 @@ class PrefillPeers:
             if member.layout_hash != self._layout.hash:
                 raise Incompatible(
                     f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
-                    "model, dtype, page_size, num_groups and kvlane's version must be the same"
+                    "served model name, model shape, dtype, page_size, num_groups and the version "
+                    "of the KV layout must be the same"
                 )
             endpoint = _decode_endpoint(member.endpoint)
             pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
             connection = self._transport.connect(endpoint, self._timeout_s)
-            unused = [(0, 0)]  # page 0 of both sides, which only padding writes
+            unused = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
             rate = measured_rate(connection, plan_runs(self._layout, unused, pool_pages))
         except TransferError as error:
             self._post(DialFailed(peer, error))
@@ -189,7 +190,7 @@ class PrefillPeers:
 def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
     """Measure the bytes per second of pulls of `runs`, the best of NUM_READS.
 
-    Nothing else may use the pages of `runs`.
+    Overwrites the local pages of `runs`, so they must hold no KV that is needed.
 
     Raises:
         Unreachable: a pull failed; the connection is closed.

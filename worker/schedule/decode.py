@@ -107,9 +107,9 @@ class DecodeScheduler:
         """
         for req in list(self.ready):
             if not self._rows.num_free:
-                break  # a full batch looks at nobody who waits
+                break  # no row is free, so no waiting request can start
             if not self._rows.can_take(req.sampling):
-                continue  # its penalty slot is missing: others may go first
+                continue  # no penalty slot is free: requests that need none may go first
             self.ready.remove(req)
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
@@ -245,9 +245,10 @@ class DecodeScheduler:
         )
 
     def _ensure_slots(self, req: Req) -> bool:
-        """Bind pages for all tokens up to the one this step draws; preempt the youngest if need be.
+        """Bind pages up to and including the token that this step draws; preempt if need be.
 
-        The step stores KV of the tokens before that one: its own KV is stored by the next step.
+        The step itself stores KV of the token before it. The slot of the drawn token is used by the
+        next step and is bound one step early. The youngest request is preempted.
 
         False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
         become free only when its step in flight settles.

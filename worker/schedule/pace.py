@@ -18,7 +18,8 @@ from worker.plan import LONG_STEP_TOKENS
 MIN_STEP_TOKENS = 512
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
 # Share of a layer's time after its KV is stored: attention, output projection, feed-forward. In the
-# last layer of a long step (`LONG_STEP_TOKENS`) only the attention runs for all tokens.
+# last layer of a long step (`LONG_STEP_TOKENS`) only the attention runs for all tokens, so such a
+# step counts as gaining no time there.
 AFTER_STORE = 0.8
 
 
@@ -46,6 +47,7 @@ class Pace:
 
         Minimises the time to compute all of them in steps of one size, plus the pull that is left
         after the last step. Small steps leave little to pull; large ones compute a token faster.
+        Counts `whole_s` for every step, also where groups are announced.
         link_bytes_per_s: 0 = not known.
         """
         best, best_s = self.max_tokens, float("inf")

@@ -41,10 +41,10 @@ class Marks:
     """When a decode request first reached each stage; monotonic seconds, 0 = not yet."""
 
     received_at: float = 0.0  # filled by the loop
-    announced_at: float = 0.0  # all its KV was computed elsewhere; filled by its fetch
+    announced_at: float = 0.0  # the announcement of its last KV came; filled by its fetch
     prefill_s: float = 0.0  # KVReady.prefill_s, a duration; filled by its fetch
     prefilled_by: str = ""  # PeerId, not a time; filled by its fetch or at admission
-    landed_at: float = 0.0  # all KV was here without a local prefill; filled by the loop
+    landed_at: float = 0.0  # all KV was here without a local prefill; by the loop, or at admission
     row_at: float = 0.0  # filled by the scheduler
     first_token_at: float = 0.0  # filled by the loop
 
@@ -115,7 +115,7 @@ class PrefillReq:
     num_planned_tokens: int  # launched
     row: int = 0
     num_table_pages: int = 0
-    num_announced_pages: int = 0  # with all layer groups, as of the last settled step
+    num_announced_pages: int = 0  # that decode held, or announced with all groups by settled steps
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
     prefill_s: float = 0.0  # from started_at until its last page was announced
