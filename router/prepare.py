@@ -132,12 +132,14 @@ class Preparer:
         token = self._front.text.token_of(mark)
         return token is not None and self._validator.is_special(token)
 
-    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> str:
-        """The grammar of the output, of required calls or of the constraint; empty without any."""
+    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
+        """The grammar of the output, and the field that asks for it; both empty without any."""
         constraint = constraint_of(body)
         if constraint is None and not tools.demands:
-            return ""
+            return "", ""
         may_call = tools.demands or (tools.functions and self._format != "none")
+        param = "tools" if constraint is None or tools.demands else constraint.param
+        self._validator.require(param)
         parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
         alternatives = ["calls"] if may_call else []
         if constraint is not None and not tools.demands:
@@ -155,9 +157,8 @@ class Preparer:
         else:
             first = ""
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
-        param = "tools" if constraint is None or tools.demands else constraint.param
         self._validator.check(grammar, param)
-        return grammar
+        return grammar, param
 
     def _prepared(
         self,
@@ -165,14 +166,14 @@ class Preparer:
         prompts: Sequence[tuple[int, ...]],
         writer: AnswerWriter,
         param: str,
-        grammar: str,
+        grammar: tuple[str, str],
         markers: Sequence[str] = (),
         end: Callable[[], Callable[[str], bool] | None] = lambda: None,
     ) -> Prepared:
         text, choices = self._front.text, list[PreparedChoice]()
         for prompt in prompts:
             max_tokens = allowed_tokens(len(prompt), body, self._front, param)
-            sampling = body.sampling(max_tokens, text.vocab_size, grammar)
+            sampling = body.sampling(max_tokens, text.vocab_size, grammar[0])
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)
@@ -198,6 +199,7 @@ class Preparer:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
+            grammar_param=grammar[1],
         )
 
 

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import ApiError, invalid, unsupported
 from router.schema import GenerationBody
+from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
 FIELDS = ("json", "regex", "choice", "grammar")
@@ -169,6 +170,17 @@ class Validator:
         self._tokenizer: LLTokenizer | None = None
         self._error = lru_cache(maxsize=256)(self._validate)
 
+    def require(self, param: str) -> None:
+        """Refuse a request for a grammar if llguidance cannot use this model's tokenizer.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self._loaded()
+        except (OSError, ValueError) as error:
+            raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
     def check(self, grammar: str, param: str) -> None:
         """Refuse a grammar that is malformed or that no output can satisfy.
 
@@ -177,7 +189,8 @@ class Validator:
         """
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
-        error = self._error(grammar)
+        with contained("llguidance"):
+            error = self._error(grammar)
         if error:
             raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
 
