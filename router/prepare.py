@@ -183,7 +183,7 @@ class Preparer:
         text, choices = self._front.text, list[PreparedChoice]()
         for prompt in prompts:
             max_tokens = allowed_tokens(len(prompt), body, self._front, param)
-            sampling = body.sampling(max_tokens, text.vocab_size, grammar[0])
+            sampling = body.sampling(max_tokens, text.vocab_size, self._front.defaults, grammar[0])
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)

@@ -137,6 +137,7 @@ class Routes:
             "created": self._front.started_at,
             "owned_by": "kvlane",
             "max_model_len": self._front.max_model_len,
+            "default_sampling_params": self._front.defaults.model_dump(),
         }
 
 
