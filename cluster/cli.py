@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="start a cluster and serve until Ctrl-C")
     _add_config(serve)
     _add_address(serve, "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)")
+    serve.add_argument("--offline", action="store_true", help="take no model from the network")
     serve.set_defaults(command=_serve)
 
     config = commands.add_parser("config", help="print the configuration that serve would use")
@@ -97,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH", help="'tiny' (bundled) or a model directory")
+    parser.add_argument(
+        "--model", metavar="PATH", help="'tiny' (bundled), a model directory, or a name on the hub"
+    )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--router", type=int, metavar="N", help="routers, on ports from --port on")
@@ -126,18 +129,43 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
-    if not address and not config.model.directory.is_dir():
-        raise UserError(f"model.path: there is no directory {config.model.directory}")
-    auth_mode = _prepare_environment("" if address else "disabled")
-    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt.
+    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt,
+    # and a download would go on with the files that it has begun.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    config = _checked(config, joins=bool(address), offline=args.offline)
+    auth_mode = _prepare_environment("" if address else "disabled")
     from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
 
     around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
         return serve(config, around, out)
+
+
+def _checked(config: Config, *, joins: bool, offline: bool) -> Config:
+    """The configuration with its model here, once all that can be checked without Ray is right."""
+    from cluster import check, hub
+
+    if joins:
+        check.check_before_joining(config)
+    else:
+        check.check_before_ray(config, _num_gpus(config))
+    if hub.is_name(config.model.path):
+        return hub.fetch(
+            config, offline=offline, check=lambda c: check.check_model(c, with_weights=False)
+        )
+    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
+    if not joins:
+        check.check_model(config)
+    return config
+
+
+def _num_gpus(config: Config) -> int:
+    """GPUs that the Ray which we start will count."""
+    from cluster.check import count_gpus
+
+    asked = config.cluster.local_ray.num_gpus
+    return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -82,7 +82,7 @@ class KVConfig(Section):
 class AttentionConfig(Section):
     """Attention backends by kind of batch; a bare string stands for all three of them.
 
-    Values are `auto` or names of worker.attention.base.ATTENTION.
+    Values are `auto` or names of worker.attention.backends.ATTENTION.
     """
 
     prefill: Auto | str = "auto"

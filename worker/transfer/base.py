@@ -25,6 +25,7 @@ TRANSPORTS = {
     "mooncake": "worker.transfer.mooncake:MooncakeTransport",
     "shm": "worker.transfer.shm:ShmTransport",
 }
+KINDS = {"mooncake": ("tcp", "rdma", "nvlink"), "shm": ("shm",)}
 
 # One poll() gives way after this long, so that a large copy cannot delay an engine step for more.
 POLL_BUDGET_S = 1e-3
