@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from cluster.config import Config
 from worker.errors import KvlaneError, UserError, WorldError
@@ -58,12 +59,12 @@ def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> 
 
 def _download(config: Config, files: list[str], offline: bool) -> Config:
     # Here, because it reads the environment when it is imported and takes a part of a second.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    model = config.model
+    model, library = config.model, cast("Any", huggingface_hub)
     try:
-        directory = snapshot_download(
+        directory = library.snapshot_download(
             model.path,
             revision=model.revision or None,
             allow_patterns=files,
@@ -105,7 +106,10 @@ def _explained(config: Config, error: Exception, offline: bool) -> KvlaneError:
             "--offline and HF_HUB_OFFLINE where there is network, or give a directory",
             "model.path",
         )
-    reason = str(error).strip().splitlines()[0].removeprefix("Got: ")
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    reason = f"{type(first).__name__}: {first}".strip().splitlines()[0]
     return WorldError(
         f"model.path: cannot download {name} from {hub}: {reason}. Files that are done "
         f"stay in {cache}. Without network, download it elsewhere (hf download {name} --local-dir "

