@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
@@ -186,14 +187,49 @@ def load(
         raise UserError("\n".join(lines), param=paths[0]) from None
 
 
-def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Paths of all leaves of a tree of sections."""
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Paths and descriptions of all leaves of a tree of sections."""
     for name, field in model.model_fields.items():
         section = _section_of(field.annotation)
         if section is None:
-            yield prefix + name
+            yield prefix + name, field
         else:
-            yield from leaves(section, f"{prefix}{name}.")
+            yield from fields(section, f"{prefix}{name}.")
+
+
+def leaves() -> Iterator[str]:
+    """Paths of all leaves."""
+    return (path for path, _ in fields())
+
+
+def origins(
+    path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None
+) -> dict[str, str]:
+    """Where each value comes from: path of a leaf, or of a section given as one value -> source.
+
+    Args:
+        path, sets: as for `load`.
+        flags: path of a leaf -> name of the flag, of those that were given.
+    """
+    found: dict[str, str] = {}
+
+    def give(key: str, value: object, source: str) -> None:
+        for known in [k for k in found if k == key or k.startswith(f"{key}.")]:
+            del found[known]
+        if isinstance(value, dict):
+            for name, below in cast("dict[str, object]", value).items():
+                give(f"{key}.{name}" if key else name, below, source)
+        else:
+            found[key] = source
+
+    if path:
+        give("", _read(path), str(path))
+    for text in sets:
+        key, _, value = text.partition("=")
+        give(key.strip(), yaml.safe_load(value), "--set")
+    for key, flag in (flags or {}).items():
+        give(key, flag, str(flag))
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

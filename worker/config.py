@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from worker.errors import UserError
+
 log = logging.getLogger("kvlane.config")
 
 Auto = Literal["auto"]
@@ -263,7 +265,7 @@ class WorkerConfig(Section):
             note: is told every choice.
 
         Raises:
-            ValueError: max_model_len is beyond what the model was made for.
+            UserError: max_model_len is beyond what the model was made for.
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
         attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
@@ -294,9 +296,10 @@ class WorkerConfig(Section):
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
             note("transport.kind", kind, f"transport.name is {name}")
         if tree["model"]["max_model_len"] > model_max_len:
-            raise ValueError(
+            raise UserError(
                 f"model.max_model_len is {tree['model']['max_model_len']}, "
-                f"but the model has {model_max_len} positions"
+                f"but the model has {model_max_len} positions",
+                "model.max_model_len",
             )
         return WorkerConfig.model_validate(tree)
 
