@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.engine import read_bandwidth
 from benchmarks.gemm_step import spread, times_ms
 from benchmarks.load.result import machine
-from worker.attention.base import ATTENTION
+from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported

@@ -9,18 +9,20 @@ import argparse
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.config import Config, load
-from cluster.owned import find_running
+from cluster.config import Config, load, origins
+from cluster.owned import all_running, find_running
 from cluster.seats import SeatStatus
 from worker.errors import KvlaneError, UserError
 
@@ -39,6 +41,7 @@ RAY_SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
+DEFAULT_URL = "http://127.0.0.1:8000"
 FLAGS = {
     "model": "model.path",
     "prefill": "prefill.replicas",
@@ -52,11 +55,16 @@ FLAGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
-    command: Callable[[argparse.Namespace], int] = args.command
     try:
-        return command(args)
+        if given[:1] == ["bench"]:  # it has a parser of its own
+            return _bench(given[1:])
+        args = _parser().parse_args(given)
+        command: Callable[[argparse.Namespace], int] = args.command
+        code = command(args)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _fail(error, 2)
     except KvlaneError as error:
@@ -64,6 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, as in `kvlane config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+class _Version(argparse.Action):
+    """`--version`; what it imports is not paid for by other commands."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from router.status import version
+
+        print(f"kvlane {version()}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,16 +92,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvlane",
         description="Serve a language model with separate prefill and decode workers.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start a cluster and serve until Ctrl-C")
     _add_config(serve)
     _add_address(serve, "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)")
+    serve.add_argument("--offline", action="store_true", help="take no model from the network")
     serve.set_defaults(command=_serve)
 
     config = commands.add_parser("config", help="print the configuration that serve would use")
     _add_config(config)
-    config.add_argument("--schema", action="store_true", help="print its JSON schema instead")
+    kind = config.add_mutually_exclusive_group()
+    kind.add_argument("--schema", action="store_true", help="print its JSON schema instead")
+    kind.add_argument(
+        "--explain", action="store_true", help="say of each value where it comes from and why"
+    )
     config.set_defaults(command=_config)
 
     status = commands.add_parser("status", help="show what runs")
@@ -93,11 +120,25 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
     _add_address(drain, "the Ray cluster it runs on; default: the serve of this machine")
     drain.set_defaults(command=_drain)
+
+    chat = commands.add_parser("chat", help="talk to a server; reads standard input")
+    chat.add_argument("message", nargs="?", default="", help="ask this only")
+    chat.add_argument("--url", default="", help="default: of the serve of this machine")
+    chat.add_argument("--model", default="", metavar="NAME", help="default: the first it serves")
+    chat.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    chat.add_argument("--api-key-file", default="", metavar="PATH", help="its first key is sent")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
+    chat.add_argument("--temperature", type=float, metavar="T")
+    chat.set_defaults(command=_chat)
+
+    commands.add_parser("bench", help="measure a server under load; see bench --help")
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH", help="'tiny' (bundled) or a model directory")
+    parser.add_argument(
+        "--model", metavar="PATH", help="'tiny' (bundled), a model directory, or a name on the hub"
+    )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
     parser.add_argument("--router", type=int, metavar="N", help="routers, on ports from --port on")
@@ -126,12 +167,11 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
-    if not address and not config.model.directory.is_dir():
-        raise UserError(f"model.path: there is no directory {config.model.directory}")
-    auth_mode = _prepare_environment("" if address else "disabled")
-    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt.
+    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt,
+    # and a download would go on with the files that it has begun.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    config = _checked(config, joins=bool(address), offline=args.offline)
+    auth_mode = _prepare_environment("" if address else "disabled")
     from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
 
     around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
@@ -140,9 +180,46 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(config, around, out)
 
 
+def _checked(config: Config, *, joins: bool, offline: bool) -> Config:
+    """The configuration with its model here, once all that can be checked without Ray is right."""
+    from cluster import check, hub
+
+    if joins:
+        check.check_before_joining(config)
+    else:
+        check.check_before_ray(config, _num_gpus(config))
+    if hub.is_name(config.model.path):
+        return hub.fetch(
+            config, offline=offline, check=lambda c: check.check_model(c, with_weights=False)
+        )
+    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
+    if not joins:
+        check.check_model(config)
+    return config
+
+
+def _num_gpus(config: Config) -> int:
+    """GPUs that the Ray which we start will count."""
+    from cluster.check import count_gpus
+
+    asked = config.cluster.local_ray.num_gpus
+    return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked
+
+
 def _config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
+    elif args.explain:
+        from cluster.explain import explain
+
+        config = _load(args)
+        given = {
+            path: f"--{flag.replace('_', '-')}"
+            for flag, path in FLAGS.items()
+            if getattr(args, flag) is not None
+        }
+        for line in explain(config, origins(args.config, args.set, given), _num_gpus(config)):
+            print(line)
     else:
         print(yaml.safe_dump(_load(args).shown(), sort_keys=False), end="")
     return 0
@@ -173,6 +250,35 @@ def _drain(args: argparse.Namespace) -> int:
         close()
     print(f"{args.name or 'the cluster'} is drained" + ("" if idle else "; requests were cut off"))
     return 0 if idle else 1
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from cluster.chat import Server, converse
+    from router.keys import read_keys
+
+    running = [url for each in all_running(_runtime_dir()) for url in each.urls]
+    key = b"".join(read_keys(args.api_key_file)[:1]).decode()
+    options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    server = Server(
+        args.url or (running or [DEFAULT_URL])[0],
+        key,
+        {name: value for name, value in options.items() if value is not None},
+    )
+    converse(server, args.model, args.system, args.message)
+    return 0
+
+
+def _bench(argv: Sequence[str]) -> int:
+    """The load harness, as `python -m benchmarks.load`: its client processes import that again."""
+    for package in ("benchmarks", "aiohttp", "uvloop"):
+        if find_spec(package) is None:
+            raise UserError(f"bench needs {package}: pip install 'kvlane[bench]'")
+    sys.argv[1:] = argv
+    try:
+        runpy.run_module("benchmarks.load", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
 
 
 def _connect(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:

@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
@@ -45,43 +46,60 @@ class RoleConfig(Section):
     """The workers of one role."""
 
     replicas: int = Field(default=1, ge=0)
-    num_cpus: float = Field(default=1, ge=0)  # reserved in Ray for each worker
-    # Reserved in Ray for each worker; 0.5 is half a GPU. auto: none on CPUs, else 1; where the
-    # machine has too few, the part of one that fits.
+    """Workers of this role."""
+    num_cpus: float = Field(default=1, ge=0)
+    """CPUs reserved in Ray for each worker."""
     num_gpus: Auto | NonNegativeFloat = "auto"
-    resources: Resources = Field(default_factory=dict)  # Ray's custom ones, for each worker
+    """GPUs reserved in Ray for each worker; 0.5 is half a GPU. auto: none on CPUs, else 1; where
+    the machine has too few, the part of one that fits."""
+    resources: Resources = Field(default_factory=dict)
+    """Ray's custom resources reserved for each worker, by name."""
     engine: EngineConfig = EngineConfig()
 
 
 class RoutersConfig(Section):
     """Where the routers run; without resources of their own they run beside `serve`."""
 
-    replicas: int = Field(default=1, ge=1)  # router-i listens on port + i
+    replicas: int = Field(default=1, ge=1)
+    """Routers; router-i listens on cluster.port + i."""
     num_cpus: float = Field(default=0, ge=0)
+    """CPUs reserved in Ray for each router."""
     resources: Resources = Field(default_factory=dict)
+    """Ray's custom resources reserved for each router, by name."""
 
 
 class LocalRayConfig(Section):
     """The Ray that `serve` starts when there is none to join."""
 
-    num_cpus: Auto | NonNegativeInt = "auto"  # auto: the machine's, or more if workers need more
-    num_gpus: Auto | NonNegativeInt = "auto"  # auto: what Ray finds
-    # kvlane stores nothing there.
+    num_cpus: Auto | NonNegativeInt = "auto"
+    """CPUs that Ray counts; auto: the machine's, or more if the workers reserve more."""
+    num_gpus: Auto | NonNegativeInt = "auto"
+    """GPUs that Ray counts; auto: the machine's."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
+    """Of Ray's object store, in which kvlane stores nothing."""
 
 
 class ClusterConfig(Section):
     """Start, stop and restart."""
 
-    host: str = "127.0.0.1"  # where the routers listen
-    port: int = Field(default=8000, ge=0, le=65535)  # of the first router; 0: any free one
+    host: str = "127.0.0.1"
+    """Address that the routers listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the first router; 0: any free one."""
     placement_timeout_s: float = Field(default=30.0, gt=0)
-    start_timeout_s: float = Field(default=900.0, gt=0)  # one worker: wait for its GPU, warm-up, …
-    drain_timeout_s: float = Field(default=5.0, ge=0)  # for running requests, after Ctrl-C
-    stop_timeout_s: float = Field(default=5.0, gt=0)  # for a process to stop; then it is killed
-    restart_backoff_s: float = Field(default=0.5, gt=0)  # doubles with every early death in a row
+    """For Ray to find room for all processes."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """For one worker to start: wait for its GPU, load, capture, warm up."""
+    drain_timeout_s: float = Field(default=5.0, ge=0)
+    """For running requests to end, after Ctrl-C."""
+    stop_timeout_s: float = Field(default=5.0, gt=0)
+    """For a process to stop; then it is killed."""
+    restart_backoff_s: float = Field(default=0.5, gt=0)
+    """Before a dead process is replaced; doubles with every early death in a row."""
     max_restart_backoff_s: float = Field(default=30.0, gt=0)
+    """Upper limit of that."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of all processes of the cluster."""
     local_ray: LocalRayConfig = LocalRayConfig()
 
     @model_validator(mode="after")
@@ -169,14 +187,49 @@ def load(
         raise UserError("\n".join(lines), param=paths[0]) from None
 
 
-def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Paths of all leaves of a tree of sections."""
+def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Paths and descriptions of all leaves of a tree of sections."""
     for name, field in model.model_fields.items():
         section = _section_of(field.annotation)
         if section is None:
-            yield prefix + name
+            yield prefix + name, field
         else:
-            yield from leaves(section, f"{prefix}{name}.")
+            yield from fields(section, f"{prefix}{name}.")
+
+
+def leaves() -> Iterator[str]:
+    """Paths of all leaves."""
+    return (path for path, _ in fields())
+
+
+def origins(
+    path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None
+) -> dict[str, str]:
+    """Where each value comes from: path of a leaf, or of a section given as one value -> source.
+
+    Args:
+        path, sets: as for `load`.
+        flags: path of a leaf -> name of the flag, of those that were given.
+    """
+    found: dict[str, str] = {}
+
+    def give(key: str, value: object, source: str) -> None:
+        for known in [k for k in found if k == key or k.startswith(f"{key}.")]:
+            del found[known]
+        if isinstance(value, dict):
+            for name, below in cast("dict[str, object]", value).items():
+                give(f"{key}.{name}" if key else name, below, source)
+        else:
+            found[key] = source
+
+    if path:
+        give("", _read(path), str(path))
+    for text in sets:
+        key, _, value = text.partition("=")
+        give(key.strip(), yaml.safe_load(value), "--set")
+    for key, flag in (flags or {}).items():
+        give(key, flag, str(flag))
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

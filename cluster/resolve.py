@@ -1,27 +1,30 @@
 """Decides `auto` values that depend on the cluster: devices before placement, transport after it.
 
-Each function returns a new tree and logs what it chose and why. Values that depend on the machine
+Each function returns a new tree and notes what it chose and why. Values that depend on the machine
 are decided in the worker (`WorkerConfig.resolved`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from cluster.config import Config, WorkerRole
 from cluster.seats import Seat
-from worker.config import MEMORY_FRACTION
-
-log = logging.getLogger("kvlane.config")
+from worker.config import MEMORY_FRACTION, Note, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
-def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = None) -> Config:
+def with_devices(
+    config: Config,
+    *,
+    has_gpus: bool,
+    local_gpus: float | None = None,
+    note: Note = log_choice,
+) -> Config:
     """Decide `num_gpus`; also `engine.device` where no GPU is reserved, and
     `engine.memory_fraction` where a part of a GPU is.
 
@@ -30,6 +33,7 @@ def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = N
         has_gpus: some node of the Ray cluster has a GPU.
         local_gpus: all GPUs if no node can join, else None. Workers share them if there are too
             few.
+        note: is told every choice.
     """
     each = 1.0 if local_gpus is None else _share(config, local_gpus)
     for role in ROLES:
@@ -39,14 +43,14 @@ def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = N
             wanted = device == "cuda" or (device == "auto" and has_gpus)
             num_gpus = each if wanted else 0.0
             reason = f"device {device}, {'GPUs' if has_gpus else 'no GPU'} in the Ray cluster"
-            log.info("%s.num_gpus = %g (%s)", role, num_gpus, reason)
+            note(f"{role}.num_gpus", num_gpus, reason)
         if device == "auto" and num_gpus == 0:
             device = "cpu"
-            log.info("%s.engine.device = cpu (no GPU is reserved for it)", role)
+            note(f"{role}.engine.device", device, "no GPU is reserved for it")
         engine: dict[str, Any] = {"device": device}
         if part.engine.memory_fraction == "auto" and 0 < num_gpus < 1:
             engine["memory_fraction"] = fraction = round(MEMORY_FRACTION * num_gpus, 4)
-            log.info("%s.engine.memory_fraction = %g (it shares its GPU)", role, fraction)
+            note(f"{role}.engine.memory_fraction", fraction, "it shares its GPU")
         changed = {"num_gpus": num_gpus, "engine": engine}
         config = _changed(config, {role: changed})
     return config
@@ -65,12 +69,13 @@ def _share(config: Config, local_gpus: float) -> float:
     return GRAIN // math.ceil(num_workers / local_gpus) / GRAIN
 
 
-def with_transport(config: Config, nodes: Collection[str]) -> Config:
+def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_choice) -> Config:
     """Decide the transport; shm and nvlink only where they reach every worker.
 
     Args:
         config: with devices decided.
         nodes: ids of the nodes that the workers were placed on.
+        note: is told every choice.
     """
     devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
     one_node = len(set(nodes)) <= 1
@@ -79,10 +84,10 @@ def with_transport(config: Config, nodes: Collection[str]) -> Config:
     name, kind = config.transport.name, config.transport.kind
     if name == "auto":
         name = "shm" if devices == {"cpu"} and one_node else "mooncake"
-        log.info("transport.name = %s (%s)", name, why)
+        note("transport.name", name, why)
     if name == "mooncake" and kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
-        log.info("transport.kind = %s (%s)", kind, why)
+        note("transport.kind", kind, why)
     return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 

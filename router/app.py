@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import uvicorn
 
-from router.auth import read_keys
 from router.config import RouterConfig
 from router.defaults import Defaults, defaults_of
 from router.dispatch import Dispatcher
+from router.keys import read_keys
 from router.members import Members
 from router.metrics import RouterMetrics
 from router.policy import policy

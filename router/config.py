@@ -12,20 +12,31 @@ from worker.config import Auto, Section
 class RouterConfig(Section):
     """How the HTTP front behaves. Limits are per router process."""
 
-    policy: str = "least_loaded"  # how workers are chosen: a name of router.policy.POLICIES
-    request_timeout_s: float = Field(default=600.0, gt=0)  # from arrival to the last token
-    queue_timeout_s: float = Field(default=60.0, ge=0)  # wait for a decode worker; then 429 or 503
-    max_inflight: int = Field(default=4096, ge=1)  # choices that have not ended; then 429 at once
-    # An HTTP connection is closed when it is idle, or its client reads nothing, for so long.
+    policy: str = "least_loaded"
+    """How workers are chosen: least_loaded or round_robin."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """From a request's arrival to its last token."""
+    queue_timeout_s: float = Field(default=60.0, ge=0)
+    """Wait for a decode worker; then 429 or 503."""
+    max_inflight: int = Field(default=4096, ge=1)
+    """Choices that have not ended; beyond, requests get 429 at once."""
     keep_alive_s: float = Field(default=120.0, gt=0)
-    max_body_bytes: int = Field(default=32 << 20, ge=1)  # a larger request body gets 413
-    sse_ping_s: float = Field(default=15.0, gt=0)  # a stream silent for so long gets a comment line
-    stop_timeout_s: float = Field(default=5.0, gt=0)  # at shutdown, for clients that do not read
-    api_key_file: str = ""  # keys, one a line, read at the start; "" = everyone is served
-    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"  # auto: by the chat template
-    # Sampling where a request says nothing. auto: the model's generation_config.json.
+    """An HTTP connection is closed when it is idle, or its client reads nothing, for so long."""
+    max_body_bytes: int = Field(default=32 << 20, ge=1)
+    """A larger request body gets 413."""
+    sse_ping_s: float = Field(default=15.0, gt=0)
+    """A stream that is silent for so long gets a comment line."""
+    stop_timeout_s: float = Field(default=5.0, gt=0)
+    """At shutdown, for clients that do not read."""
+    api_key_file: str = ""
+    """Bearer keys, one a line, read at the start; empty: everyone is served."""
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    """Format of tool calls in the model's text; auto: by the chat template."""
+    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
+    """Format of the model's reasoning (qwen3: <think>…</think>); auto: by the chat template."""
     generation_config: Literal["auto", "ignore"] = "auto"
-    # Of a string and an integer in structured output whose schema has no limit; 0 = none.
-    max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"  # auto: context / 4
-    max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)  # and least: -max_integer
-    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # qwen3: <think>…</think>
+    """Sampling where a request says nothing; auto: the model's generation_config.json."""
+    max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"
+    """Of a string in structured output whose schema has no limit; 0: none, auto: context / 4."""
+    max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)
+    """Of an integer in structured output whose schema has no limit, either sign; 0: none."""

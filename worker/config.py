@@ -1,40 +1,61 @@
 """The worker's part of the configuration tree: frozen pydantic records, unknown keys refused.
 
 `auto` leaves are decided once, by `WorkerConfig.resolved(machine, ...)`, into a new tree.
-Every leaf's comment says what it does; units are in the names.
+The text below a leaf says what it does, for `kvlane config --schema`; units are in the names.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from worker.errors import UserError
+
 log = logging.getLogger("kvlane.config")
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, why
+MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
 MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
+
+
+def log_choice(path: str, value: object, why: str) -> None:
+    """The Note of every process that serves; `kvlane config --explain` has its own."""
+    log.debug("%s = %s (%s)", path, value, why)
 
 
 class Section(BaseModel):
     """A part of the tree."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
-    path: str = "tiny"  # "tiny" (bundled) or a Hugging Face directory
-    served_name: str = ""  # name in the API; empty: the last part of path
-    load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: seeded random weights
+    path: str = "tiny"
+    """The bundled "tiny", a Hugging Face model directory, or a model's name on the hub, as
+    "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the hub; empty: its main branch."""
+    served_name: str = ""
+    """Name in the API; empty: the name on the hub, or the last part of the path."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """`dummy` is seeded random weights of the model's shape; it reads no weight file."""
     dtype: Auto | Literal["float32", "bfloat16", "float16"] = "auto"
-    max_model_len: Auto | PositiveInt = "auto"  # prompt + output tokens; auto: the model's
-    seed: int = 0  # of dummy weights
+    """Of weights and KV; auto: float32 on CPU, as stored on CUDA."""
+    max_model_len: Auto | PositiveInt = "auto"
+    """Prompt and output tokens of a request; auto: the model's limit, or what the KV pool holds."""
+    seed: int = 0
+    """Of dummy weights."""
 
     @property
     def directory(self) -> Path:
@@ -52,22 +73,26 @@ class ModelConfig(Section):
 class KVConfig(Section):
     """What both roles must agree on: it is part of the KV layout's hash."""
 
-    page_size: Auto | PositiveInt = "auto"  # tokens a page; auto: 16 on CPU, 64 on CUDA
-    # Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
-    # CUDA the largest number up to 4 that divides the layers; steps announce them one by one where
-    # that pays.
+    page_size: Auto | PositiveInt = "auto"
+    """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
     num_groups: Auto | PositiveInt = "auto"
+    """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
+    CUDA the largest number up to 4 that divides the layers, and steps announce them one by one
+    where that pays."""
 
 
 class AttentionConfig(Section):
     """Attention backends by kind of batch; a bare string stands for all three of them.
 
-    Values are `auto` or names of worker.attention.base.ATTENTION.
+    Values are `auto` or names of worker.attention.backends.ATTENTION.
     """
 
-    prefill: Auto | str = "auto"  # chunks of prompts, on either role
-    decode: Auto | str = "auto"  # one token of each row
-    spec: Auto | str = "auto"  # verify and draft passes; built and checked, nothing runs on it yet
+    prefill: Auto | str = "auto"
+    """Backend of chunks of prompts, on either role; auto: reference on CPU, triton on CUDA."""
+    decode: Auto | str = "auto"
+    """Backend of decode steps, one token of each row; auto as for prefill."""
+    spec: Auto | str = "auto"
+    """Backend of verify and draft passes; it is built and checked, nothing runs on it yet."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,8 +110,10 @@ class GraphConfig(Section):
     bare name stands for the kind that knows it, and the other kind is then eager.
     """
 
-    prefill: Auto | ChunkGraph = "auto"  # chunks of prompts, on either role
-    decode: Auto | Literal["eager", "full"] = "auto"  # auto: full on CUDA if it decodes
+    prefill: Auto | ChunkGraph = "auto"
+    """Of chunks of prompts, on either role; auto: eager on CPU, piecewise on CUDA."""
+    decode: Auto | Literal["eager", "full"] = "auto"
+    """Of decode steps; auto: full on CUDA if the worker decodes, else eager."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,21 +130,33 @@ class EngineConfig(Section):
     """One engine: its memory, its batch limits, its backends."""
 
     device: Auto | Literal["cpu", "cuda"] = "auto"
-    threads: Auto | int = "auto"  # intra-op threads on CPU; auto: the CPUs that Ray gave
-    num_pages: Auto | int = "auto"  # KV pages; auto: from the two limits below
-    memory_fraction: Auto | Fraction = "auto"  # of total device memory, CUDA; auto: 0.85 of its GPU
-    cpu_pool_bytes: int = Field(default=512 << 20, gt=0)  # upper limit of the KV pool on CPU
-    max_num_reqs: int = Field(default=64, ge=1)  # rows of one batch
-    max_waiting: int = Field(default=256, ge=0)  # admitted requests beyond those that run
-    # Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
-    # prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096.
+    """auto: what the worker's machine has."""
+    threads: Auto | int = "auto"
+    """Threads of one operation on CPU; auto: the CPUs that Ray gave the worker."""
+    num_pages: Auto | int = "auto"
+    """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
+    memory_fraction: Auto | Fraction = "auto"
+    """Of the GPU's whole memory; auto: 0.85 of what the worker reserves of a GPU."""
+    cpu_pool_bytes: int = Field(default=512 << 20, gt=0)
+    """Upper limit of the KV pool on CPU."""
+    max_num_reqs: Auto | PositiveInt = "auto"
+    """Requests of one batch (rows); auto: 64 on CPU; on CUDA as many as the memory beside the
+    weights holds with 1024 tokens each, 64 at least and 256 at most."""
+    max_waiting: int = Field(default=256, ge=0)
+    """Admitted requests beyond those that run."""
     max_prefill_tokens: Auto | PositiveInt = "auto"
-    growth_tokens: int = Field(default=64, ge=1)  # output tokens reserved a request at admission
-    penalty_rows: int = Field(default=16, ge=1)  # requests with penalties or bias at a time
+    """Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
+    prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096."""
+    growth_tokens: int = Field(default=64, ge=1)
+    """Output tokens for which a request reserves KV pages at admission."""
+    penalty_rows: int = Field(default=16, ge=1)
+    """Requests with penalties or logit bias at a time."""
     prefix_cache: bool = True
+    """Keep the KV of finished requests for prompts that begin alike."""
     attention: AttentionConfig = AttentionConfig()
     graph: GraphConfig = GraphConfig()
-    strict: bool = False  # a graph that differs from eager at the start is an error
+    strict: bool = False
+    """A graph that differs from eager at the start is an error, not a metric."""
 
     @model_validator(mode="after")
     def _positive(self) -> EngineConfig:
@@ -131,21 +170,29 @@ class EngineConfig(Section):
 class TransportConfig(Section):
     """How KV pages move."""
 
-    name: Auto | str = "auto"  # auto: shm on CPU while all workers share a host, else mooncake
-    # auto: shm for shm; nvlink between GPUs of one node; else tcp.
+    name: Auto | str = "auto"
+    """auto: shm while all workers run on CPUs of one host, else mooncake."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
-    connect_timeout_s: float = Field(default=2.0, gt=0)  # probe and warm-up of a new peer
-    pull_timeout_s: float = Field(default=8.0, gt=0)  # a pull older than this is given up
-    max_attempts: int = Field(default=3, ge=1)  # prefill workers tried for one prompt
+    """auto: shm for shm; for mooncake nvlink between GPUs of one node, else tcp."""
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    """For the probe and warm-up of a new peer."""
+    pull_timeout_s: float = Field(default=8.0, gt=0)
+    """A pull older than this is given up."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Prefill workers tried for one prompt."""
 
 
 class LeaseConfig(Section):
     """Lease windows (ARCHITECTURE section 4). Decode's window must end before prefill's."""
 
-    decode_window_s: float = Field(default=9.0, gt=0)  # from decode's last renewal
-    prefill_window_s: float = Field(default=10.0, gt=0)  # from prefill's receipt of that renewal
+    decode_window_s: float = Field(default=9.0, gt=0)
+    """How long decode trusts pulled KV, from its last renewal."""
+    prefill_window_s: float = Field(default=10.0, gt=0)
+    """How long prefill keeps announced pages, from its receipt of that renewal."""
     renew_s: float = Field(default=2.0, gt=0)
-    final_resend_s: float = Field(default=1.0, gt=0)  # for final chunks without an Ack
+    """Between decode's renewals."""
+    final_resend_s: float = Field(default=1.0, gt=0)
+    """After which a final chunk without an Ack is sent again."""
 
     @model_validator(mode="after")
     def _ordered(self) -> LeaseConfig:
@@ -158,16 +205,22 @@ class PingConfig(Section):
     """Liveness on the data plane."""
 
     interval_s: float = Field(default=1.0, gt=0)
+    """Between two pings of a peer."""
     max_misses: int = Field(default=3, ge=1)
-    stall_s: float = Field(default=60.0, gt=0)  # a loop silent this long stops answering
+    """Pings without an answer after which a peer counts as lost."""
+    stall_s: float = Field(default=60.0, gt=0)
+    """A loop that stands still for so long stops answering pings."""
 
 
 class DisaggregationConfig(Section):
     """When decode asks a prefill worker, and when it prefills by itself."""
 
-    mode: Literal["auto", "always", "never"] = "auto"  # auto: by estimated cost
-    pull_overhead_s: float = Field(default=0.003, ge=0)  # fixed cost of asking
-    pull_bytes_per_s: float = Field(default=1.0e9, gt=0)  # first guess; measured from then on
+    mode: Literal["auto", "always", "never"] = "auto"
+    """Whether decode asks a prefill worker; auto: by estimated cost."""
+    pull_overhead_s: float = Field(default=0.003, ge=0)
+    """Fixed cost of asking, in that estimate."""
+    pull_bytes_per_s: float = Field(default=1.0e9, gt=0)
+    """First guess of the link's speed in that estimate; measured from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +245,16 @@ class WorkerConfig(Section):
     ping: PingConfig = PingConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
 
-    def resolved(self, machine: Machine, *, model_max_len: int, model_dtype: str) -> WorkerConfig:
-        """A new tree without `auto`, except num_pages and num_groups, which need the layout.
+    def resolved(
+        self,
+        machine: Machine,
+        *,
+        model_max_len: int,
+        model_dtype: str,
+        note: Note = log_choice,
+    ) -> WorkerConfig:
+        """A new tree without `auto`, except for what depends on the layout: num_pages, num_groups,
+        and on CUDA max_num_reqs.
 
         Idempotent.
 
@@ -201,9 +262,10 @@ class WorkerConfig(Section):
             machine: what this process runs on.
             model_max_len: positions the checkpoint was made for.
             model_dtype: dtype its weights are stored in.
+            note: is told every choice.
 
         Raises:
-            ValueError: max_model_len is beyond what the model was made for.
+            UserError: max_model_len is beyond what the model was made for.
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
         attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
@@ -219,6 +281,8 @@ class WorkerConfig(Section):
             **{("engine", "graph", kind): why for kind, why in _graphs(self.role, cpu).items()},
             ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
         }
+        if cpu:
+            choices["engine", "max_num_reqs"] = MIN_AUTO_REQS, "CPU"
         tree = self.model_dump()
         for (*sections, leaf), (value, reason) in choices.items():
             node = tree
@@ -226,15 +290,16 @@ class WorkerConfig(Section):
                 node = node[section]
             if node[leaf] == "auto":
                 node[leaf] = value
-                log.info("%s.%s = %s (%s)", ".".join(sections), leaf, value, reason)
+                note(".".join((*sections, leaf)), value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
-            log.info("transport.kind = %s (transport.name is %s)", kind, name)
+            note("transport.kind", kind, f"transport.name is {name}")
         if tree["model"]["max_model_len"] > model_max_len:
-            raise ValueError(
+            raise UserError(
                 f"model.max_model_len is {tree['model']['max_model_len']}, "
-                f"but the model has {model_max_len} positions"
+                f"but the model has {model_max_len} positions",
+                "model.max_model_len",
             )
         return WorkerConfig.model_validate(tree)
 

@@ -257,7 +257,7 @@ class DecodeLoop:
         self._thread.stats = WorkerStats(
             num_running=len(scheduler.running),
             num_waiting=len(self._reqs) - len(scheduler.running),
-            max_num_reqs=self._engine.config.engine.max_num_reqs,
+            max_num_reqs=int(self._engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             num_queued_tokens=scheduler.num_queued_tokens,

@@ -134,7 +134,7 @@ class PrefillLoop:
         self._thread.stats = WorkerStats(
             num_running=self._outbound.num_leases,  # prompts held for decode, computed or not
             num_waiting=len(self._scheduler.waiting),
-            max_num_reqs=self._engine.config.engine.max_num_reqs,
+            max_num_reqs=int(self._engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             num_queued_tokens=self._scheduler.num_queued_tokens,

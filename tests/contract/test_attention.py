@@ -18,7 +18,8 @@ import torch
 from tests.support import pairwise
 from tests.support.attention_cases import EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
-from worker.attention.base import ATTENTION, AttentionCaps, build_attentions
+from worker.attention.backends import ATTENTION
+from worker.attention.base import AttentionCaps, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool

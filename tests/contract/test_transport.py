@@ -29,7 +29,7 @@ from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
 from worker.pull.peers import measured_rate
 from worker.registry import resolve
-from worker.transfer import mooncake_engine
+from worker.transfer import mooncake_engine, mooncake_libraries
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run
 
 ROWS = [("shm", "shm"), ("mooncake", "tcp")]
@@ -718,7 +718,7 @@ class TestMooncakeLibrary:
         ],
     )
     def test_a_missing_system_library_names_its_package(self, text: str, package: str) -> None:
-        error = mooncake_engine.explain(ImportError(text))
+        error = mooncake_libraries.explain(ImportError(text))
         assert f"apt-get install -y --no-install-recommends {package}" in str(error)
         assert text in str(error)
 

@@ -82,10 +82,9 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(serve: Serve
 
 def test_a_placement_that_cannot_be_met_says_what_is_missing(serve: Serve) -> None:
     before = processes()
-    serve.start("--set", "decode.num_gpus=2", "--set", "prefill.resources={rdma: 1}")
+    serve.start("--set", "prefill.resources={rdma: 1}")
     assert serve.wait() == 1
     assert "prefill-0 needs CPU 1, rdma 1: no node has any rdma" in serve.output
-    assert "decode-0 needs CPU 1, GPU 2" in serve.output
     assert "Traceback" not in serve.output
     assert set(processes()) <= set(before)
     assert serve.leftovers() == []

@@ -20,7 +20,7 @@ from tests.support.attention_cases import DTYPES, EVERY, GROUPS, HEAD_DIMS, PAGE
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.attention.base import ATTENTION
+from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths

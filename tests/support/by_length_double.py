@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from worker.attention.base import ATTENTION
+from worker.attention.backends import ATTENTION
 from worker.attention.by_length import ByLengthAttention
 
 

@@ -99,7 +99,7 @@ def test_a_file_that_is_not_there_or_not_yaml(tmp_path: Path) -> None:
 def test_a_worker_is_told_its_own_engine_and_the_common_parts() -> None:
     config = load(None, ["prefill.engine.max_num_reqs=7", "kv.page_size=32"])
     assert config.worker("prefill").engine.max_num_reqs == 7
-    assert config.worker("decode").engine.max_num_reqs == 64
+    assert config.worker("decode").engine.max_num_reqs == "auto"
     assert config.worker("decode").kv.page_size == 32
 
 

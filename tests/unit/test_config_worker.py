@@ -94,8 +94,9 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
     assert tree.model_dump() == before
     assert resolved(done, machine) == done
     auto = {path for path, value in leaves(done).items() if value == "auto"}
-    # The first two need the layout, the third is decided for each request.
-    assert auto == {"engine.num_pages", "kv.num_groups", "disaggregation.mode"}
+    # The first two need the layout, on CUDA the fourth as well; the third is decided a request.
+    expected = {"engine.num_pages", "kv.num_groups", "disaggregation.mode"}
+    assert auto == expected | ({"engine.max_num_reqs"} if machine is CUDA else set())
     for path, value in leaves(tree).items():
         if value != "auto":
             assert leaves(done)[path] == value
@@ -106,6 +107,7 @@ def test_resolved_depends_on_the_device() -> None:
     assert (cpu.model.dtype, cpu.kv.page_size, cpu.transport.kind) == ("float32", 16, "shm")
     assert (cuda.model.dtype, cuda.kv.page_size, cuda.transport.kind) == ("bfloat16", 64, "tcp")
     assert (cpu.engine.threads, cuda.engine.threads) == (6, 32)
+    assert cpu.engine.max_num_reqs == 64
     on_cpu = resolved(config(engine={"device": "cpu"}), CUDA)
     assert (on_cpu.model.dtype, on_cpu.kv.page_size) == ("float32", 16)
 
@@ -146,7 +148,7 @@ def test_more_positions_than_the_model_has_are_refused() -> None:
 
 
 def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvlane.config"):
+    with caplog.at_level(logging.DEBUG, "kvlane.config"):
         tree = config()
         done = resolved(tree)
     said = caplog.text

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from worker.errors import Unsupported
-from worker.kernels.attention.rope import RopeScaling, rope, rope_inv_freq, rope_table
+from worker.kernels.attention.rope import rope, rope_inv_freq, rope_table
+from worker.kernels.attention.scaling import RopeScaling
 from worker.kernels.attention.store_kv import store_kv
 from worker.kernels.rms_norm import add_rms_norm, rms_norm
 from worker.kernels.swiglu import swiglu

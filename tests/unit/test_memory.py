@@ -8,9 +8,19 @@ import signal
 from multiprocessing.synchronize import Event
 
 import pytest
+import torch
 
 from tests.support.processes import FORKED, fork
-from worker.engine.memory import GIB, DeviceShare, process_lock, wait_for_free
+from worker.cache.layout import KVLayout, KVRegion
+from worker.config import Machine, WorkerConfig
+from worker.engine.memory import (
+    GIB,
+    DeviceShare,
+    process_lock,
+    reqs_held,
+    wait_for_free,
+    with_max_num_reqs,
+)
 from worker.errors import UserError
 
 WAIT_S = 60.0
@@ -51,6 +61,47 @@ def test_memory_that_comes_back_is_waited_for() -> None:
 
 def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
     assert not wait_for_free(100, lambda: 99, 0.2)
+
+
+def on_cuda(**engine: object) -> WorkerConfig:
+    """As a worker on a GPU has it when its weights are loaded."""
+    tree = WorkerConfig.model_validate({"role": "decode", "engine": engine})
+    machine = Machine("cuda", 8, 140 * GIB, "host")
+    return tree.resolved(machine, model_max_len=40_960, model_dtype="bfloat16")
+
+
+QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),), "qwen3")
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("gib", "num_reqs"),
+    [
+        (102, 256),  # an H200 to itself
+        (43, 256),  # half of one
+        (29, 192),  # 144 MiB a request
+        (4, 64),  # a card of 24 GiB: 28 requests of 1024 tokens, but more short ones
+        (-1, 64),  # no room at all, which num_pages says
+    ],
+)
+def test_a_batch_is_what_the_memory_holds(gib: int, num_reqs: int) -> None:
+    held = reqs_held(on_cuda(), gib * GIB, QWEN3_8B.page_bytes)
+    assert held == num_reqs
+    assert held * 144 * (1 << 20) <= gib * GIB or held == 64
+
+
+def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
+    config = with_max_num_reqs(on_cuda(num_pages=1600), QWEN3_8B, GPU)
+    assert config.engine.max_num_reqs == 96  # 100 rows of 16 pages
+    config = with_max_num_reqs(on_cuda(num_pages=1600, max_num_reqs=7), QWEN3_8B, GPU)
+    assert config.engine.max_num_reqs == 7
+
+
+def test_short_requests_need_less_of_it() -> None:
+    short = on_cuda().model_copy(update={"model": on_cuda().model.model_copy(
+        update={"max_model_len": 512})})  # fmt: skip
+    assert reqs_held(short, 14 * GIB, QWEN3_8B.page_bytes) == 192
+    assert reqs_held(on_cuda(), 14 * GIB, QWEN3_8B.page_bytes) == 96
 
 
 def hold(name: str, began: Event, inside: Event, leave: Event) -> None:

@@ -33,7 +33,7 @@ def scheduler_of(
 ) -> PrefillScheduler:
     """A scheduler whose steps take up to `num_tokens`; by `times` where some are given."""
     pace = Pace(times, 4, 147_456, num_tokens, num_layers=36)
-    config = EngineConfig(max_prefill_tokens=num_tokens, **engine)
+    config = EngineConfig(**{"max_prefill_tokens": num_tokens, "max_num_reqs": 64} | engine)
     return PrefillScheduler(book, config, max_len, pace)
 
 

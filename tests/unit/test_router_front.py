@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from cluster.cli import main
-from router.auth import read_keys
+from router.keys import read_keys
 from router.routes import is_slow
 from router.text import Text
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak

@@ -6,19 +6,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from worker.attention.backends import ATTENTION
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import LayerAttention
 from worker.registry import resolve
-
-ATTENTION: Mapping[str, str] = {
-    "reference": "worker.attention.reference:ReferenceAttention",
-    "triton": "worker.attention.triton:TritonAttention",
-    "flashinfer": "worker.attention.flashinfer:FlashInferAttention",
-    "flashinfer_fa2": "worker.attention.flashinfer:FlashInferFA2Attention",
-    "by_length": "worker.attention.by_length:ByLengthAttention",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from worker.attention.base import ATTENTION, AttentionBackend, AttentionCaps
+from worker.attention.backends import ATTENTION
+from worker.attention.base import AttentionBackend, AttentionCaps
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current, forward_context

@@ -37,7 +37,8 @@ def load(
         configured_len: model.max_model_len as configured, maybe "auto".
 
     Returns:
-        The config with a max_model_len that the pool holds, the model, its graphs and their checks.
+        The config with the max_num_reqs and the max_model_len that the memory holds, the model, its
+        graphs and their checks.
 
     Raises:
         UserError: see `build_engine`.
@@ -55,6 +56,7 @@ def load(
                 load_format=config.model.load_format,
                 seed=config.model.seed,
             )
+        config = memory.with_max_num_reqs(config, layout, device)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
                 lambda: run_largest_steps(config, layout, model), device
@@ -92,7 +94,7 @@ def _assemble(config: WorkerConfig, pool: KVPool, model: Decoder) -> LoadedModel
     )
     max_len, decodes = int(config.model.max_model_len), config.role == "decode"
     state = StepState(
-        engine.max_num_reqs,
+        int(engine.max_num_reqs),
         -(-max_len // page_size) + 1,
         spec.eos_token_ids,
         pool.device,

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from worker.cache.layout import KVLayout
-from worker.config import WorkerConfig
+from worker.config import MAX_AUTO_REQS, MIN_AUTO_REQS, WorkerConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
+ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants each request
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
 # Longest wait for a killed worker's memory. Its peers first have to notice (up to 3 s of missed
@@ -166,6 +167,50 @@ class DeviceShare:
         return share - self.weights - self.reserve
 
 
+def _share(config: WorkerConfig, device: torch.device, reserve_bytes: int) -> DeviceShare:
+    """Measure it; the weights are loaded."""
+    return DeviceShare(
+        total=torch.cuda.get_device_properties(device).total_memory,
+        free=free_bytes(device),
+        weights=torch.cuda.memory_reserved(device),
+        reserve=reserve_bytes,
+        fraction=float(config.engine.memory_fraction),
+    )
+
+
+def with_max_num_reqs(config: WorkerConfig, layout: KVLayout, device: torch.device) -> WorkerConfig:
+    """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
+
+    The size of steps and graphs depends on it, so it comes before they are measured.
+
+    Raises:
+        UserError: as `num_pages`.
+    """
+    engine = config.engine
+    if engine.max_num_reqs != "auto":
+        return config
+    if engine.num_pages != "auto":
+        num_bytes = int(engine.num_pages) * layout.page_bytes
+    else:
+        num_bytes = _share(config, device, reserve_bytes=0).for_pool()
+    num_reqs = reqs_held(config, num_bytes, layout.page_bytes)
+    log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
+    changed = engine.model_copy(update={"max_num_reqs": num_reqs})
+    return config.model_copy(update={"engine": changed})
+
+
+def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
+    """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
+
+    A larger batch costs memory for steps and graphs, which only pays if its requests have KV pages.
+    Below the lower bound that memory is small, and requests may be shorter.
+    """
+    num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
+    row_bytes = -(-num_tokens // int(config.kv.page_size)) * page_bytes
+    held = num_bytes // row_bytes // 16 * 16  # sizes of decode graphs are multiples of 16 there
+    return max(MIN_AUTO_REQS, min(MAX_AUTO_REQS, held))
+
+
 def num_pages(
     config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
 ) -> int:
@@ -183,17 +228,11 @@ def num_pages(
     if engine.num_pages != "auto":
         return int(engine.num_pages)
     if device.type == "cpu":
-        most = engine.max_num_reqs * -(-int(config.model.max_model_len) // page_size) + 1
+        most = int(engine.max_num_reqs) * -(-int(config.model.max_model_len) // page_size) + 1
         found = min(most, engine.cpu_pool_bytes // layout.page_bytes)
         why = f"engine.cpu_pool_bytes is {engine.cpu_pool_bytes}"
     else:
-        share = DeviceShare(
-            total=torch.cuda.get_device_properties(device).total_memory,
-            free=free_bytes(device),
-            weights=torch.cuda.memory_reserved(device),
-            reserve=reserve_bytes,
-            fraction=float(engine.memory_fraction),
-        )
+        share = _share(config, device, reserve_bytes)
         found, why = share.for_pool() // layout.page_bytes, share.why
         log.info("%d KV pages of %d bytes: %s", max(0, found), layout.page_bytes, why)
     if found < 2:

@@ -210,7 +210,7 @@ class ChunkScene(_Scene):
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
         page_size, max_len = loaded.pool.region().page_size, loaded.max_len
-        most = loaded.buffers.fixed_reqs if fixed_shape else loaded.config.max_num_reqs
+        most = loaded.buffers.fixed_reqs if fixed_shape else int(loaded.config.max_num_reqs)
         self.num_tokens = padded_tokens - padded_tokens // 16
         prefix = min(page_size + 1, max_len // 2)
         num_reqs = max(min(3, most, self.num_tokens), -(-self.num_tokens // (max_len - prefix)))

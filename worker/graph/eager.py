@@ -77,7 +77,7 @@ class EagerDecode(_Eager):
         Every tail runs with penalties, masks and logprobs, so that serving compiles no kernel.
         """
         loaded, device = self._loaded, self._loaded.state.device
-        rows = torch.zeros(loaded.config.max_num_reqs, dtype=torch.int64, device=device)
+        rows = torch.zeros(int(loaded.config.max_num_reqs), dtype=torch.int64, device=device)
         host = HostLengths([1] * len(rows), [loaded.max_len] * len(rows))
         self.step(rows, loaded.max_len, "filtered", host)
         hidden, sampled, *_ = self.step(rows, loaded.max_len, "none", host)

@@ -51,7 +51,7 @@ class FullDecode:
                 "set engine.graph.decode=eager or engine.attention.decode=triton",
                 "engine.graph",
             )
-        self.buckets = decode_buckets(loaded.config.max_num_reqs)
+        self.buckets = decode_buckets(int(loaded.config.max_num_reqs))
         self._loaded, self._memory = loaded, memory
         self._eager = EagerDecode(loaded)
         device = loaded.state.device

@@ -198,7 +198,7 @@ class PiecewiseChunks:
         longest = min(num_tokens, loaded.max_len)
         # Longest requests in powers of two, the lowest and highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
-        counts = range(1, min(loaded.config.max_num_reqs, num_tokens) + 1)
+        counts = range(1, min(int(loaded.config.max_num_reqs), num_tokens) + 1)
         for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
             coarse, longest_ub = min(num_tokens, power_of_two(length)), max(length, bound)
             variant = attention.variant(num_reqs, num_tokens, coarse, longest_ub)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from worker.kernels.attention.rope import RopeScaling, rope_inv_freq, rope_table
+from worker.kernels.attention.rope import rope_inv_freq, rope_table
+from worker.kernels.attention.scaling import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.errors import Unsupported, UserError
-from worker.kernels.attention.rope import ROPE_TYPES, RopeScaling
+from worker.kernels.attention.scaling import ROPE_TYPES, RopeScaling
 from worker.models.architectures import ARCHITECTURES
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,9 +17,8 @@ from worker.layers.shard import Shard
 from worker.models.architectures import ARCHITECTURES
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
+from worker.models.files import listed, weight_files
 from worker.registry import resolve
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def load_model(
@@ -58,7 +56,7 @@ def _read(model: Decoder, path: Path) -> None:
     shards = model.shards()
     missing = set(shards)
     unexpected: list[str] = []
-    for file in _files(path):
+    for file in weight_files(path):
         for name, tensor in _tensors(file, shards):
             if tensor is not None:
                 shards[name].dest.copy_(tensor)
@@ -66,33 +64,13 @@ def _read(model: Decoder, path: Path) -> None:
             elif not model.ignores(name):
                 unexpected.append(name)
     problems = [
-        f"{label} tensors: {_listed(names)}"
+        f"{label} tensors: {listed(names)}"
         for label, names in (("missing", sorted(missing)), ("unexpected", unexpected))
         if names
     ]
     if problems:
         architecture = model.spec.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
-
-
-def _files(path: Path) -> list[Path]:
-    """The weight files that the index names; without an index, all there are."""
-    index = path / INDEX_NAME
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as e:
-            raise UserError(f"{index}: weight_map: missing or malformed: {e!r}") from e
-        files = [path / name for name in names]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.exists()]
-    if absent:
-        raise UserError(f"{index} names files that are not there: {_listed(absent)}")
-    if not files:
-        raise UserError(f"{path}: no *.safetensors file")
-    return files
 
 
 def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor | None]]:
@@ -129,8 +107,3 @@ def _fill(shards: dict[str, Shard], seed: int) -> None:
         else:
             whole *= shard.full_shape[-1] ** -0.5
         shard.dest.copy_(whole[shard.index])
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

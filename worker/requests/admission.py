@@ -52,7 +52,7 @@ class Admission:
         config = self._engine.config.engine
         if self.draining:
             raise Busy("the worker is draining", BUSY_RETRY_S)
-        if num_reqs >= config.max_num_reqs + config.max_waiting:
+        if num_reqs >= int(config.max_num_reqs) + config.max_waiting:
             raise Busy("too many requests", BUSY_RETRY_S)
         req = Req(
             message.req_id,

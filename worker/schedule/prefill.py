@@ -27,7 +27,7 @@ class PrefillScheduler:
         self._engine = engine
         self._pace = pace
         self._max_len = max_len  # tokens of a prompt that a row's page table can hold
-        self._rows = RowTable(engine.max_num_reqs)
+        self._rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
         self._launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
 
@@ -46,7 +46,7 @@ class PrefillScheduler:
         """
         if len(tokens) > self._max_len:
             raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
-        if len(self.waiting) >= self._engine.max_num_reqs + self._engine.max_waiting:
+        if len(self.waiting) >= int(self._engine.max_num_reqs) + self._engine.max_waiting:
             return None
         target = len(tokens) - 1
         hold = self.book.open(tokens, target, max_matched=target)

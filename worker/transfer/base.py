@@ -11,7 +11,7 @@ Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ TRANSPORTS = {
     "mooncake": "worker.transfer.mooncake:MooncakeTransport",
     "shm": "worker.transfer.shm:ShmTransport",
 }
+KINDS: Mapping[str, Sequence[str]] = {"mooncake": ("tcp", "rdma", "nvlink"), "shm": ("shm",)}
 
 # One poll() gives way after this long, so that a large copy cannot delay an engine step for more.
 POLL_BUDGET_S = 1e-3

@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.cache.layout import MemoryRegion
-from worker.errors import MissingLibrary, Unsupported
+from worker.errors import Unsupported
 from worker.transfer.base import Endpoint
+from worker.transfer.mooncake_libraries import explain
 
 log = logging.getLogger("kvlane.transfer")
 
@@ -56,19 +57,6 @@ DEFAULTS = {
 }
 # Only picks the allocator of buffers that we do not use; the transport is chosen by SELECTION.
 PROTOCOL = {"tcp": "tcp", "rdma": "rdma", "nvlink": "nvlink_intra"}
-
-# System libraries that the wheels link against: Debian package, or what else helps.
-APT_PACKAGES = {
-    "libibverbs.so": "libibverbs1",
-    "libmlx5.so": "ibverbs-providers",
-    "librdmacm.so": "librdmacm1",
-    "libnuma.so": "libnuma1",
-    "libcurl.so": "libcurl4",
-}
-OTHER_LIBRARIES = {
-    "libcuda.so": "the NVIDIA driver; without a GPU use the CPU wheel, pip install 'kvlane[cpu]'",
-    "libcudart.so": "the CUDA runtime of the wheel's CUDA version: pip install 'kvlane[cuda]'",
-}
 
 # How long a listener stays in an accept() that it began before its time-out was made short.
 ACCEPT_S = 1.1
@@ -111,26 +99,6 @@ def load() -> type[Any]:
         return import_module("mooncake.engine").TransferEngine
     except ImportError as e:
         raise explain(e) from e
-
-
-def explain(error: ImportError) -> MissingLibrary:
-    """What to install so that `error` does not happen again."""
-    if isinstance(error, ModuleNotFoundError):
-        return MissingLibrary(
-            "transport mooncake needs mooncake-transfer-engine: pip install 'kvlane[cpu]', "
-            "or 'kvlane[cuda]' on a machine with NVIDIA GPUs (never both wheels in one venv)"
-        )
-    text = str(error)
-    for library, package in APT_PACKAGES.items():
-        if library in text:
-            return MissingLibrary(
-                f"mooncake needs the system library {library}, package {package}: "
-                f"apt-get install -y --no-install-recommends {package} ({text})"
-            )
-    for library, remedy in OTHER_LIBRARIES.items():
-        if library in text:
-            return MissingLibrary(f"mooncake needs {library}: {remedy} ({text})")
-    return MissingLibrary(f"mooncake is installed but cannot be loaded: {text}")
 
 
 @dataclass(slots=True, eq=False)

@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from worker.errors import Unsupported
-
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How a model stretches its rope frequencies; the last three fields are llama3's only.
-
-    Raises:
-        Unsupported: `rope_type` is none of ROPE_TYPES.
-    """
-
-    rope_type: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise Unsupported(
-                f"config.rope_scaling: rope type {self.rope_type!r} is not supported; "
-                f"supported: {', '.join(ROPE_TYPES)}",
-                param="rope_scaling",
-            )
+from worker.kernels.attention.scaling import RopeScaling
 
 
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

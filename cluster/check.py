@@ -1,0 +1,249 @@
+"""What can be known to be wrong before Ray starts: names, ports, files, libraries, GPUs.
+
+Imports neither torch nor Ray, which take seconds: a mistake is told in less than one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import socket
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from cluster.config import Config, WorkerRole
+from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
+from cluster.seats import seats_of
+from router.keys import read_keys
+from router.policy import POLICIES
+from worker.attention.backends import ATTENTION
+from worker.errors import UserError
+from worker.models.config import read_model_spec
+from worker.models.files import check_weights
+from worker.transfer import mooncake_libraries
+from worker.transfer.base import KINDS
+
+EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
+PACKAGES = {  # of attention backends
+    "triton": "triton",
+    "by_length": "flashinfer",
+    "flashinfer": "flashinfer",
+    "flashinfer_fa2": "flashinfer",
+}
+
+
+def check_before_ray(config: Config, num_gpus: int) -> None:
+    """All that has to be right where `serve` starts Ray on this machine, its model aside.
+
+    Args:
+        config: as the user wrote it.
+        num_gpus: that Ray will count.
+
+    Raises:
+        UserError: a line for each mistake, with the field's path and what to do.
+    """
+    decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
+    decided = with_transport(decided, ["this machine"])
+    _raise_all(
+        *_names(config),
+        lambda: _keys(config),
+        lambda: _ports(config),
+        lambda: _cpus(decided),
+        lambda: _gpus(decided, num_gpus),
+        lambda: _torch(decided, num_gpus),
+        lambda: _attention(decided),
+        lambda: _transport(decided),
+    )
+
+
+def check_before_joining(config: Config) -> None:
+    """The same for a Ray cluster that runs already: its nodes are not this machine.
+
+    Raises:
+        UserError: as `check_before_ray`.
+    """
+    beside_serve = not config.routers.num_cpus and not config.routers.resources
+    here = (lambda: _keys(config), lambda: _ports(config)) if beside_serve else ()
+    _raise_all(*_names(config), *here)
+
+
+def check_model(config: Config, *, with_weights: bool = True) -> None:
+    """Whether the model's directory is there, whole, and of a kind that can be served.
+
+    Raises:
+        UserError: names file and field.
+    """
+    model, directory = config.model, config.model.directory
+    if not directory.is_dir():
+        raise UserError(f"model.path: there is no directory {directory}", "model.path")
+    try:
+        spec = read_model_spec(directory)
+        _tokenizer(directory / "tokenizer.json")
+        if with_weights and model.load_format == "safetensors":
+            check_weights(directory)
+    except UserError as error:
+        raise type(error)(f"model.path: {error}", "model.path") from error
+    longest = spec.max_position_embeddings
+    if model.max_model_len != "auto" and model.max_model_len > longest:
+        message = f"is {model.max_model_len}, but the model has {longest} positions"
+        raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
+
+
+def count_gpus(visible: str | None) -> int:
+    """GPUs that Ray would find: those that NVIDIA's driver has and `visible` does not hide.
+
+    visible: CUDA_VISIBLE_DEVICES; None: not set.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0  # no driver
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    nvml.nvmlShutdown()
+    if visible is None:
+        return count.value
+    ids = [] if visible in ("", "NoDevFiles") else visible.split(",")
+    return min(count.value, len(ids))
+
+
+def _raise_all(*checks: Callable[[], None]) -> None:
+    errors: list[UserError] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserError("\n".join(map(str, errors)), errors[0].param)
+
+
+def _names(config: Config) -> Iterable[Callable[[], None]]:
+    """Names that come from tables."""
+    yield lambda: _one_of("router.policy", config.router.policy, POLICIES)
+    transport = config.transport
+    if transport.name != "auto":
+        yield lambda: _one_of("transport.name", transport.name, KINDS)
+    kinds = KINDS.get(transport.name)
+    if kinds and transport.kind != "auto":
+        yield lambda: _one_of("transport.kind", transport.kind, kinds)
+    for role in ROLES:
+        for kind, name in config.role(role).engine.attention.model_dump().items():
+            path = f"{role}.engine.attention.{kind}"
+            yield lambda path=path, name=name: _one_of(path, name, (*ATTENTION, "auto"))
+
+
+def _one_of(path: str, name: str, choices: Iterable[str]) -> None:
+    if name not in choices:
+        raise UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
+
+
+def _keys(config: Config) -> None:
+    if not config.router.api_key_file:
+        return
+    try:
+        read_keys(config.router.api_key_file)
+    except UserError as error:
+        raise UserError(f"router.api_key_file: {error}", error.param) from error
+
+
+def _ports(config: Config) -> None:
+    """Each router's address is bound for a moment, in the way the router does it."""
+    host, first = config.cluster.host, config.cluster.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in range(first, first + config.routers.replicas) if first else [0]:
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            if error.errno == errno.EADDRINUSE:
+                remedy = "end what listens there, or choose --port N (0: any free one)"
+                reason = f"{reason}; {remedy}"
+            of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            path = "cluster.port" if of_port else "cluster.host"
+            raise UserError(f"{path}: {host}:{port}: {reason}", path) from error
+
+
+def _cpus(decided: Config) -> None:
+    there = decided.cluster.local_ray.num_cpus
+    needed = sum(bundle_of(decided, seat).get("CPU", 0.0) for seat in seats_of(decided))
+    if there != "auto" and needed > there:
+        path = "cluster.local_ray.num_cpus"
+        raise UserError(f"{path}: is {there}, but all processes reserve {needed:g}", path)
+
+
+def _gpus(decided: Config, num_gpus: int) -> None:
+    wanted = {role: _num_gpus(decided, role) for role in ROLES}
+    if sum(wanted.values()) <= num_gpus:
+        return
+    roles = [role for role, num in wanted.items() if num]
+    whose = " and ".join(f"{wanted[role]:g} for {role}" for role in roles)
+    on_cpu = " ".join(f"--set {r}.num_gpus=0 --set {r}.engine.device=cpu" for r in roles)
+    share = " ".join(f"--set {role}.num_gpus=0.5" for role in roles)
+    path = f"{roles[-1]}.num_gpus"
+    raise UserError(
+        f"{path}: GPUs are asked for ({whose}), and here are {num_gpus}. On the CPU: {on_cpu}"
+        + (f"; to share a GPU: {share}" if num_gpus else ""),
+        path,
+    )
+
+
+def _num_gpus(decided: Config, role: WorkerRole) -> float:
+    """That all workers of a role reserve together."""
+    part = decided.role(role)
+    return float(part.num_gpus) * part.replicas
+
+
+def _torch(decided: Config, num_gpus: int) -> None:
+    path = next((f"{role}.engine.device" for role in ROLES if _num_gpus(decided, role)), "")
+    if find_spec("torch") is None:
+        path = path or "decode.engine.device"
+        raise UserError(f"{path}: torch is not installed: {EXTRAS}", path)
+    build = metadata.version("torch")
+    if path and num_gpus and build.endswith("+cpu"):
+        remedy = "--set prefill.engine.device=cpu --set decode.engine.device=cpu"
+        raise UserError(
+            f"{path}: torch {build} cannot use the GPU: pip install 'kvlane[cuda]', or {remedy}",
+            path,
+        )
+
+
+def _attention(decided: Config) -> None:
+    """Packages of the backends that were chosen by name."""
+    for role in ROLES:
+        part = decided.role(role)
+        for kind, name in part.engine.attention.model_dump().items():
+            package = PACKAGES.get(name)
+            if part.replicas and package and find_spec(package) is None:
+                path = f"{role}.engine.attention.{kind}"
+                remedy = "which is not installed: pip install 'kvlane[cuda]'"
+                raise UserError(f"{path}: {name} needs {package}, {remedy}", path)
+
+
+def _transport(decided: Config) -> None:
+    if decided.transport.name != "mooncake":
+        return
+    try:
+        mooncake_libraries.check_installed()
+    except UserError as error:
+        raise type(error)(f"transport.name: {error}", "transport.name") from error
+
+
+def _tokenizer(path: Path) -> None:
+    """It is JSON to the end; the router says what else may be wrong with it."""
+    try:
+        msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a slow (sentencepiece) tokenizer has to be "
+                        "converted with transformers first") from None  # fmt: skip
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: cut short or not JSON: {error}") from error

@@ -1,0 +1,77 @@
+"""`kvlane config --explain`: each value, where it comes from, and why it is what it is.
+
+What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+
+from cluster.config import Config, WorkerRole, fields
+from cluster.resolve import ROLES, with_devices, with_transport
+from worker.config import Machine
+from worker.models.config import read_model_spec
+
+Choices = dict[str, tuple[object, str]]  # path of a leaf -> what auto becomes, and why
+
+
+def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterator[str]:
+    """A line for each leaf.
+
+    Args:
+        config: as the user wrote it.
+        origins: path of a leaf, or of a section given as one value -> its source.
+        num_gpus: that Ray would find here.
+
+    Raises:
+        UserError: the model cannot be served.
+    """
+    choices = _choices(config, num_gpus)
+    for path, field in fields():
+        value: object = config
+        for name in path.split("."):
+            value = getattr(value, name)
+        source = next((s for p, s in origins.items() if f"{path}.".startswith(f"{p}.")), "default")
+        if path in choices and value == "auto":
+            value, why = choices[path]
+            source = f"auto: {why}" if source == "default" else f"auto by {source}: {why}"
+        elif value == "auto":
+            text = " ".join((field.description or "").split())
+            source += f"; {text.partition('auto:')[2].strip() or text}"
+        left = f"{path} = {value if value != '' else repr('')}"
+        yield f"{left:<56} # {source}"
+
+
+def _choices(config: Config, num_gpus: int) -> Choices:
+    found: Choices = {}
+
+    def note(path: str, value: object, why: str) -> None:
+        found.setdefault(path, (value, why))
+
+    config = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus, note=note)
+    config = with_transport(config, ["this machine"], note=note)
+    if config.model.directory.is_dir():
+        for role in ROLES:
+            found |= _of_worker(config, role)
+    return found
+
+
+def _of_worker(config: Config, role: WorkerRole) -> Choices:
+    """What a worker decides for itself."""
+    found: Choices = {}
+
+    def note(path: str, value: object, why: str) -> None:
+        found[f"{role}.{path}" if path.startswith("engine.") else path] = value, why
+
+    part, spec = config.role(role), read_model_spec(config.model.directory)
+    # Ray tells a worker through OMP_NUM_THREADS how many CPUs it has.
+    device = "cuda" if part.num_gpus else "cpu"
+    machine = Machine(device, max(1, int(part.num_cpus)), 0, socket.gethostname())
+    config.worker(role).resolved(
+        machine,
+        model_max_len=spec.max_position_embeddings,
+        model_dtype=spec.dtype,
+        note=note,
+    )
+    return found

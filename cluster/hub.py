@@ -1,0 +1,118 @@
+"""A model's name on the hub (Hugging Face's, or another that HF_ENDPOINT names) into a directory.
+
+The download happens once, on the machine of `serve` and before Ray starts, into the hub's own cache
+(HF_HOME). It goes on after a broken connection; after an end of the process, with the files that
+were not done. Workers are told the directory, so on a Ray cluster of
+several nodes it has to be on storage that all of them share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from cluster.config import Config
+from worker.errors import KvlaneError, UserError, WorldError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DESCRIPTION = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+]
+WEIGHTS = ["*.safetensors"]
+# Other forms of the same weights: in folders, and Mistral's.
+IGNORED = ["*/*", "consolidated*"]
+
+
+def is_name(path: str) -> bool:
+    """Whether a model.path names a model on the hub; a directory of that name wins."""
+    return NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> Config:
+    """Download the model that config.model names; the config with its directory.
+
+    Files that are in the cache already are not loaded again, and progress bars go to stderr.
+
+    Args:
+        config: its model.path is a name on the hub.
+        offline: use the cache only.
+        check: is shown the config with all but the weights, before those are loaded.
+
+    Raises:
+        UserError: no such model or revision, a token is needed, or it is not in the cache; and
+            what `check` raises.
+        WorldError: the hub cannot be reached, or the disk is full.
+    """
+    found = _download(config, DESCRIPTION, offline)
+    check(found)
+    if config.model.load_format == "safetensors":
+        found = _download(config, [*DESCRIPTION, *WEIGHTS], offline)
+    return found
+
+
+def _download(config: Config, files: list[str], offline: bool) -> Config:
+    # Here, because it reads the environment when it is imported and takes a part of a second.
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    model, library = config.model, cast("Any", huggingface_hub)
+    try:
+        directory = library.snapshot_download(
+            model.path,
+            revision=model.revision or None,
+            allow_patterns=files,
+            ignore_patterns=IGNORED,
+            local_files_only=offline,
+        )
+    except (HTTPError, OSError) as error:
+        raise _explained(config, error, offline) from error
+    named = {"path": str(directory), "served_name": model.served_name or model.path}
+    return config.model_copy(update={"model": model.model_copy(update=named)})
+
+
+def _explained(config: Config, error: Exception, offline: bool) -> KvlaneError:
+    """What the user can do about it."""
+    from huggingface_hub import constants, errors
+
+    name, hub, cache = config.model.path, constants.ENDPOINT, constants.HF_HUB_CACHE
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(
+            f"model.path: {name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a "
+            "token of that account",
+            "model.path",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UserError(
+            f"model.path: {hub} has no model {name}, or it is private (then set HF_TOKEN to a "
+            f"token that may read it); nor is there a directory {name} here",
+            "model.path",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(
+            f"model.revision: {name} has no revision {config.model.revision!r}", "model.revision"
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return UserError(f"model.path: {hub} refuses {name}: check HF_TOKEN", "model.path")
+    if isinstance(error, errors.LocalEntryNotFoundError) and (offline or constants.HF_HUB_OFFLINE):
+        return UserError(
+            f"model.path: {name} is not, or not whole, in the cache {cache}: start once without "
+            "--offline and HF_HUB_OFFLINE where there is network, or give a directory",
+            "model.path",
+        )
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    reason = f"{type(first).__name__}: {first}".strip().splitlines()[0]
+    return WorldError(
+        f"model.path: cannot download {name} from {hub}: {reason}. Files that are done "
+        f"stay in {cache}. Without network, download it elsewhere (hf download {name} --local-dir "
+        "DIR) and give the directory: --model DIR. HF_ENDPOINT names another hub, HTTPS_PROXY a "
+        "proxy"
+    )

@@ -1,0 +1,213 @@
+"""Mistakes that `serve` tells before Ray starts, each with its path, without heavy imports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from cluster.check import check_before_joining, check_before_ray, check_model, count_gpus
+from cluster.config import Config, load
+from worker.attention.backends import ATTENTION
+from worker.errors import UserError
+from worker.models.files import INDEX_NAME
+from worker.transfer import mooncake_libraries
+from worker.transfer.base import KINDS, TRANSPORTS
+from worker.transfer.mooncake_engine import SELECTION
+
+TINY = Config().model.directory
+REPOSITORY = Path(__file__).parents[2]
+
+
+def refused(*sets: str, num_gpus: int = 0) -> str:
+    with pytest.raises(UserError) as caught:
+        check_before_ray(load(None, ["cluster.port=0", *sets]), num_gpus)
+    assert caught.value.param is not None
+    assert str(caught.value).startswith(caught.value.param)
+    return str(caught.value)
+
+
+def model_refused(directory: Path, *sets: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check_model(load(None, [f"model.path={directory}", *sets]))
+    return str(caught.value)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the bundled model, in two files with an index."""
+    directory = tmp_path / "model"
+    shutil.copytree(TINY, directory)
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    with safe_open(TINY / "model.safetensors", framework="numpy") as reader:
+        names = list(reader.keys())
+    save_file({"extra": np.zeros(3)}, directory / "model-2.safetensors")
+    weight_map = dict.fromkeys(names, "model-1.safetensors") | {"extra": "model-2.safetensors"}
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def test_what_is_right_passes() -> None:
+    check_before_ray(load(None, ["cluster.port=0"]), 0)
+    check_before_ray(load(None, ["cluster.port=0", "transport.name=mooncake"]), 0)
+    check_model(Config())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("router.policy=fair", "router.policy: 'fair' is none of: least_loaded, round_robin"),
+        ("transport.name=nixl", "transport.name: 'nixl' is none of: mooncake, shm"),
+        ("decode.engine.attention.decode=fa9", "decode.engine.attention.decode: 'fa9' is none of"),
+        ("router.api_key_file=/no/keys", "router.api_key_file: /no/keys: No such file"),
+        ("cluster.host=192.0.2.1", "cluster.host: 192.0.2.1:0: "),
+        ("cluster.host=no.such.host.invalid", "cluster.host: no.such.host.invalid:0: "),
+        ("cluster.local_ray.num_cpus=1", "cluster.local_ray.num_cpus: is 1, but all processes re"),
+        ("decode.num_gpus=2", "decode.num_gpus: GPUs are asked for (2 for decode), and here are 0"),
+        ("prefill.engine.device=cuda", "prefill.num_gpus: GPUs are asked for (1 for prefill), and"),
+        (
+            "prefill.engine.attention.prefill=flashinfer",
+            "prefill.engine.attention.prefill: flashinfer needs flashinfer, which is not",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_path(text: str, expected: str) -> None:
+    if "flashinfer needs" in expected and find_spec("flashinfer"):
+        pytest.skip("flashinfer is installed")
+    assert refused(text).startswith(expected)
+
+
+def test_a_kind_of_another_transport_is_told() -> None:
+    message = refused("transport.name=shm", "transport.kind=rdma")
+    assert message == "transport.kind: 'rdma' is none of: shm"
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    lines = refused("router.policy=x", "transport.name=y", "decode.num_gpus=1").splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "router.policy", "transport.name", "decode.num_gpus",
+    ]  # fmt: skip
+
+
+def test_a_port_in_use_is_told_for_any_of_the_routers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = [f"cluster.port={port - 1}", "routers.replicas=2"]
+        for sets in ([f"cluster.port={port}"], first):
+            message = refused(*sets)
+            assert message.startswith(f"cluster.port: 127.0.0.1:{port}: Address already in use")
+            assert "--port" in message
+        config = load(None, [f"cluster.port={port}"])
+        with pytest.raises(UserError, match="already in use"):
+            check_before_joining(config)
+        check_before_joining(load(None, [f"cluster.port={port}", "routers.num_cpus=1"]))
+    check_before_ray(load(None, first), 0)
+
+
+def test_gpus_are_counted_over_both_roles() -> None:
+    message = refused("prefill.num_gpus=1", "decode.num_gpus=1", num_gpus=1)
+    assert "(1 for prefill and 1 for decode), and here are 1" in message
+    assert "--set prefill.num_gpus=0.5 --set decode.num_gpus=0.5" in message
+    assert "decode.num_gpus" in refused("decode.num_gpus=0.5", "decode.replicas=3", num_gpus=1)
+
+
+def test_a_torch_without_cuda_is_told_where_there_is_a_gpu() -> None:
+    if torch.version.cuda:
+        pytest.skip("this torch has CUDA")
+    assert "cannot use the GPU: pip install 'kvlane[cuda]'" in refused(num_gpus=2)
+    on_cpu = ["cluster.port=0", "prefill.engine.device=cpu", "decode.engine.device=cpu"]
+    check_before_ray(load(None, on_cpu), 2)
+
+
+@pytest.mark.parametrize(("visible", "most"), [(None, 99), ("", 0), ("NoDevFiles", 0), ("0", 1)])
+def test_gpus_that_are_hidden_do_not_count(visible: str | None, most: int) -> None:
+    assert count_gpus(visible) == min(most, torch.cuda.device_count())
+
+
+def test_a_model_is_checked_file_by_file(model: Path) -> None:
+    assert model_refused(model / "nope").startswith("model.path: there is no directory ")
+    check_model(load(None, [f"model.path={model}"]))
+    for name in ("config.json", "tokenizer.json", "model-2.safetensors"):
+        hidden = (model / name).rename(model / "hidden")
+        message = model_refused(model)
+        assert message.startswith("model.path: ")
+        assert name in message
+        hidden.rename(model / name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-1.safetensors"])
+def test_a_file_that_is_cut_short_is_told(model: Path, name: str) -> None:
+    path = model / name
+    path.write_bytes(path.read_bytes()[:-100])
+    message = model_refused(model)
+    assert message.startswith("model.path: ")
+    assert name in message
+
+
+def test_an_index_that_names_what_no_file_holds_is_told(model: Path) -> None:
+    index = json.loads((model / INDEX_NAME).read_text())
+    index["weight_map"]["gone.weight"] = "model-2.safetensors"
+    (model / INDEX_NAME).write_text(json.dumps(index))
+    assert "names tensors that are in no file: gone.weight" in model_refused(model)
+
+
+def test_dummy_weights_need_no_weight_files(model: Path) -> None:
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    assert "no *.safetensors" in model_refused(model)
+    check_model(load(None, [f"model.path={model}", "model.load_format=dummy"]))
+
+
+def test_an_architecture_that_cannot_be_served_is_told(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    assert "'MambaForCausalLM' is not supported; supported: LlamaFor" in model_refused(model)
+
+
+def test_a_length_beyond_the_model_s_is_told() -> None:
+    message = model_refused(TINY, "model.max_model_len=999999")
+    assert message.startswith("model.max_model_len: is 999999, but the model has ")
+
+
+def test_system_libraries_of_mooncake_are_named_together() -> None:
+    told = """
+        libibverbs.so.1 => not found
+        libnuma.so.1 => not found
+        libcurl.so.4 => /lib/x86_64-linux-gnu/libcurl.so.4 (0x00007f3bcb54f000)
+        libcudart.so.13 => not found
+    """
+    with pytest.raises(UserError) as caught:
+        mooncake_libraries.check_links(told)
+    assert str(caught.value) == (
+        "mooncake needs the system libraries libibverbs.so.1, libnuma.so.1: "
+        "apt-get install -y --no-install-recommends libibverbs1 libnuma1"
+    )
+
+
+def test_tables_of_names_agree_with_what_they_name() -> None:
+    assert set(KINDS) == set(TRANSPORTS)
+    assert set(KINDS["mooncake"]) == set(SELECTION)
+    assert {"reference", "triton"} <= set(ATTENTION)
+
+
+def test_neither_torch_nor_ray_is_imported_to_tell_a_mistake() -> None:
+    program = (
+        "import sys; from cluster.cli import main; "
+        "assert main(['serve', '--model', '/no/such/model', '--port', '0']) == 2; "
+        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+    assert done.stderr == "error: model.path: there is no directory /no/such/model\n"

@@ -1,0 +1,145 @@
+"""Commands that need no cluster: version, config; chat and bench against a known server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.load.selfcheck import running_stub
+from benchmarks.load.stub import StubOptions
+from cluster.config import Config, fields, leaves, load, origins
+from cluster.explain import explain
+
+REPOSITORY = Path(__file__).parents[2]
+STUB_SAYS = " word" * 16
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_stub(StubOptions(ttft_s=0.01, itl_s=0.001)) as found:
+        yield found
+
+
+def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cluster", *arguments], cwd=REPOSITORY, timeout=120,
+        check=False, text=True, **{"capture_output": True, "stdin": subprocess.DEVNULL} | more,
+    )  # fmt: skip
+
+
+def explained(*sets: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, str]:
+    lines = explain(load(path, sets), origins(path, sets), num_gpus)
+    rows = (line.partition(" = ") for line in lines)
+    return {name: " ".join(rest.split()) for name, _, rest in rows}
+
+
+def test_the_version_is_told() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "kvlane")
+
+
+def test_every_leaf_is_described_in_the_schema() -> None:
+    silent = [path for path, field in fields() if not field.description]
+    assert not silent, "write a text below the field"
+    schema = Config.model_json_schema()
+    port = schema["$defs"]["ClusterConfig"]["properties"]["port"]
+    assert port["description"] == "Port of the first router; 0: any free one."
+    for path in leaves():
+        node = schema
+        for name in path.split("."):
+            if "$ref" in node:
+                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+            node = node["properties"][name]
+        assert node["description"], path
+
+
+def test_every_leaf_is_explained_once_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("kv: {page_size: 8}\ndecode: {engine: {threads: 2, strict: true}}\n")
+    rows = explained("decode.engine.strict=false", "prefill.engine.graph=eager", path=path)
+    assert list(rows) == list(leaves())
+    assert rows["kv.page_size"] == f"8 # {path}"
+    assert rows["decode.engine.threads"] == f"2 # {path}"
+    assert rows["decode.engine.strict"] == "False # --set"
+    assert rows["prefill.engine.graph.decode"] == "eager # --set"
+    assert rows["prefill.engine.threads"] == "1 # auto: CPUs of this process"
+    assert rows["transport.name"] == "shm # auto: KV of cpu, on one node"
+    assert rows["ping.max_misses"] == "3 # default"
+    for name, row in rows.items():
+        if row.startswith("auto #"):
+            assert len(row) > len("auto # default; "), f"{name} does not say what auto is"
+
+
+def test_what_auto_is_on_gpus_is_explained_as_well() -> None:
+    rows = explained(num_gpus=1)
+    assert rows["decode.num_gpus"].startswith("0.5 # auto: ")
+    assert rows["decode.engine.graph.decode"] == "full # auto: CUDA"
+    assert rows["prefill.engine.graph.decode"].startswith("eager # auto: a prefill worker ")
+    assert rows["kv.page_size"] == "64 # auto: CUDA"
+    assert "64 at least and 256 at most" in rows["decode.engine.max_num_reqs"]
+
+
+def test_a_later_source_of_a_whole_section_wins() -> None:
+    sets = ["decode.engine.threads=3", "decode.engine={strict: true}"]
+    assert origins(None, sets) == {"decode.engine.strict": "--set"}
+    assert origins(None, sets, {"decode.replicas": "--decode"})["decode.replicas"] == "--decode"
+
+
+def test_a_reader_that_goes_early_gets_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run("config", "--schema", capture_output=False, stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_chat_asks_once_with_a_message_or_what_is_piped(url: str) -> None:
+    for arguments, given in (["hello"], None), ([], "hello\nthere\n"):
+        piped = {} if given is None else {"input": given, "stdin": None}
+        done = run("chat", "--url", f"{url}/v1", "--max-tokens", "16", *arguments, **piped)
+        assert (done.returncode, done.stdout) == (0, f"{STUB_SAYS}\n"), done.stderr
+
+
+def test_chat_on_a_terminal_goes_on_until_ctrl_d(url: str) -> None:
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "cluster", "chat", "--url", url, "--max-tokens", "16"],
+        cwd=REPOSITORY, stdin=terminal, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        os.write(controller, b"one\n\ntwo\n\x04")
+        output, _ = process.communicate(timeout=60)
+    os.close(controller)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert output.startswith("stub at http://127.0.0.1:")
+    assert output.count(STUB_SAYS) == 2
+
+
+def test_chat_says_what_is_wrong() -> None:
+    done = run("chat", "--url", "http://127.0.0.1:9", "hello")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no answer from http://127.0.0.1:9")
+    with running_stub(StubOptions(fail_every=1)) as failing:
+        done = run("chat", "--url", failing, "hello")
+    assert (done.returncode, done.stderr) == (1, "error: 503: as asked\n")
+
+
+def test_bench_is_the_load_harness(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    done = run(
+        "bench", "--url", url, "--concurrency", "2", "--num", "4", "--json", str(path), "--quiet",
+        "--processes", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(path.read_text())["runs"][0]["outcomes"]) == 4
+    assert run("bench", "--rate", "1").returncode == 2
+    assert "--concurrency" in run("bench", "--help").stdout

@@ -1,0 +1,13 @@
+"""The attention backends by name, one row each. Free of torch, so that a name is checked early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ATTENTION: Mapping[str, str] = {
+    "reference": "worker.attention.reference:ReferenceAttention",
+    "triton": "worker.attention.triton:TritonAttention",
+    "flashinfer": "worker.attention.flashinfer:FlashInferAttention",
+    "flashinfer_fa2": "worker.attention.flashinfer:FlashInferFA2Attention",
+    "by_length": "worker.attention.by_length:ByLengthAttention",
+}

@@ -1,0 +1,65 @@
+"""The weight files of a model directory, and whether they are whole. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from worker.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files that the index names; without an index, all there are.
+
+    Raises:
+        UserError: the index is malformed, or files are missing.
+    """
+    index = path / INDEX_NAME
+    if index.exists():
+        files = [path / name for name in sorted(set(_weight_map(index).values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise UserError(f"{index} names files that are not there: {listed(absent)}")
+    if not files:
+        raise UserError(f"{path}: no *.safetensors file")
+    return files
+
+
+def check_weights(path: Path) -> None:
+    """Compare the weight files with their own headers and with the index; reads no weights.
+
+    Raises:
+        UserError: a file is missing, cut short or broken, or lacks tensors that the index names.
+    """
+    held: set[str] = set()
+    for file in weight_files(path):
+        try:  # compares the file's size with its header
+            with safe_open(file, framework="numpy") as reader:
+                held.update(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
+    index = path / INDEX_NAME
+    if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
+        raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first eight of them, and how many more there are."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """Tensor -> file name."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(name) for tensor, name in weight_map.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index}: weight_map: missing or malformed: {error!r}") from error

@@ -1,0 +1,76 @@
+"""What mooncake's wheels need of the system, and what to install where it is missing."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+from worker.errors import MissingLibrary
+
+# System libraries that the wheels link against: Debian package, or what else helps.
+APT_PACKAGES = {
+    "libibverbs.so": "libibverbs1",
+    "libmlx5.so": "ibverbs-providers",
+    "librdmacm.so": "librdmacm1",
+    "libnuma.so": "libnuma1",
+    "libcurl.so": "libcurl4",
+}
+OTHER_LIBRARIES = {
+    "libcuda.so": "the NVIDIA driver; without a GPU use the CPU wheel, pip install 'kvlane[cpu]'",
+    "libcudart.so": "the CUDA runtime of the wheel's CUDA version: pip install 'kvlane[cuda]'",
+}
+
+
+def check_installed() -> None:
+    """Look for the wheel and its system libraries without loading them.
+
+    Raises:
+        MissingLibrary: names all that is missing and how to install it.
+    """
+    spec = find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        raise explain(ModuleNotFoundError("mooncake"))
+    for folder in spec.submodule_search_locations:
+        for engine in Path(folder).glob("engine*.so"):
+            try:
+                told = subprocess.run(["ldd", str(engine)], capture_output=True, text=True)
+            except OSError:  # no ldd: the worker will say what is missing
+                return
+            check_links(told.stdout)
+
+
+def check_links(told: str) -> None:
+    """Judge the output of ldd. CUDA's libraries do not count: torch brings them."""
+    absent = [line.split()[0] for line in told.splitlines() if line.endswith("=> not found")]
+    packages = {
+        name: package
+        for name in absent
+        for library, package in APT_PACKAGES.items()
+        if name.startswith(library)
+    }
+    if packages:
+        raise MissingLibrary(
+            f"mooncake needs the system libraries {', '.join(packages)}: "
+            f"apt-get install -y --no-install-recommends {' '.join(packages.values())}"
+        )
+
+
+def explain(error: ImportError) -> MissingLibrary:
+    """What to install so that `error` does not happen again."""
+    if isinstance(error, ModuleNotFoundError):
+        return MissingLibrary(
+            "transport mooncake needs mooncake-transfer-engine: pip install 'kvlane[cpu]', "
+            "or 'kvlane[cuda]' on a machine with NVIDIA GPUs (never both wheels in one venv)"
+        )
+    text = str(error)
+    for library, package in APT_PACKAGES.items():
+        if library in text:
+            return MissingLibrary(
+                f"mooncake needs the system library {library}, package {package}: "
+                f"apt-get install -y --no-install-recommends {package} ({text})"
+            )
+    for library, remedy in OTHER_LIBRARIES.items():
+        if library in text:
+            return MissingLibrary(f"mooncake needs {library}: {remedy} ({text})")
+    return MissingLibrary(f"mooncake is installed but cannot be loaded: {text}")
