@@ -13,9 +13,11 @@ import uvicorn
 
 from router.auth import read_keys
 from router.config import RouterConfig
+from router.connection import limited
 from router.dispatch import Dispatcher
 from router.members import Members
 from router.metrics import RouterMetrics
+from router.origins import origins
 from router.policy import policy
 from router.routes import application
 from router.status import Front
@@ -193,6 +195,7 @@ class RouterServer:
                 members=members,
                 metrics=metrics,
                 shown=self._shown,
+                cors_origins=origins(self._config, self._host),
                 api_keys=self._api_keys,
             )
             self._loop = loop
@@ -207,6 +210,7 @@ class RouterServer:
         assert self._front is not None
         config = uvicorn.Config(
             application(self._front),
+            http=limited(self._config),
             log_config=None,
             access_log=False,
             log_level=logging.WARNING,  # start and end are logged by the monitor

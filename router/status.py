@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -33,6 +33,7 @@ class Front:
     metrics: RouterMetrics
     shown: Mapping[str, object]
     started_at: int = field(default_factory=lambda: int(time.time()))
+    cors_origins: Sequence[str] = ()  # whose pages may read answers
     api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
