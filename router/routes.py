@@ -8,8 +8,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 from router.auth import ApiKeys
 from router.errors import ApiError
 from router.exchange import CLIENT_GONE, Exchange, Exchanges
+from router.openapi import document
 from router.origins import with_cors
 from router.prepare import Preparer
 from router.prepared import Prepared
@@ -157,9 +159,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             failure = ApiError(error.status_code, code, str(error.detail))
-            headers = dict(error.headers or {})
-            if headers.get("allow") == "GET":
-                headers["allow"] = "GET, HEAD"
+            headers = dict(error.headers or {})  # 405 says what is allowed
         case ClientDisconnect():
             return Response(status_code=CLIENT_GONE)
         case _:
@@ -167,13 +167,17 @@ async def _on_error(request: Request, error: Exception) -> Response:
     Exchange.of(request.scope).failure = failure.code
     response = failure.response
     response.headers.update(headers)
+    if response.headers.get("allow") == "GET":
+        response.headers["allow"] = "GET, HEAD"
     return response
 
 
 def application(front: Front) -> ASGIApp:
     """The ASGI application over `front`."""
     routes, status = Routes(front), StatusRoutes(front)
-    app = FastAPI(title="kvlane", version=version(), redoc_url=None, redirect_slashes=False)
+    # Its /docs brings Swagger UI along, so that it works where there is no internet.
+    app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
+    app.openapi_schema = document(version(), front.model, keys=bool(front.api_keys))
     for path, endpoint in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completions),
@@ -184,6 +188,7 @@ def application(front: Front) -> ASGIApp:
     for path, endpoint in (
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.one_model),
+        ("/", status.index),
         ("/health", status.health),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
@@ -197,7 +202,6 @@ def application(front: Front) -> ASGIApp:
             routes.not_served,
             methods=["GET", "POST"],
             response_model=None,
-            include_in_schema=False,
         )
     for kind in (ApiError, UserError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)

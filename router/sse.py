@@ -233,8 +233,10 @@ class Answer(Response):
         completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
         return b"data: %s\n\n" % to_json(completion)
 
-    def _completion(self, kind: str, choices: Sequence[Choice], usage: Usage | None) -> Completion:
-        completion = Completion(
+    def _completion(
+        self, kind: str, choices: Sequence[Choice], usage: Usage | None
+    ) -> Completion[Choice]:
+        completion = Completion[Choice](
             id=self._id,
             object=kind,
             created=self._created,
