@@ -8,6 +8,7 @@ of this router's requests leaves it, a new worker comes, or the pause is over.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import OrderedDict
@@ -20,6 +21,8 @@ from router.output import OutputText
 from router.policy.base import Asked, Choice, Policy
 from worker.api import Abort, Generate, PeerId, Sampling, Stages
 from worker.wire import Wire
+
+log = logging.getLogger("kvlane.router")
 
 MAX_JITTER = 0.5  # of retry_after_s
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
@@ -195,6 +198,7 @@ class Queue:
             candidates=choice.candidates,
             after=after,
         )
+        log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, choice.decode)
         self._wire.send(choice.decode, generate)
 
 
