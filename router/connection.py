@@ -51,8 +51,10 @@ class LimitedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Start the timer of what is awaited now, if that is something else than before."""
         state = self.conn.their_state
-        idle = state is h11.IDLE and self.timeout_keep_alive_task is not None  # uvicorn's timer
-        if idle or state not in (h11.IDLE, h11.SEND_BODY) or self.transport.is_closing():
+        # Between two requests nothing is awaited: uvicorn has a timer for that.
+        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        awaited = state is h11.SEND_BODY or (state is h11.IDLE and not idle)
+        if not awaited or self.transport.is_closing():
             self._stop()
         elif self._awaited != (state, self.cycle):
             self._stop()
