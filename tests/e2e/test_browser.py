@@ -118,15 +118,6 @@ def test_a_page_of_another_origin_streams_a_chat(cluster: Serve, tmp_path: Path)
 
 
 @needs_chromium
-def test_a_page_of_an_origin_that_is_not_allowed_reads_nothing(tmp_path: Path) -> None:
-    double = DecodeDouble(script=speak([5, 6]))
-    with serving(make_model(tmp_path / "model"), double, cors_origins=[]) as (_, url):
-        found = visit(url, tmp_path / "profile")
-    assert found["text"] == ""
-    assert "Failed to fetch" in found["error"]
-
-
-@needs_chromium
 def test_docs_are_drawn_where_there_is_no_internet(cluster: Serve, tmp_path: Path) -> None:
     done = subprocess.run(
         command(tmp_path, "--virtual-time-budget=20000", "--dump-dom", f"{cluster.url}/docs"),
@@ -148,3 +139,12 @@ def test_one_id_names_a_request_in_the_lines_of_every_process(cluster: Serve) ->
 
     wait_until(lambda: loggers() == wanted)
     cluster.wait_idle()
+
+
+@needs_chromium
+def test_a_page_of_an_origin_that_is_not_allowed_reads_nothing(tmp_path: Path) -> None:
+    double = DecodeDouble(script=speak([5, 6]))
+    with serving(make_model(tmp_path / "model"), double, cors_origins=[]) as (_, url):
+        found = visit(url, tmp_path / "profile")
+    assert found["text"] == ""
+    assert "Failed to fetch" in found["error"]
