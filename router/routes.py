@@ -177,7 +177,8 @@ def application(front: Front) -> ASGIApp:
     routes, status = Routes(front), StatusRoutes(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    app.openapi_schema = document(version(), front.model, keys=bool(front.api_keys))
+    shown = document(version(), front.model, keys=bool(front.api_keys))
+    app.openapi = lambda: shown
     for path, endpoint in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completions),
