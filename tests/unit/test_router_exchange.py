@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -12,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from router.exchange import Exchanges
 from router.metrics import STAGES
 from tests.fault.router_doubles import (
     HANG_S,
@@ -207,3 +210,19 @@ def test_server_timing_has_the_stages(url: str, double: DecodeDouble) -> None:
         assert list(timing(future.result(HANG_S))) == ["prepare", *STAGES[:-1], "total"]
     assert set(timing(httpx.get(f"{url}/v1/models"))) == {"total"}
     assert "total" in timing(post(url, prompt=3))
+
+
+def test_a_route_s_mistake_is_logged_with_the_id(lines: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError(f"on {scope['path']}")
+
+    async def nothing(message: Message | None = None) -> Message:
+        return {}
+
+    scope = {"type": "http", "method": "GET", "path": "/a/", "raw_path": b"/a/"}
+    scope["headers"] = [(b"x-request-id", b"broken")]
+    asyncio.run(Exchanges(broken, writes=True)(scope, nothing, nothing))
+    (record,) = [record for record in lines.records if record.name == "kvlane.router"]
+    assert "req_id=broken" in record.getMessage()
+    assert record.exc_text is not None
+    assert "ZeroDivisionError: on /a" in record.exc_text
