@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import uvicorn
 
 from router.config import RouterConfig
+from router.connection import limited
 from router.defaults import Defaults, defaults_of
 from router.dispatch import Dispatcher
 from router.keys import read_keys
 from router.members import Members
 from router.metrics import RouterMetrics
+from router.origins import origins
 from router.policy import policy
 from router.routes import application
 from router.status import Front
@@ -197,6 +199,7 @@ class RouterServer:
                 metrics=metrics,
                 shown=self._shown,
                 defaults=self._defaults,
+                cors_origins=origins(self._config, self._host),
                 api_keys=self._api_keys,
             )
             self._loop = loop
@@ -211,6 +214,7 @@ class RouterServer:
         assert self._front is not None
         config = uvicorn.Config(
             application(self._front),
+            http=limited(self._config),
             log_config=None,
             access_log=False,
             log_level=logging.WARNING,  # start and end are logged by the monitor

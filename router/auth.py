@@ -6,7 +6,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.errors import ApiError, error_response
+from router.errors import ApiError
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 BEARER = b"bearer "
@@ -23,7 +23,7 @@ class ApiKeys:
         """Pass on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(GUARDED) and not self._knows(scope):
             message = "a valid API key is needed: Authorization: Bearer KEY"
-            response = error_response(ApiError(401, "invalid_api_key", message))
+            response = ApiError(401, "invalid_api_key", message).response
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)
             return

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from worker.config import Auto, Section
 
+Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+
 
 class RouterConfig(Section):
     """How the HTTP front behaves. Limits are per router process."""
@@ -22,6 +24,10 @@ class RouterConfig(Section):
     """Choices that have not ended; beyond, requests get 429 at once."""
     keep_alive_s: float = Field(default=120.0, gt=0)
     """An HTTP connection is closed when it is idle, or its client reads nothing, for so long."""
+    header_timeout_s: float = Field(default=30.0, gt=0)
+    """For a request's head to arrive; then its connection is cut."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """For a request's body to arrive, after the head; then 408."""
     max_body_bytes: int = Field(default=32 << 20, ge=1)
     """A larger request body gets 413."""
     sse_ping_s: float = Field(default=15.0, gt=0)
@@ -30,6 +36,13 @@ class RouterConfig(Section):
     """At shutdown, for clients that do not read."""
     api_key_file: str = ""
     """Bearer keys, one a line, read at the start; empty: everyone is served."""
+    cors_origins: Auto | tuple[Origin, ...] = "auto"
+    """Pages of which origins (scheme://host:port, "*": any) a browser lets read answers.
+
+    auto: any where the router listens on loopback without keys, else none.
+    """
+    access_log: bool = True
+    """A line at INFO for every HTTP request; probes at DEBUG."""
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
     """Format of tool calls in the model's text; auto: by the chat template."""
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"

@@ -93,6 +93,7 @@ class Dispatcher:
 
     def submit(
         self,
+        req_id: str,
         index: int,
         prompt: tuple[int, ...],
         sampling: Sampling,
@@ -102,10 +103,11 @@ class Dispatcher:
     ) -> Req:
         """Take a request; its deltas go to `mailbox`, the last of them with a finish reason.
 
-        It goes to the worker of `leader`, a choice with the same prompt, if there is one.
+        It goes to the worker of `leader`, a choice with the same prompt, if there is one. Workers
+        know it by `req_id`, so no other request of the cluster may have that.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
-        req = Req(index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
+        req = Req(req_id, index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
         self._reqs[req.req_id] = req
         if self._closed:
             self._end(req, FinishReason.ERROR, error=_stopping())
@@ -288,7 +290,7 @@ class Dispatcher:
         metrics.prompt_tokens.inc(len(req.prompt))
         metrics.generation_tokens.inc(len(req.tokens))
         metrics.cached_tokens.inc(req.num_cached_tokens)
-        log.info("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
+        log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
 

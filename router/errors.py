@@ -6,7 +6,9 @@ status  code                     when
 400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
 401     invalid_api_key          keys are configured and the request has none of them
 404     model_not_found          another model's name
+408     timeout                  the request itself did not arrive in time
 413     body_too_large           request body over the limit
+415     unsupported              an encoded body (Content-Encoding)
 429     busy                     no room until the queue timeout; Retry-After
 502     worker_lost, transfer_*  the worker that had the request is gone
 503     no_worker, draining      no worker at present, or the router is draining; Retry-After
@@ -42,6 +44,7 @@ STATUS = {
     "draining": 503,
     "timeout": 504,
 }
+HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
 class ApiError(KvlaneError):
@@ -93,12 +96,17 @@ class ApiError(KvlaneError):
     @property
     def headers(self) -> dict[str, str]:
         """`retry-after` in whole seconds; `x-should-retry` is what OpenAI's clients obey."""
-        headers: dict[str, str] = {}
+        headers = dict(HEADERS.get(self.status, {}))
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         if not self.retry:
             headers["x-should-retry"] = "false"
         return headers
+
+    @property
+    def response(self) -> JSONResponse:
+        """The HTTP response of a request that has failed so."""
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
@@ -117,8 +125,3 @@ def of_grammar(error: ApiError, param: str) -> ApiError:
         error.param = param
         error.message = error.message.replace(f"{GRAMMAR_PARAM}: ", f"{param}: ", 1)
     return error
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    """The HTTP response of a request that has failed."""
-    return JSONResponse(error.body, error.status, error.headers)

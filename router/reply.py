@@ -7,6 +7,7 @@ requires is set even where it is null.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, SerializeAsAny
 
@@ -165,12 +166,15 @@ class TextChoice(Choice):
     finish_reason: str | None
 
 
-class Completion(BaseModel):
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
+
+
+class Completion(BaseModel, Generic[ChoiceT]):
     """Any of the four bodies; `object` says which, `choices` holds the choices of that kind."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[SerializeAsAny[Choice]]
+    choices: Sequence[SerializeAsAny[ChoiceT]]
     usage: Usage | None = None

@@ -1,21 +1,25 @@
-"""The HTTP routes, and the form in which errors are answered."""
+"""The HTTP routes, the layers around them, and the form in which errors are answered."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from router.auth import ApiKeys
-from router.errors import ApiError, error_response
+from router.errors import ApiError
+from router.exchange import CLIENT_GONE, Exchange, Exchanges
+from router.openapi import document
+from router.origins import with_cors
 from router.prepare import Preparer
 from router.prepared import Prepared
 from router.sse import Answer
@@ -27,7 +31,6 @@ from worker.errors import KvlaneError, UserError, contained
 THREAD_BODY_BYTES = 8 << 10  # a larger body is parsed and tokenized off the loop; 64 KiB took 70 ms
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
-REQUEST_ID = b"x-request-id"
 NOT_SERVED = (
     "/v1/embeddings",
     "/v1/audio/{rest:path}",
@@ -111,24 +114,39 @@ class Routes:
         front.num_open += 1
         config = front.config
         return Answer(
-            prepared, front.dispatcher, config.sse_ping_s, config.keep_alive_s, self._closed
+            prepared,
+            front.dispatcher,
+            Exchange.of(request.scope),
+            config.sse_ping_s,
+            config.keep_alive_s,
+            self._closed,
         )
 
     def _closed(self) -> None:
         self._front.num_open -= 1
 
     async def _body(self, request: Request) -> bytes:
-        limit = self._front.config.max_body_bytes
+        config = self._front.config
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            message = f"Content-Encoding {encoding[:40]}: send the body as it is"
+            raise ApiError(415, "unsupported", message)
+        limit = config.max_body_bytes
         error = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > limit:
             raise error
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise error
-        return bytes(body)
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise error
+        except TimeoutError:
+            message = f"the body did not arrive within {config.body_timeout_s:g} s"
+            raise ApiError(408, "timeout", message) from None
+        return bytes(body.removeprefix(BOM_UTF8))
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -141,49 +159,38 @@ class Routes:
         }
 
 
-class RequestId:
-    """Returns the caller's x-request-id, or makes one, on every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, with the header added to what goes back."""
-        given = dict(scope["headers"]).get(REQUEST_ID) if scope["type"] == "http" else None
-        request_id = given or uuid.uuid4().hex.encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     """Every exception a route may raise, in OpenAI's format; unknown ones are also logged."""
     match error:
         case ApiError():
-            return error_response(error)
+            failure, headers = error, {}
         case UserError():
-            return error_response(ApiError(400, error.code, str(error), param=error.param))
+            failure, headers = ApiError(400, error.code, str(error), param=error.param), {}
         case KvlaneError():
-            return error_response(ApiError.of(error.code, str(error)))
+            failure, headers = ApiError.of(error.code, str(error)), {}
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-            response = error_response(ApiError(error.status_code, code, str(error.detail)))
-            response.headers.update(error.headers or {})  # 405 says what is allowed
-            return response
+            failure = ApiError(error.status_code, code, str(error.detail))
+            headers = dict(error.headers or {})  # 405 says what is allowed
         case ClientDisconnect():
-            return Response(status_code=499)
+            return Response(status_code=CLIENT_GONE)
         case _:
-            return error_response(ApiError.of("internal_error", "internal error"))
+            failure, headers = ApiError.of("internal_error", "internal error"), {}
+    Exchange.of(request.scope).failure = failure.code
+    response = failure.response
+    response.headers.update(headers)
+    if response.headers.get("allow") == "GET":
+        response.headers["allow"] = "GET, HEAD"
+    return response
 
 
 def application(front: Front) -> ASGIApp:
     """The ASGI application over `front`."""
     routes, status = Routes(front), StatusRoutes(front)
-    app = FastAPI(title="kvlane", version=version(), redoc_url=None)
+    # Its /docs brings Swagger UI along, so that it works where there is no internet.
+    app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
+    shown = document(version(), front.model, keys=bool(front.api_keys))
+    app.openapi = lambda: shown
     for path, endpoint in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.completions),
@@ -194,6 +201,7 @@ def application(front: Front) -> ASGIApp:
     for path, endpoint in (
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.one_model),
+        ("/", status.index),
         ("/health", status.health),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
@@ -207,8 +215,9 @@ def application(front: Front) -> ASGIApp:
             routes.not_served,
             methods=["GET", "POST"],
             response_model=None,
-            include_in_schema=False,
         )
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    return RequestId(ApiKeys(app, front.api_keys) if front.api_keys else app)
+    layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
+    layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
+    return Exchanges(layers, writes=front.config.access_log)

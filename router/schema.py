@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -68,6 +69,15 @@ def _prompts(value: Any) -> Any:
     return items
 
 
+def _many(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+# For fields that take more forms than the one to which they are normalised.
+TEXT: dict[str, Any] = {"type": "string"}
+IDS = _many({"type": "integer"})
+
+
 class Contradiction(ValueError):
     """Two fields contradict each other; `field` is the one to change."""
 
@@ -112,7 +122,9 @@ class GenerationBody(RequestModel):
     top_k: TopK | None = None
     min_p: MinP | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[Many[str], BeforeValidator(_listed)] = Field([], max_length=MAX_STOP_STRINGS)
+    stop: Annotated[
+        Many[str], BeforeValidator(_listed), WithJsonSchema({"anyOf": [TEXT, _many(TEXT)]})
+    ] = Field([], max_length=MAX_STOP_STRINGS)
     stop_token_ids: Many[int] = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
@@ -252,7 +264,11 @@ class CompletionBody(GenerationBody):
 
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's default, and vLLM's
 
-    prompt: Annotated[Many[str] | Many[Many[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        Many[str] | Many[Many[int]],
+        BeforeValidator(_prompts),
+        WithJsonSchema({"anyOf": [TEXT, _many(TEXT), IDS, _many(IDS)]}),
+    ]
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

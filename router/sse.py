@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,16 +18,15 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Dispatcher
-from router.errors import ApiError, error_response, of_grammar
+from router.errors import ApiError, of_grammar
+from router.exchange import Exchange
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
 from router.metrics import by_stage
 from router.prepared import Prepared
 from router.reply import Choice, Completion, StageTimes, Usage, to_json
-from router.waiting import Req
+from router.waiting import counted
 from worker.api import FinishReason
-
-log = logging.getLogger("kvlane.router")
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -51,6 +48,7 @@ class Answer(Response):
     Args:
         prepared: the request.
         dispatcher: runs its choices.
+        exchange: the HTTP request; the choices are added to it.
         ping_s: a stream that is silent for so long gets a comment line.
         patience_s: a client that reads nothing for so long counts as gone.
         closed: called once, when nothing of the request is left.
@@ -60,6 +58,7 @@ class Answer(Response):
         self,
         prepared: Prepared,
         dispatcher: Dispatcher,
+        exchange: Exchange,
         ping_s: float,
         patience_s: float,
         closed: Callable[[], None],
@@ -68,15 +67,16 @@ class Answer(Response):
         self.status_code = 200
         self._prepared = prepared
         self._dispatcher = dispatcher
+        self._exchange = exchange
         self._ping_s = ping_s
         self._patience_s = patience_s
         self._closed = closed
         self._mailbox = Mailbox(streamed=prepared.streamed)
-        self._reqs: list[Req] = []
+        self._reqs = exchange.reqs
         self._num_open = len(prepared.choices)
         self._error: ApiError | None = None
         self._started = False
-        self._id = f"{prepared.writer.prefix}-{uuid.uuid4().hex}"
+        self._id = f"{prepared.writer.prefix}-{exchange.unique_id}"
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,6 +87,7 @@ class Answer(Response):
                 leader = None if choice.leader is None else self._reqs[choice.leader]
                 self._reqs.append(
                     self._dispatcher.submit(
+                        f"{self._exchange.unique_id}-{index}",
                         index,
                         choice.prompt,
                         choice.sampling,
@@ -97,7 +98,7 @@ class Answer(Response):
                 )
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
         except _Gone:
-            log.info("%s: the client is gone, or does not read", self._id)
+            self._exchange.failure = "client_gone"
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -206,12 +207,13 @@ class Answer(Response):
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the error: an event if the stream has begun, else a status of its own."""
+        self._exchange.failure = error.code
         if self._started:
             event = b"data: %s\n\n" % json.dumps(error.body).encode()
             with suppress(_Gone):
                 await self._write(send, event + DONE, more=False)
         else:
-            await error_response(error)(scope, receive, send)
+            await error.response(scope, receive, send)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Part of a stream.
@@ -231,8 +233,10 @@ class Answer(Response):
         completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
         return b"data: %s\n\n" % to_json(completion)
 
-    def _completion(self, kind: str, choices: Sequence[Choice], usage: Usage | None) -> Completion:
-        completion = Completion(
+    def _completion(
+        self, kind: str, choices: Sequence[Choice], usage: Usage | None
+    ) -> Completion[Choice]:
+        completion = Completion[Choice](
             id=self._id,
             object=kind,
             created=self._created,
@@ -256,12 +260,7 @@ class Answer(Response):
         )
 
     def _usage(self) -> Usage:
-        reqs = self._reqs
-        return Usage.of(
-            sum(len(req.prompt) for req in reqs if req.leader is None),
-            sum(len(req.tokens) for req in reqs),
-            sum(req.num_cached_tokens for req in reqs if req.leader is None),
-        )
+        return Usage.of(*counted(self._reqs))
 
 
 async def _written(deltas: Sequence[Delta], write: Callable[[], bytes]) -> bytes:

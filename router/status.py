@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from importlib import metadata
 
-from fastapi import Response
-from fastapi.responses import JSONResponse
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from router.config import RouterConfig
@@ -19,6 +20,21 @@ from router.metrics import RouterMetrics
 from router.text import Text
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
+
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>kvlane</title>
+<h1>kvlane {version}</h1>
+<p>A router of kvlane, an LLM serving cluster. It serves the model <b>{model}</b> with OpenAI's API
+at <code>/v1</code>.</p>
+<ul>
+<li><a href="docs">docs</a>: the API, to be tried out; <a href="openapi.json">openapi.json</a></li>
+<li><a href="v1/models">v1/models</a>: the model</li>
+<li><a href="ready">ready</a>, <a href="health">health</a>: probes;
+<a href="metrics">metrics</a>: for Prometheus</li>
+<li><a href="config">config</a>: the configuration, and who is in the cluster</li>
+</ul>
+"""
 
 
 @dataclass(slots=True)
@@ -35,6 +51,7 @@ class Front:
     shown: Mapping[str, object]
     defaults: Defaults = field(default_factory=Defaults)  # of sampling
     started_at: int = field(default_factory=lambda: int(time.time()))
+    cors_origins: Sequence[str] = ()  # whose pages may read answers
     api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
@@ -50,6 +67,14 @@ class StatusRoutes:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+
+    async def index(self, request: Request) -> Response:
+        """GET /: what this is, as a page for browsers and as JSON for everyone else."""
+        model = self._front.model
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(PAGE.format(model=escape(model), version=escape(version())))
+        links = {name: f"/{name}" for name in ("docs", "openapi.json", "v1/models", "ready")}
+        return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
 
     async def health(self) -> Response:
         """GET /health: the process is alive."""

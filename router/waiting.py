@@ -8,9 +8,9 @@ of this router's requests leaves it, a new worker comes, or the pause is over.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,8 @@ from router.policy.base import Asked, Choice, Policy
 from worker.api import Abort, Generate, PeerId, Sampling, Stages
 from worker.wire import Wire
 
+log = logging.getLogger("kvlane.router")
+
 MAX_JITTER = 0.5  # of retry_after_s
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
@@ -30,6 +32,7 @@ MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 class Req:
     """One choice of an HTTP request, with all that is needed to send it again."""
 
+    req_id: str  # unique in the cluster
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -38,7 +41,6 @@ class Req:
     arrived_at: float
     deadline: float
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
-    req_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     choice: Choice | None = None  # the workers it was sent to; None while it waits
@@ -78,6 +80,16 @@ class Req:
     def asked(self) -> Asked:
         """What the policy sees of it."""
         return Asked(self.req_id, self.prompt)
+
+
+def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
+    """Prompt, output and cached tokens of all choices together; a prompt counts once."""
+    leaders = [req for req in reqs if req.leader is None]
+    return (
+        sum(len(req.prompt) for req in leaders),
+        sum(len(req.tokens) for req in reqs),
+        sum(req.num_cached_tokens for req in leaders),
+    )
 
 
 class Queue:
@@ -186,6 +198,7 @@ class Queue:
             candidates=choice.candidates,
             after=after,
         )
+        log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, choice.decode)
         self._wire.send(choice.decode, generate)
 
 

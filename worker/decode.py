@@ -6,6 +6,7 @@ n, settle step n - 1, the tail of step n if grammars mask it, peers, sweep, repl
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -42,6 +43,8 @@ from worker.requests.siblings import Siblings
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
+
+log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
 # While pulls run, an idle loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at
@@ -174,8 +177,10 @@ class DecodeLoop:
             req = self._admission.admit(router, message, len(self._reqs), now)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
+            log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
             self._thread.send(router, Refused(*key, _told(error), retry_after_s))
             return
+        log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
         req.marks.received_at = now
         self._reqs[key] = req
         self._admission.place(req)
@@ -240,6 +245,7 @@ class DecodeLoop:
     def _end(self, req: Req, reason: FinishReason) -> None:
         self._scheduler.finish(req)
         self._reqs.pop(req.key, None)
+        log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
         self._engine.metrics.requests(reason.value).inc()
 
     def _sweep(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's own document against a real cluster, by schemathesis: no finding."""
+"""OpenAI's document and our own against a real cluster, by schemathesis: no finding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.harness import REPOSITORY
+from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import Clusters
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
+SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
 CHECKS = (
     "not_a_server_error,response_schema_conformance,"
     "content_type_conformance,status_code_conformance"
@@ -44,26 +45,44 @@ def adapted(document: dict) -> dict:
     return document
 
 
-def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
-    if not DOCUMENT.exists() or importlib.util.find_spec("schemathesis") is None:
-        assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False
-        pytest.skip(f"needs {DOCUMENT} and schemathesis")
-    serve = clusters.lend("--set", "model.max_model_len=512")
-    schema = tmp_path / "openai.json"
-    schema.write_text(json.dumps(adapted(json.loads(DOCUMENT.read_text()))))
+def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
+    """Every operation of `document`, below `url`, answers as the document says."""
+    schema = directory / "openapi.json"
+    schema.write_text(json.dumps(document))
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("schemathesis")), "run", str(schema),
-            "--url", f"{serve.url}/v1", "-n", "25", "--phases", "examples,fuzzing",
+            "--url", url, "-n", "25", "--phases", "examples,fuzzing",
             "--checks", CHECKS, "--seed", "1", "--request-timeout", "60",
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        cwd=directory, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    served = 0.0
+    serve.wait_idle()
+
+
+def num_served(serve: Serve) -> float:
+    """Choices that ended well."""
     for family in text_string_to_metric_families(httpx.get(f"{serve.url}/metrics").text):
         if family.name == "kvlane_requests":
             ends = [s for s in family.samples if s.labels.get("outcome") in ("stop", "length")]
-            served = sum(sample.value for sample in ends)
-    assert served >= 5, "schemathesis has seen mistakes only"
-    serve.wait_idle()
+            return sum(sample.value for sample in ends)
+    return 0.0
+
+
+def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
+    if not DOCUMENT.exists() or not SCHEMATHESIS:
+        assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False
+        pytest.skip(f"needs {DOCUMENT} and schemathesis")
+    serve = clusters.lend("--set", "model.max_model_len=512")
+    before = num_served(serve)
+    examine(serve, adapted(json.loads(DOCUMENT.read_text())), f"{serve.url}/v1", tmp_path)
+    assert num_served(serve) - before >= 5, "schemathesis has seen mistakes only"
+
+
+@pytest.mark.skipif(not SCHEMATHESIS, reason="needs schemathesis")
+def test_our_own_document_is_true(clusters: Clusters, tmp_path: Path) -> None:
+    serve = clusters.lend("--set", "model.max_model_len=512")
+    before = num_served(serve)
+    examine(serve, httpx.get(f"{serve.url}/openapi.json").json(), serve.url, tmp_path)
+    assert num_served(serve) - before >= 5, "schemathesis has seen mistakes only"

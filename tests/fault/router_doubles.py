@@ -285,9 +285,12 @@ def asking() -> Iterator[Ask]:
     """A function that sends a completion request from a thread and gives its future response."""
     with ThreadPoolExecutor(16) as pool:
 
-        def send(url: str, **body: Any) -> Future[httpx.Response]:
+        def send(
+            url: str, headers: dict[str, str] | None = None, **body: Any
+        ) -> Future[httpx.Response]:
             body = {"prompt": "hello", "stream": True} | body
-            return pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=HANG_S)
+            url = f"{url}/v1/completions"
+            return pool.submit(httpx.post, url, json=body, headers=headers, timeout=HANG_S)
 
         yield send
 

@@ -89,8 +89,10 @@ class Outbound:
         try:
             req = self._admit(message)
         except KvlaneError as error:
+            log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
             self._send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
             return
+        log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
         first_page = req.num_announced_pages = message.num_matched // self._page_size
         self._metrics.cached_tokens.inc(req.num_computed_tokens)
         outgoing = _Outgoing(xfer, peer, req, Lease(self._window_s, now), first_page)
@@ -151,7 +153,7 @@ class Outbound:
     def sweep(self, now: float) -> None:
         """Drop transfers whose lease has expired."""
         for each in [each for each in self._outgoing.values() if each.lease.expired(now)]:
-            log.warning("lease of %s ended without a release", each.xfer.xfer_id)
+            log.warning("xfer_id=%s: its lease ended without a release", each.xfer.xfer_id)
             self._metrics.lease_expired.inc()
             self._drop(each)
 
