@@ -1,7 +1,28 @@
-"""python -m cluster …"""
+"""The command: `kvlane …` or `python -m cluster …`"""
 
+import os
+import signal
 import sys
 
-from cluster.cli import main
+from cluster.search_path import forget_directory
 
-sys.exit(main())
+
+def main() -> int:
+    """Run one command; the exit code."""
+    forget_directory()
+    # Imports may swallow KeyboardInterrupt, and nothing has begun: Ctrl-C just ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from cluster import cli
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = cli.main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `kvlane config | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

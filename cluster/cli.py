@@ -1,6 +1,7 @@
 """The command line: `python -m cluster` or `kvlane`. The only place that reads the environment.
 
-Exit codes: 0 done, 1 something failed, 2 the user's mistake, 130 interrupted.
+Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, which for
+`serve` means before it was ready, or twice.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import argparse
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,7 +21,9 @@ import yaml
 
 from cluster.config import Config, load
 from cluster.owned import find_running
+from cluster.search_path import leave_directory
 from cluster.seats import SeatStatus
+from cluster.supervisor import Lent, Limits, supervise
 from worker.errors import KvlaneError, UserError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
@@ -39,6 +41,9 @@ RAY_SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
+# Beyond their own limits, for the processes that `serve` starts to end by themselves.
+JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
+END_MARGIN_S = 10.0
 FLAGS = {
     "model": "model.path",
     "prefill": "prefill.replicas",
@@ -55,8 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
     command: Callable[[argparse.Namespace], int] = args.command
+    return _guarded(lambda: command(args))
+
+
+def _guarded(command: Callable[[], int]) -> int:
     try:
-        return command(args)
+        return command()
     except UserError as error:
         return _fail(error, 2)
     except KvlaneError as error:
@@ -129,15 +138,28 @@ def _serve(args: argparse.Namespace) -> int:
     # In a Ray cluster that we join, only the nodes of workers and routers need the model.
     if not address and not config.model.directory.is_dir():
         raise UserError(f"model.path: there is no directory {config.model.directory}")
+    if not address:
+        config = config.anchored(Path.cwd())
     auth_mode = _prepare_environment("" if address else "disabled")
-    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
+    cluster = config.cluster
+    return supervise(
+        lambda lent: _guarded(lambda: _run(config, address, auth_mode, lent)),
+        None if address else Path(tempfile.gettempdir()),
+        _runtime_dir(),
+        # Nothing has been served while it starts: a Ray of our own is killed, one that we joined
+        # is told to end what we have started there.
+        Limits(JOINED_GRACE_S if address else 0.0, cluster.stop_limit_s + END_MARGIN_S),
+    )
 
-    around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
+
+def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
+    """In the supervisor's child: start Ray where nothing of the user's can be imported."""
+    leave_directory()
+    from cluster.serve import serve  # imports Ray, which reads the environment
+
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
-        return serve(config, around, out)
+        return serve(config, address, auth_mode, lent, out)
 
 
 def _config(args: argparse.Namespace) -> int:

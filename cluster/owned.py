@@ -19,8 +19,12 @@ from worker.errors import UserError
 
 log = logging.getLogger("kvlane.owned")
 
-PREFIX = "kvlane-"
-LOCK = ".lock"
+PREFIX = "kvlane-ray"  # NUM_RANDOM characters of mkdtemp follow
+NUM_RANDOM = 8
+# The path of a socket has 107 characters at most: PREFIX and what follows take 19 of them, and
+# Ray's names below it up to 64.
+MAX_ROOT_PATH = 24
+SHORT_ROOT = Path("/tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class Running:
 
 
 class OwnedDirectory:
-    """A fresh directory for Ray's files. Removed by `remove`, or by the next start after a kill."""
+    """A fresh directory for Ray's files, itself locked: it is owned from its first moment to its
+    last. Removed by `remove`, or by the next start after a kill.
+    """
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -44,13 +50,19 @@ class OwnedDirectory:
     @classmethod
     def make(cls, root: Path) -> OwnedDirectory:
         """A new one below `root`. Those that killed processes of this user left are removed."""
+        if len(str(root)) > MAX_ROOT_PATH:
+            root = SHORT_ROOT
         root.mkdir(parents=True, exist_ok=True)
-        for path in root.glob(f"{PREFIX}*/{LOCK}"):
-            if path.stat().st_uid == os.getuid() and not is_held(path):
-                log.info("removing %s: its serve was killed", path.parent)
-                shutil.rmtree(path.parent, ignore_errors=True)
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        return cls(directory, _hold(directory / LOCK))
+        for path in root.glob(PREFIX + "?" * NUM_RANDOM):
+            if path.is_dir() and path.stat().st_uid == os.getuid():
+                _remove_unless_held(path)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():  # else another start has seen it without its lock
+                return cls(path, lock)
+            os.close(lock)
 
     def remove(self) -> None:
         """Delete it with all that is in it; a second call does nothing."""
@@ -58,6 +70,21 @@ class OwnedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _remove_unless_held(path: Path) -> None:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # its owner is faster
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        log.info("removing %s: its serve was killed", path)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
 
 
 class StateFile:
