@@ -21,10 +21,6 @@ log = logging.getLogger("kvlane.owned")
 
 PREFIX = "kvlane-ray"  # NUM_RANDOM characters of mkdtemp follow
 NUM_RANDOM = 8
-# The path of a socket has 107 characters at most: PREFIX and what follows take 19 of them, and
-# Ray's names below it up to 64.
-MAX_ROOT_PATH = 24
-SHORT_ROOT = Path("/tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +46,16 @@ class OwnedDirectory:
     @classmethod
     def make(cls, root: Path) -> OwnedDirectory:
         """A new one below `root`. Those that killed processes of this user left are removed."""
-        if len(str(root)) > MAX_ROOT_PATH:
-            root = SHORT_ROOT
         root.mkdir(parents=True, exist_ok=True)
         for path in root.glob(PREFIX + "?" * NUM_RANDOM):
-            if path.is_dir() and path.stat().st_uid == os.getuid():
-                _remove_unless_held(path)
+            _remove_unless_held(path)
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            lock = _open(path)
+            if lock is None:  # another start has found it without a lock
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():  # else another start has seen it without its lock
+            if path.exists():
                 return cls(path, lock)
             os.close(lock)
 
@@ -72,17 +67,24 @@ class OwnedDirectory:
             self._lock = -1
 
 
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # gone, another user's, or a file
+        return None
+
+
 def _remove_unless_held(path: Path) -> None:
+    lock = _open(path)
+    if lock is None:
+        return
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return  # its owner is faster
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        log.info("removing %s: its serve was killed", path)
-        shutil.rmtree(path, ignore_errors=True)
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.info("removing %s: its serve was killed", path)
+            shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
-        pass
+        pass  # its owner lives
     finally:
         os.close(lock)
 

@@ -25,6 +25,10 @@ from worker.transfer.host import process_stat
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# The path of a socket has 107 characters at most. Below this root our directory takes 19 of them,
+# and Ray's names up to 64.
+MAX_ROOT_PATH = 24
+SHORT_ROOT = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
 LOOK_S = 1.0  # how often to look at the child, should a SIGCHLD be missed
 READY = b"\n"
@@ -78,7 +82,8 @@ def supervise(
     directory, state = None, None
     try:
         if temp_root is not None:
-            directory = OwnedDirectory.make(temp_root)
+            is_short = len(str(temp_root)) <= MAX_ROOT_PATH
+            directory = OwnedDirectory.make(temp_root if is_short else SHORT_ROOT)
         state = StateFile(runtime_dir)
         told, tells = os.pipe()
         os.set_blocking(told, False)
