@@ -4,17 +4,16 @@ import os
 import signal
 import sys
 
-from cluster.search_path import forget_directory
-
 
 def main() -> int:
     """Run one command; the exit code."""
-    forget_directory()
-    # Imports may swallow KeyboardInterrupt, and nothing has begun: Ctrl-C just ends this process.
+    # Imports may swallow KeyboardInterrupt, and nothing has begun: SIGINT just ends this process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from cluster.search_path import forget_directory
+
+    forget_directory()
     from cluster import cli
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = cli.main()
         sys.stdout.flush()

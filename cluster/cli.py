@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
     command: Callable[[argparse.Namespace], int] = args.command
+    if command is not _serve:  # which has its own way, see `supervisor`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return _guarded(lambda: command(args))
 
 
@@ -190,6 +193,8 @@ def _drain(args: argparse.Namespace) -> int:
     from cluster import launch
 
     try:
+        if args.name and (warning := launch.ask(controller.last, args.name)):
+            print(f"warning: {warning}", file=sys.stderr)
         idle: bool = launch.ask(controller.drain, args.name, args.timeout)
     finally:
         close()

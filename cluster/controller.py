@@ -253,6 +253,10 @@ class Controller:
         """One row a name."""
         return [] if self._monitor is None else await self._monitor.status()
 
+    async def last(self, name: str) -> str:
+        """See Monitor.last."""
+        return "" if self._monitor is None else self._monitor.last(name)
+
     async def drain(self, name: str | None, timeout_s: float | None) -> bool:
         """Drain one name, or everything, in which case `serve` ends too.
 
@@ -264,6 +268,8 @@ class Controller:
         if self._monitor is None:
             raise UserError("the cluster is still being placed")
         if name is not None:
+            if warning := self._monitor.last(name):
+                log.warning("%s", warning)
             return await self._monitor.drain([name], timeout_s)
         idle = await self._monitor.stop(timeout_s)
         self._drained = True

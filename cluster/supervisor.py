@@ -144,8 +144,8 @@ class _Wait:
                     found = os.waitstatus_to_exitcode(ended[1])
         if found is None or found >= 0:
             return found
-        if self._asked:
-            return _interrupted(self._asked)
+        if self._asked or -found in self._asking:  # maybe sent to both of us
+            return _interrupted(self._asked or -found)
         name = signal.Signals(-found).name
         print(f"error: the process that runs the cluster was ended by {name}", file=sys.stderr)
         return 1
@@ -175,7 +175,8 @@ def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:
             os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # drops what has come before setsid
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = run()

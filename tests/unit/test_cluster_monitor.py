@@ -212,3 +212,17 @@ def test_stop_ends_routers_first_and_what_does_not_listen_is_fenced() -> None:
 
 def test_back_off_doubles_up_to_its_limit() -> None:
     assert [backoff_s(n, 0.5, 3.0) for n in (1, 2, 3, 4, 999)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_only_the_last_decode_worker_and_the_last_router_are_warned_of() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1", "router-0")
+        monitor = cluster.monitor
+        await monitor.start()
+        assert monitor.last("decode-1") == ""
+        assert "router-0 is the last router" in monitor.last("router-0")
+        await monitor.drain(["decode-1"], None)
+        assert "decode-0 is the last decode worker" in monitor.last("decode-0")
+        assert monitor.last("nobody") == ""
+
+    run(body)
