@@ -193,7 +193,7 @@ def _drain(args: argparse.Namespace) -> int:
     from cluster import launch
 
     try:
-        if args.name and (warning := launch.ask(controller.last, args.name)):
+        if args.name and (warning := launch.ask(controller.warning, args.name)):
             print(f"warning: {warning}", file=sys.stderr)
         idle: bool = launch.ask(controller.drain, args.name, args.timeout)
     finally:

@@ -29,7 +29,7 @@ from cluster.placement import Ask, Group, live_nodes, place, remove
 from cluster.process import Process
 from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
-from cluster.seats import Event, Seat, SeatStatus, State, seats_of
+from cluster.seats import Event, Seat, SeatStatus, State, last_of_its_kind, seats_of
 from worker.api import Lost
 from worker.errors import UserError
 from worker.wire import Event as WireEvent
@@ -253,9 +253,9 @@ class Controller:
         """One row a name."""
         return [] if self._monitor is None else await self._monitor.status()
 
-    async def last(self, name: str) -> str:
-        """See Monitor.last."""
-        return "" if self._monitor is None else self._monitor.last(name)
+    async def warning(self, name: str) -> str:
+        """What to say before `name` is drained, or ''."""
+        return "" if self._monitor is None else last_of_its_kind(name, self._monitor.seats())
 
     async def drain(self, name: str | None, timeout_s: float | None) -> bool:
         """Drain one name, or everything, in which case `serve` ends too.
@@ -268,7 +268,7 @@ class Controller:
         if self._monitor is None:
             raise UserError("the cluster is still being placed")
         if name is not None:
-            if warning := self._monitor.last(name):
+            if warning := last_of_its_kind(name, self._monitor.seats()):
                 log.warning("%s", warning)
             return await self._monitor.drain([name], timeout_s)
         idle = await self._monitor.stop(timeout_s)

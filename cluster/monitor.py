@@ -86,20 +86,6 @@ class Monitor:
         reports = await asyncio.gather(*(report_of(seat) for seat in seats))
         return [seat.status(report) for seat, report in zip(seats, reports, strict=True)]
 
-    def last(self, name: str) -> str:
-        """A warning if requests need this name and nobody can take its place; else ''."""
-        seat = self._seats.get(name)
-        if seat is None or seat.role == "prefill":  # decode workers can prefill
-            return ""
-        others = (s for s in self._seats.values() if s.role == seat.role and s is not seat)
-        if not all(other.leaving for other in others):
-            return ""
-        kind = "router" if seat.role == "router" else "decode worker"
-        return (
-            f"{name} is the last {kind}: without it no request is answered "
-            "(drain without a name ends the whole cluster)"
-        )
-
     async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
         """Let these names finish their work, then stop and remove them.
 

@@ -39,14 +39,14 @@ def with_devices(config: Config, *, has_gpus: bool, local_gpus: float | None = N
             wanted = device == "cuda" or (device == "auto" and has_gpus)
             num_gpus = each if wanted else 0.0
             reason = f"device {device}, {'GPUs' if has_gpus else 'no GPU'} in the Ray cluster"
-            log.info("%s.num_gpus = %g (%s)", role, num_gpus, reason)
+            log.debug("%s.num_gpus = %g (%s)", role, num_gpus, reason)
         if device == "auto" and num_gpus == 0:
             device = "cpu"
-            log.info("%s.engine.device = cpu (no GPU is reserved for it)", role)
+            log.debug("%s.engine.device = cpu (no GPU is reserved for it)", role)
         engine: dict[str, Any] = {"device": device}
         if part.engine.memory_fraction == "auto" and 0 < num_gpus < 1:
             engine["memory_fraction"] = fraction = round(MEMORY_FRACTION * num_gpus, 4)
-            log.info("%s.engine.memory_fraction = %g (it shares its GPU)", role, fraction)
+            log.debug("%s.engine.memory_fraction = %g (it shares its GPU)", role, fraction)
         changed = {"num_gpus": num_gpus, "engine": engine}
         config = _changed(config, {role: changed})
     return config
@@ -79,10 +79,10 @@ def with_transport(config: Config, nodes: Collection[str]) -> Config:
     name, kind = config.transport.name, config.transport.kind
     if name == "auto":
         name = "shm" if devices == {"cpu"} and one_node else "mooncake"
-        log.info("transport.name = %s (%s)", name, why)
+        log.debug("transport.name = %s (%s)", name, why)
     if name == "mooncake" and kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
-        log.info("transport.kind = %s (%s)", kind, why)
+        log.debug("transport.kind = %s (%s)", kind, why)
     return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -107,6 +107,20 @@ def seats_of(config: Config) -> list[Seat]:
 def live_members(seats: Iterable[Seat]) -> list[Member]:
     """Those that are ready. A draining one is among them: it still serves what it has begun."""
     return [seat.member for seat in seats if seat.member is not None]
+
+
+def last_of_its_kind(name: str, seats: Sequence[Seat]) -> str:
+    """A warning if requests need this name and nobody can take its place; else ''."""
+    seat = next((seat for seat in seats if seat.name == name), None)
+    if seat is None or seat.role == "prefill":  # decode workers can prefill
+        return ""
+    if any(other.role == seat.role and other is not seat and not other.leaving for other in seats):
+        return ""
+    kind = "router" if seat.role == "router" else "decode worker"
+    return (
+        f"{name} is the last {kind}: without it no request is answered "
+        "(drain without a name ends the whole cluster)"
+    )
 
 
 def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:

@@ -226,11 +226,11 @@ class WorkerConfig(Section):
                 node = node[section]
             if node[leaf] == "auto":
                 node[leaf] = value
-                log.info("%s.%s = %s (%s)", ".".join(sections), leaf, value, reason)
+                log.debug("%s.%s = %s (%s)", ".".join(sections), leaf, value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
-            log.info("transport.kind = %s (transport.name is %s)", kind, name)
+            log.debug("transport.kind = %s (transport.name is %s)", kind, name)
         if tree["model"]["max_model_len"] > model_max_len:
             raise ValueError(
                 f"model.max_model_len is {tree['model']['max_model_len']}, "

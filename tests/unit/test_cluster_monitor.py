@@ -11,7 +11,7 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.monitor import Monitor
 from cluster.process import Process, Report
-from cluster.seats import Seat, State, backoff_s
+from cluster.seats import Seat, State, backoff_s, last_of_its_kind
 from worker.api import Member, PeerId
 from worker.errors import PeerLost, UserError, WorldError
 
@@ -216,13 +216,12 @@ def test_back_off_doubles_up_to_its_limit() -> None:
 
 def test_only_the_last_decode_worker_and_the_last_router_are_warned_of() -> None:
     async def body() -> None:
-        cluster = Cluster("decode-0", "decode-1", "router-0")
-        monitor = cluster.monitor
+        monitor = Cluster("decode-0", "decode-1", "router-0").monitor
         await monitor.start()
-        assert monitor.last("decode-1") == ""
-        assert "router-0 is the last router" in monitor.last("router-0")
+        assert last_of_its_kind("decode-1", monitor.seats()) == ""
+        assert "router-0 is the last router" in last_of_its_kind("router-0", monitor.seats())
         await monitor.drain(["decode-1"], None)
-        assert "decode-0 is the last decode worker" in monitor.last("decode-0")
-        assert monitor.last("nobody") == ""
+        assert "the last decode worker" in last_of_its_kind("decode-0", monitor.seats())
+        assert last_of_its_kind("nobody", monitor.seats()) == ""
 
     run(body)

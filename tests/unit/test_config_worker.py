@@ -146,7 +146,7 @@ def test_more_positions_than_the_model_has_are_refused() -> None:
 
 
 def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvlane.config"):
+    with caplog.at_level(logging.DEBUG, "kvlane.config"):
         tree = config()
         done = resolved(tree)
     said = caplog.text

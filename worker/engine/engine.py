@@ -120,7 +120,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, str(check.bucket), path).set(took_ms / 1e3)
         metrics.bucket_differs(check.kind, str(check.bucket)).set(not check.equal)
-    log.info("%s moves KV by %s/%s", name, transport.name, transport.kind)
+    log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
@@ -148,7 +148,7 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     if config.engine.device == "cpu":  # a pull is short beside a step: little to gain by hiding it
         return 1
     chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
-    log.info("kv.num_groups = %d (of %d layers)", chosen, num_layers)
+    log.debug("kv.num_groups = %d (of %d layers)", chosen, num_layers)
     return chosen
 
 

@@ -73,7 +73,7 @@ class FullDecode:
         began = time.monotonic()
         for bucket in reversed(self.buckets):
             self._capture_bucket(bucket)
-            log.info("captured decode graphs of %d rows", bucket)
+            log.debug("captured decode graphs of %d rows", bucket)
         log.info("%d decode graphs in %.1f s", len(self._captured), time.monotonic() - began)
         found = [
             check_bucket(self._loaded, bucket, self._eager_step, self._replay)
