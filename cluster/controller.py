@@ -26,7 +26,7 @@ from cluster.actors import (
 from cluster.config import Config
 from cluster.monitor import Monitor
 from cluster.placement import Ask, Group, live_nodes, place, remove
-from cluster.process import Process
+from cluster.process import Process, Stage
 from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
 from cluster.seats import Event, Seat, SeatStatus, State, last_of_its_kind, seats_of
@@ -57,7 +57,7 @@ class Progress:
     """What `serve` shows and waits for."""
 
     events: tuple[Event, ...]  # those that `serve` has not seen
-    starting: tuple[str, ...]  # names that are not ready
+    starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
     urls: tuple[str, ...]  # of the routers that are ready
     drained: bool  # nothing is left to serve
@@ -236,10 +236,10 @@ class Controller:
         """What has happened after the first `num_seen` events."""
         monitor = self._monitor
         if monitor is None:
-            return Progress((), (), self._site.waiting, (), False)
+            return Progress((), {}, self._site.waiting, (), False)
         return Progress(
             events=tuple(monitor.events[num_seen:]),
-            starting=tuple(s.name for s in monitor.seats() if s.state is State.STARTING),
+            starting={s.name: s.stage for s in monitor.seats() if s.state is State.STARTING},
             waiting=self._site.waiting,
             urls=tuple(
                 s.member.address

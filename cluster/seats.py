@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.config import Config
-from cluster.process import Process, Report
+from cluster.process import Process, Report, Stage
 from worker.api import Member, Role
+
+START = Stage()
 
 
 class State(StrEnum):
@@ -62,6 +64,7 @@ class Seat:
     leaving: bool = False  # it gets no further process
     member: Member | None = None
     process: Process | None = None
+    stage: Stage = START  # of the start of the process
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
     silent: asyncio.Future[str] = field(init=False)  # the reason, once pings are not answered
@@ -74,7 +77,7 @@ class Seat:
     def begin(self, incarnation: str) -> None:
         """A new incarnation starts."""
         assert self.process is None, f"{self.name} is taken"
-        self.incarnation, self.state = incarnation, State.STARTING
+        self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
         self.silent = asyncio.get_running_loop().create_future()
 
     def status(self, report: Report | None) -> SeatStatus:

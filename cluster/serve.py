@@ -13,10 +13,14 @@ from cluster.config import Config
 from cluster.controller import Progress
 from cluster.owned import Running
 from cluster.ray_private import RAY
+from cluster.seats import State
 from cluster.supervisor import Lent
 from worker.errors import WorldError
 
 POLL_S = 0.2
+STAGES_SAID = {"load": "loading", "capture": "capturing graphs of"}
+STAGES = list(STAGES_SAID)
+BAR_WIDTH = 24
 LINE_EVERY_S = 10.0  # of "still starting" lines where there is no terminal
 
 
@@ -25,7 +29,7 @@ class Screen:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._tty = out.isatty()
+        self.is_terminal = out.isatty()
         self._began_at = time.monotonic()
         self._live = ""
         self._said_at = time.monotonic()
@@ -45,7 +49,7 @@ class Screen:
 
     def live(self, text: str) -> None:
         """Show what is going on at present."""
-        if self._tty:
+        if self.is_terminal:
             shown = f"  … {text} ({time.monotonic() - self._said_at:.0f} s)" if text else ""
             if shown != self._live:
                 self._out.write(f"\r\x1b[K{shown}\r")  # so that a line of Ray begins at the left
@@ -53,6 +57,36 @@ class Screen:
                 self._live = shown
         elif text and time.monotonic() - self._said_at > LINE_EVERY_S:
             self.line(text)
+
+
+class Stages:
+    """The stages of a start, each with a line; on a terminal with a bar while it lasts.
+
+    The cluster is in the stage of the process that is least far.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._num_processes = 0
+        self._now = ""
+
+    def show(self, progress: Progress) -> None:
+        """Say what goes on."""
+        stages = progress.starting.values()
+        self._num_processes = max(self._num_processes, len(stages))
+        if progress.waiting or not stages:
+            self._screen.live(progress.waiting)
+            return
+        name = min((stage.name for stage in stages), key=STAGES.index)
+        said = f"{STAGES_SAID[name]} {', '.join(progress.starting)}"
+        if name != self._now:
+            self._now = name
+            self._screen.line(said)
+        there = [stage.part for stage in stages if stage.name == name]
+        done = (self._num_processes - len(there) + sum(there)) / self._num_processes
+        filled = round(done * BAR_WIDTH)
+        bar = "█" * filled + "░" * (BAR_WIDTH - filled)
+        self._screen.live(f"{bar if self._screen.is_terminal else said + ':'} {done:4.0%}")
 
 
 class Signals:
@@ -118,37 +152,42 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
 def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str, ...], int]:
     """Show progress until everything is ready; the routers' URLs, and the events shown."""
     reference = controller.start.remote()
+    stages = Stages(screen)
     num_seen = 0
     while True:
         over = launch.over(reference, POLL_S)
-        progress = _show(controller, screen, num_seen, signals)
+        progress = _progress(controller, num_seen, signals)
         num_seen += len(progress.events)
+        for event in progress.events:
+            if event.state is State.LOST:  # the stages tell of all others
+                screen.line(f"{event.name}: {event.text}")
         if over:
             launch.wait_for(reference)
+            screen.line("ready")
             return progress.urls, num_seen
-        screen.live(progress.waiting or "waiting for " + ", ".join(progress.starting))
+        stages.show(progress)
 
 
 def _watch(controller: Any, screen: Screen, num_seen: int, signals: Signals) -> None:
     """Returns when the cluster was drained; shows what happens to it until then."""
     while True:
-        progress = _show(controller, screen, num_seen, signals)
+        progress = _progress(controller, num_seen, signals)
         num_seen += len(progress.events)
+        for event in progress.events:
+            screen.line(f"{event.name}: {event.text}")
         if progress.drained:
             screen.line("drained")
             return
         time.sleep(POLL_S)
 
 
-def _show(controller: Any, screen: Screen, num_seen: int, signals: Signals) -> Progress:
-    """Print what is new. Raises Stopped after a signal."""
+def _progress(controller: Any, num_seen: int, signals: Signals) -> Progress:
+    """What is new. Raises Stopped after a signal."""
     reference = controller.progress.remote(num_seen)
     while not launch.over(reference, POLL_S):
         if signals.asked:
             raise Stopped
     progress: Progress = launch.wait_for(reference)
-    for event in progress.events:
-        screen.line(f"{event.name}: {event.text}")
     if signals.asked:
         raise Stopped
     return progress

@@ -201,7 +201,9 @@ def main() -> int:
             print(
                 f"{len(done)}: {each.number.name} at {each.at_s:.2f} s:", *each.problems, sep="\n  "
             )
-            print(each.output, flush=True)
+            print(each.output)
+        if len(done) % 20 == 0:
+            print(*figures(done), sep="\n", flush=True)
     print(*figures(done), sep="\n")
     print(f"{num_bad} of {len(done)} have a problem")
     return int(num_bad > 0)

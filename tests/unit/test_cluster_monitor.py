@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.monitor import Monitor
-from cluster.process import Process, Report
+from cluster.process import Process, Report, Stage
 from cluster.seats import Seat, State, backoff_s, last_of_its_kind
 from worker.api import Member, PeerId
 from worker.errors import PeerLost, UserError, WorldError
@@ -35,6 +35,9 @@ class FakeProcess:
         if self.start_error is not None:
             raise self.start_error
         return Member(self.name, "decode", self.incarnation, f"tcp://{self.name}")
+
+    async def stage(self) -> Stage:
+        return Stage("load", 0.5)
 
     async def run(self) -> None:
         await self.over.wait()

@@ -21,7 +21,7 @@ from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
 from worker.engine.runner import ModelRunner, Step
 from worker.graph.base import BucketCheck
-from worker.metrics import WorkerMetrics
+from worker.metrics import Progress, WorkerMetrics, untold
 from worker.models.config import ModelSpec, read_model_spec
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
@@ -95,7 +95,9 @@ class Engine:
         self.metrics.close()
 
 
-def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
+def build_engine(
+    config: WorkerConfig, *, name: str, host: str, progress: Progress = untold
+) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     Raises:
@@ -110,7 +112,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
-    config, loaded, graphs, checks = load(config, spec, layout, configured_len)
+    config, loaded, graphs, checks = load(config, spec, layout, configured_len, progress)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
