@@ -31,7 +31,7 @@ from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
 from cluster.seats import Event, Seat, SeatStatus, State, last_of_its_kind, seats_of
 from worker.api import Lost
-from worker.errors import UserError
+from worker.errors import UserError, WorldError
 from worker.wire import Event as WireEvent
 from worker.wire import Wire
 
@@ -69,6 +69,7 @@ class RaySite:
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
         self.waiting = ""
+        self.closing = False
         self._home = home
         self._groups: dict[str, Group] = {}
         self._seats = {seat.name: seat for seat in seats_of(config)}
@@ -78,6 +79,7 @@ class RaySite:
 
         Raises:
             Placement: something does not fit; nothing stays reserved.
+            WorldError: it was set to `closing` meanwhile; nothing stays reserved.
         """
         nodes = await asyncio.to_thread(live_nodes)
         num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
@@ -87,6 +89,10 @@ class RaySite:
             local_gpus=num_gpus if self._home.local else None,
         )
         self._groups = await self._place(list(self._seats.values()))
+        if self.closing:
+            for name in list(self._groups):
+                await self.release(name)
+            raise WorldError("stopped before anything was started")
         self.config = with_transport(self.config, self._worker_nodes())
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
@@ -154,10 +160,16 @@ class RaySite:
                 [ask for ask in asks if ask.bundle],
                 self.config.cluster.placement_timeout_s,
                 can_grow=not self._home.local,
-                waiting=lambda text: setattr(self, "waiting", text),
+                waiting=self._wait,
             )
         finally:
             self.waiting = ""
+
+    def _wait(self, text: str) -> None:
+        """Called now and then while groups are placed; an error gives them back."""
+        if self.closing:
+            raise WorldError("stopped while there was no room yet")
+        self.waiting = text
 
     def _worker_nodes(self) -> set[str]:
         workers = [name for name, seat in self._seats.items() if seat.role != "router"]
@@ -201,6 +213,7 @@ class Controller:
         self._monitor: Monitor | None = None
         self._wire: Wire | None = None
         self._drained = False
+        self._placed = asyncio.Event()  # room is reserved, or there is none
 
     def __repr__(self) -> str:
         return "controller"
@@ -211,7 +224,10 @@ class Controller:
         Raises:
             Placement, UserError, WorldError: the cluster cannot start; the message is for the user.
         """
-        await self._site.open()
+        try:
+            await self._site.open()
+        finally:
+            self._placed.set()
         loop = asyncio.get_running_loop()
 
         def deliver(events: Sequence[WireEvent]) -> None:
@@ -278,6 +294,9 @@ class Controller:
     async def stop(self, drain_timeout_s: float) -> bool:
         """End everything; returns whether all requests were finished in `drain_timeout_s`."""
         idle = True
+        self._site.closing = True
+        if self._monitor is None:  # else groups that are being placed would stay in Ray
+            await self._placed.wait()
         if self._monitor is not None:
             idle = await self._monitor.stop(drain_timeout_s)
         if self._wire is not None:

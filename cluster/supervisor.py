@@ -106,6 +106,7 @@ class _Wait:
     def __init__(self, child: int, told: int, asking: set[signal.Signals], limits: Limits) -> None:
         self._child, self._told, self._asking, self._limits = child, told, asking, limits
         self._asked = 0  # the first signal
+        self._interrupts = False  # it came before the child was ready
         self._deadline = 0.0
 
     def until_over(self) -> int:
@@ -122,9 +123,11 @@ class _Wait:
 
     def _ask(self, number: int) -> bool:
         """Pass on a signal; whether the child is to be killed instead."""
-        limits = self._limits
-        limit_s = limits.ready_s if self._is_ready() else limits.starting_s
-        if self._asked or limit_s == 0:
+        if self._asked:
+            return True
+        self._interrupts = not self._is_ready()
+        limit_s = self._limits.starting_s if self._interrupts else self._limits.ready_s
+        if limit_s == 0:
             return True
         self._asked, self._deadline = number, time.monotonic() + limit_s
         os.kill(self._child, signal.SIGTERM)
@@ -142,7 +145,7 @@ class _Wait:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
                     found = os.waitstatus_to_exitcode(ended[1])
-        if found is None or found >= 0:
+        if found is None or (found >= 0 and not self._interrupts):
             return found
         if self._asked or -found in self._asking:  # maybe sent to both of us
             return _interrupted(self._asked or -found)
@@ -181,6 +184,8 @@ def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = run()
             sys.stdout.flush()
+    except SystemExit:  # Ray's own answer to SIGTERM
+        pass
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
