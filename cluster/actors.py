@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.placement import Group
-from cluster.process import Report
+from cluster.process import Report, Stage
 from cluster.ray_private import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
@@ -59,6 +59,7 @@ class ProcessActor:
         self._lock = threading.Lock()
         self._version = -1  # of the members that were told last
         self._part: Any = None  # the Worker or RouterServer, from `start` on
+        self._stage = Stage()
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before every line that the process prints
@@ -72,6 +73,10 @@ class ProcessActor:
             pid=os.getpid(),
             start_ticks=process_stat(os.getpid()).start_ticks,
         )
+
+    def stage(self) -> Stage:
+        """How far `start` is."""
+        return self._stage
 
     def tell(self, version: int, members: Sequence[Member]) -> None:
         """The members from now on. Calls may overtake each other: an older list is ignored."""
@@ -99,8 +104,15 @@ class WorkerActor(ProcessActor):
         """Load the weights and listen; may take minutes."""
         from worker.worker import Worker  # torch: imported in this process only
 
+        def progress(stage: str, done: int, total: int) -> None:
+            self._stage = Stage(stage, done / total)
+
         self._part = Worker(
-            self._config, name=self._name, incarnation=self._incarnation, host=self._host
+            self._config,
+            name=self._name,
+            incarnation=self._incarnation,
+            host=self._host,
+            progress=progress,
         )
         return cast("Member", self._part.start())
 
@@ -177,6 +189,10 @@ class RayProcess:
     async def start(self) -> Member:
         """See process.Process."""
         return cast("Member", await call(self.actor.start))
+
+    async def stage(self) -> Stage:
+        """See process.Process."""
+        return cast("Stage", await call(self.actor.stage))
 
     async def run(self) -> None:
         """See process.Process."""

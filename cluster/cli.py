@@ -1,6 +1,7 @@
 """The command line: `python -m cluster` or `kvlane`. The only place that reads the environment.
 
-Exit codes: 0 done, 1 something failed, 2 the user's mistake, 130 interrupted.
+Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, which for
+`serve` means before it was ready, or twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import yaml
 
 from cluster.config import Config, load, origins
 from cluster.owned import all_running, find_running
+from cluster.search_path import leave_directory
 from cluster.seats import SeatStatus
+from cluster.supervisor import Lent, Limits, supervise
 from worker.errors import KvlaneError, UserError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
@@ -42,6 +45,9 @@ RAY_SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
 }
 DEFAULT_URL = "http://127.0.0.1:8000"
+# Beyond their own limits, for the processes that `serve` starts to end by themselves.
+JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
+END_MARGIN_S = 10.0
 FLAGS = {
     "model": "model.path",
     "prefill": "prefill.replicas",
@@ -57,12 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
+    return _guarded(lambda: _run_command(given))
+
+
+def _run_command(given: Sequence[str]) -> int:
+    if given[:1] == ["bench"]:  # it has a parser of its own
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _bench(given[1:])
+    args = _parser().parse_args(given)
+    command: Callable[[argparse.Namespace], int] = args.command
+    if command is not _serve:  # which has its own way, see `supervisor`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command(args)
+
+
+def _guarded(command: Callable[[], int]) -> int:
     try:
-        if given[:1] == ["bench"]:  # it has a parser of its own
-            return _bench(given[1:])
-        args = _parser().parse_args(given)
-        command: Callable[[argparse.Namespace], int] = args.command
-        code = command(args)
+        code = command()
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -167,17 +184,29 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    # Nothing has begun, so Ctrl-C may just end this process; imports may swallow KeyboardInterrupt,
-    # and a download would go on with the files that it has begun.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = _checked(config, joins=bool(address), offline=args.offline)
+    if not address:
+        config = config.anchored(Path.cwd())
     auth_mode = _prepare_environment("" if address else "disabled")
-    from cluster.serve import Surroundings, serve  # imports Ray, which reads the environment
+    cluster = config.cluster
+    return supervise(
+        lambda lent: _guarded(lambda: _run(config, address, auth_mode, lent)),
+        None if address else Path(tempfile.gettempdir()),
+        _runtime_dir(),
+        # Nothing has been served while it starts: a Ray of our own is killed, one that we joined
+        # is told to end what we have started there.
+        Limits(JOINED_GRACE_S if address else 0.0, cluster.stop_limit_s + END_MARGIN_S),
+    )
 
-    around = Surroundings(address, _runtime_dir(), Path(tempfile.gettempdir()), auth_mode)
+
+def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
+    """In the supervisor's child: start Ray where nothing of the user's can be imported."""
+    leave_directory()
+    from cluster.serve import serve  # imports Ray, which reads the environment
+
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
-        return serve(config, around, out)
+        return serve(config, address, auth_mode, lent, out)
 
 
 def _checked(config: Config, *, joins: bool, offline: bool) -> Config:
@@ -245,6 +274,8 @@ def _drain(args: argparse.Namespace) -> int:
     from cluster import launch
 
     try:
+        if args.name and (warning := launch.ask(controller.warning, args.name)):
+            print(f"warning: {warning}", file=sys.stderr)
         idle: bool = launch.ask(controller.drain, args.name, args.timeout)
     finally:
         close()

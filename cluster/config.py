@@ -41,6 +41,8 @@ from worker.errors import UserError
 WorkerRole = Literal["prefill", "decode"]
 Resources = dict[str, float]
 
+STOP_MARGIN_S = 15.0  # beyond the configured time-outs
+
 
 class RoleConfig(Section):
     """The workers of one role."""
@@ -108,6 +110,11 @@ class ClusterConfig(Section):
             raise ValueError("needs restart_backoff_s <= max_restart_backoff_s")
         return self
 
+    @property
+    def stop_limit_s(self) -> float:
+        """When stopping everything, routers and then workers, is given up."""
+        return 2 * (self.drain_timeout_s + self.stop_timeout_s) + STOP_MARGIN_S
+
 
 class Config(Section):
     """The whole configuration of one cluster."""
@@ -149,6 +156,17 @@ class Config(Section):
             ping=self.ping,
             disaggregation=self.disaggregation,
         )
+
+    def anchored(self, directory: Path) -> Config:
+        """With absolute paths: the processes do not run in the `directory` that ours mean."""
+        model, router = self.model, self.router
+        if model.path != "tiny":
+            path = str(directory / model.directory)
+            model = model.model_copy(update={"path": path})
+        if router.api_key_file:
+            path = str(directory / Path(router.api_key_file).expanduser())
+            router = router.model_copy(update={"api_key_file": path})
+        return self.model_copy(update={"model": model, "router": router})
 
     def shown(self) -> dict[str, Any]:
         """The tree in plain types, for the `config` command, GET /config and Helm."""

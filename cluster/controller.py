@@ -26,12 +26,12 @@ from cluster.actors import (
 from cluster.config import Config
 from cluster.monitor import Monitor
 from cluster.placement import Ask, Group, live_nodes, place, remove
-from cluster.process import Process
+from cluster.process import Process, Stage
 from cluster.ray_private import RAY
 from cluster.resolve import bundle_of, with_devices, with_transport
-from cluster.seats import Event, Seat, SeatStatus, State, seats_of
+from cluster.seats import Event, Seat, SeatStatus, State, last_of_its_kind, seats_of
 from worker.api import Lost
-from worker.errors import UserError
+from worker.errors import UserError, WorldError
 from worker.wire import Event as WireEvent
 from worker.wire import Wire
 
@@ -57,7 +57,7 @@ class Progress:
     """What `serve` shows and waits for."""
 
     events: tuple[Event, ...]  # those that `serve` has not seen
-    starting: tuple[str, ...]  # names that are not ready
+    starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
     urls: tuple[str, ...]  # of the routers that are ready
     drained: bool  # nothing is left to serve
@@ -69,6 +69,7 @@ class RaySite:
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
         self.waiting = ""
+        self.closing = False
         self._home = home
         self._groups: dict[str, Group] = {}
         self._seats = {seat.name: seat for seat in seats_of(config)}
@@ -78,6 +79,7 @@ class RaySite:
 
         Raises:
             Placement: something does not fit; nothing stays reserved.
+            WorldError: it was set to `closing` meanwhile; nothing stays reserved.
         """
         nodes = await asyncio.to_thread(live_nodes)
         num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
@@ -87,6 +89,10 @@ class RaySite:
             local_gpus=num_gpus if self._home.local else None,
         )
         self._groups = await self._place(list(self._seats.values()))
+        if self.closing:
+            for name in list(self._groups):
+                await self.release(name)
+            raise WorldError("stopped before anything was started")
         self.config = with_transport(self.config, self._worker_nodes())
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
@@ -154,10 +160,16 @@ class RaySite:
                 [ask for ask in asks if ask.bundle],
                 self.config.cluster.placement_timeout_s,
                 can_grow=not self._home.local,
-                waiting=lambda text: setattr(self, "waiting", text),
+                waiting=self._wait,
             )
         finally:
             self.waiting = ""
+
+    def _wait(self, text: str) -> None:
+        """Called now and then while groups are placed; an error gives them back."""
+        if self.closing:
+            raise WorldError("stopped while there was no room yet")
+        self.waiting = text
 
     def _worker_nodes(self) -> set[str]:
         workers = [name for name, seat in self._seats.items() if seat.role != "router"]
@@ -201,6 +213,7 @@ class Controller:
         self._monitor: Monitor | None = None
         self._wire: Wire | None = None
         self._drained = False
+        self._placed = asyncio.Event()  # room is reserved, or there is none
 
     def __repr__(self) -> str:
         return "controller"
@@ -211,7 +224,10 @@ class Controller:
         Raises:
             Placement, UserError, WorldError: the cluster cannot start; the message is for the user.
         """
-        await self._site.open()
+        try:
+            await self._site.open()
+        finally:
+            self._placed.set()
         loop = asyncio.get_running_loop()
 
         def deliver(events: Sequence[WireEvent]) -> None:
@@ -236,10 +252,10 @@ class Controller:
         """What has happened after the first `num_seen` events."""
         monitor = self._monitor
         if monitor is None:
-            return Progress((), (), self._site.waiting, (), False)
+            return Progress((), {}, self._site.waiting, (), False)
         return Progress(
             events=tuple(monitor.events[num_seen:]),
-            starting=tuple(s.name for s in monitor.seats() if s.state is State.STARTING),
+            starting={s.name: s.stage for s in monitor.seats() if s.state is State.STARTING},
             waiting=self._site.waiting,
             urls=tuple(
                 s.member.address
@@ -253,6 +269,10 @@ class Controller:
         """One row a name."""
         return [] if self._monitor is None else await self._monitor.status()
 
+    async def warning(self, name: str) -> str:
+        """What to say before `name` is drained, or ''."""
+        return "" if self._monitor is None else last_of_its_kind(name, self._monitor.seats())
+
     async def drain(self, name: str | None, timeout_s: float | None) -> bool:
         """Drain one name, or everything, in which case `serve` ends too.
 
@@ -264,6 +284,8 @@ class Controller:
         if self._monitor is None:
             raise UserError("the cluster is still being placed")
         if name is not None:
+            if warning := last_of_its_kind(name, self._monitor.seats()):
+                log.warning("%s", warning)
             return await self._monitor.drain([name], timeout_s)
         idle = await self._monitor.stop(timeout_s)
         self._drained = True
@@ -272,6 +294,9 @@ class Controller:
     async def stop(self, drain_timeout_s: float) -> bool:
         """End everything; returns whether all requests were finished in `drain_timeout_s`."""
         idle = True
+        self._site.closing = True
+        if self._monitor is None:  # else groups that are being placed would stay in Ray
+            await self._placed.wait()
         if self._monitor is not None:
             idle = await self._monitor.stop(drain_timeout_s)
         if self._wire is not None:

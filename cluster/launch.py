@@ -1,24 +1,13 @@
-"""Start a Ray of our own or join one, and leave nothing behind.
-
-Every process of our own Ray is a descendant of `serve`, and `serve` is their subreaper: a process
-whose parent has died becomes a child of `serve`, so that all of them can be killed at the end.
-Ray's files are in one directory, which is removed.
+"""Start a Ray of our own or join one; `supervisor` ends the processes of our own.
 
 Import this module only after `cli` has prepared the environment: Ray reads it when imported.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,63 +17,34 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import Config
 from cluster.controller import NAME, NAMESPACE, Controller, Home
-from cluster.owned import OwnedDirectory
 from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
 from cluster.resolve import bundle_of, with_devices
 from cluster.seats import seats_of
 from worker.errors import KvlaneError, UserError, WorldError
-from worker.transfer.host import process_stat
 
-log = logging.getLogger("kvlane.launch")
-
-PR_SET_CHILD_SUBREAPER = 36
-# The path of a socket has 107 characters at most. Below this root our directory takes 16 of them,
-# and Ray's names up to 64.
-MAX_TEMP_PATH = 27
-SHORT_TEMP = Path("/tmp")
-KILL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RaySession:
-    """Our connection to Ray, and what has to be cleaned up after it."""
+    """Our connection to Ray."""
 
     address: str
     local: bool
-    temp_dir: OwnedDirectory | None = None
-    watchdog: subprocess.Popen[bytes] | None = None  # its stdin closes when this process ends
-    closed: bool = False
 
     def close(self) -> None:
-        """Disconnect; a Ray of our own ends, and its processes and files with it."""
-        if self.closed:
-            return
-        self.closed = True
+        """Disconnect; most of a Ray of our own ends with it."""
         RAY.shutdown()
-        if self.local:
-            self.kill()
-
-    def kill(self) -> None:
-        """Only for a Ray of our own: SIGKILL every descendant and remove the files."""
-        assert self.local
-        kill_descendants()
-        if self.temp_dir is not None:
-            self.temp_dir.remove()
 
 
-def start_local(config: Config, temp_root: Path) -> RaySession:
+def start_local(config: Config, directory: Path) -> RaySession:
     """Start a Ray of our own, with the resources that `config` asks for.
 
-    It listens on free ports of 127.0.0.1 only, and has no dashboard.
+    It listens on free ports of 127.0.0.1 only, has no dashboard, and writes into `directory`.
 
     Raises:
         WorldError: Ray did not start.
     """
-    root = temp_root if len(str(temp_root)) <= MAX_TEMP_PATH else SHORT_TEMP
-    temp_dir = OwnedDirectory.make(root)
-    session = RaySession("", True, temp_dir, start_watchdog(temp_dir.path))
-    become_subreaper()
     stay_on_loopback()
     silence_worker_deaths()
     asked = config.cluster.local_ray
@@ -97,16 +57,11 @@ def start_local(config: Config, temp_root: Path) -> RaySession:
             object_store_memory=asked.object_store_bytes,
             include_dashboard=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(temp_dir.path),
+            _temp_dir=str(directory),
         )
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        session.kill()
         raise WorldError(f"Ray did not start: {error}") from error
-    except BaseException:  # Ctrl-C in the middle of it
-        session.kill()
-        raise
-    session.address = str(context.address_info["gcs_address"])
-    return session
+    return RaySession(str(context.address_info["gcs_address"]), local=True)
 
 
 def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySession:
@@ -210,59 +165,3 @@ def num_cpus(config: Config) -> int:
     config = with_devices(config, has_gpus=False)
     needed = sum(bundle_of(config, seat).get("CPU", 0.0) for seat in seats_of(config))
     return max(os.cpu_count() or 1, int(-(-needed // 1)))
-
-
-# Processes.
-
-
-def start_watchdog(directory: Path) -> subprocess.Popen[bytes]:
-    """Start `watchdog.py`, which cleans up if this process gets SIGKILL.
-
-    It waits for the end of its stdin, which this process holds open.
-    """
-    script = Path(__file__).with_name("watchdog.py")
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(script), str(directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal must not reach it
-    )
-
-
-def become_subreaper() -> None:
-    """Orphans below this process become its children, so that none of them escapes."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def descendants(root: int) -> list[int]:
-    """Pids below `root`, parents first."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found, queue = list[int](), [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def kill_descendants() -> None:
-    """SIGKILL all processes below this one, and reap them. This process started all of them."""
-    deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.02)
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                yield int(path.name), process_stat(int(path.name)).parent

@@ -9,6 +9,7 @@ When a process dies, the others are told first. Then the monitor makes sure that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 MAX_EARLY_DEATHS = 3  # of one name while the cluster starts; then starting fails
 POLL_S = 0.1
+LOOK_S = 0.3  # between questions how far a start is
 PINGED = "tcp://"  # scheme of the addresses that answer pings; a router's is http://
 REPORT_TIMEOUT_S = 2.0
 
@@ -148,7 +150,7 @@ class Monitor:
             self._note(seat, "starting")
             process = seat.process = await self._site.create(seat.name, seat.incarnation)
             self._note(seat, f"loading ({process.place})")
-            member = await in_time(process.start(), self._config.start_timeout_s, "start")
+            member = await started(seat, process, self._config.start_timeout_s)
             ready_at = time.monotonic()
             self._join(seat, member)
             self._note(seat, f"ready after {ready_at - began_at:.1f} s")
@@ -249,6 +251,22 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def started(seat: Seat, process: Process, timeout_s: float) -> Member:
+    """Start the process; meanwhile the seat shows how far it is."""
+
+    async def look() -> None:
+        with contextlib.suppress(WorldError):  # the start says it, too
+            while True:
+                seat.stage = await process.stage()
+                await asyncio.sleep(LOOK_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        return await in_time(process.start(), timeout_s, "start")
+    finally:
+        looking.cancel()
 
 
 async def until_over(seat: Seat, process: Process, stop_timeout_s: float) -> None:

@@ -19,8 +19,8 @@ from worker.errors import UserError
 
 log = logging.getLogger("kvlane.owned")
 
-PREFIX = "kvlane-"
-LOCK = ".lock"
+PREFIX = "kvlane-ray"  # NUM_RANDOM characters of mkdtemp follow
+NUM_RANDOM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class Running:
 
 
 class OwnedDirectory:
-    """A fresh directory for Ray's files. Removed by `remove`, or by the next start after a kill."""
+    """A fresh directory for Ray's files, itself locked: it is owned from its first moment to its
+    last. Removed by `remove`, or by the next start after a kill.
+    """
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -45,12 +47,17 @@ class OwnedDirectory:
     def make(cls, root: Path) -> OwnedDirectory:
         """A new one below `root`. Those that killed processes of this user left are removed."""
         root.mkdir(parents=True, exist_ok=True)
-        for path in root.glob(f"{PREFIX}*/{LOCK}"):
-            if path.stat().st_uid == os.getuid() and not is_held(path):
-                log.info("removing %s: its serve was killed", path.parent)
-                shutil.rmtree(path.parent, ignore_errors=True)
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        return cls(directory, _hold(directory / LOCK))
+        for path in root.glob(PREFIX + "?" * NUM_RANDOM):
+            _remove_unless_held(path)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+            lock = _open(path)
+            if lock is None:  # another start has found it without a lock
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return cls(path, lock)
+            os.close(lock)
 
     def remove(self) -> None:
         """Delete it with all that is in it; a second call does nothing."""
@@ -58,6 +65,28 @@ class OwnedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # gone, another user's, or a file
+        return None
+
+
+def _remove_unless_held(path: Path) -> None:
+    lock = _open(path)
+    if lock is None:
+        return
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.info("removing %s: its serve was killed", path)
+            shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass  # its owner lives
+    finally:
+        os.close(lock)
 
 
 class StateFile:

@@ -20,6 +20,14 @@ class Report:
     counters: dict[str, int]
 
 
+@dataclass(slots=True, frozen=True)
+class Stage:
+    """How far a process is with its start."""
+
+    name: str = "load"  # or "capture": graphs of a worker
+    part: float = 0.0  # done of it, of 1
+
+
 class Process(Protocol):
     """One incarnation of a worker or router. Once it is dead, every call raises PeerLost."""
 
@@ -30,6 +38,10 @@ class Process(Protocol):
 
     async def start(self) -> Member:
         """Load and listen. Raises UserError if what was asked for cannot work."""
+        ...
+
+    async def stage(self) -> Stage:
+        """How far `start` is."""
         ...
 
     async def run(self) -> None:

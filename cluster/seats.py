@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.config import Config
-from cluster.process import Process, Report
+from cluster.process import Process, Report, Stage
 from worker.api import Member, Role
+
+START = Stage()
 
 
 class State(StrEnum):
@@ -62,6 +64,7 @@ class Seat:
     leaving: bool = False  # it gets no further process
     member: Member | None = None
     process: Process | None = None
+    stage: Stage = START  # of the start of the process
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
     silent: asyncio.Future[str] = field(init=False)  # the reason, once pings are not answered
@@ -74,7 +77,7 @@ class Seat:
     def begin(self, incarnation: str) -> None:
         """A new incarnation starts."""
         assert self.process is None, f"{self.name} is taken"
-        self.incarnation, self.state = incarnation, State.STARTING
+        self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
         self.silent = asyncio.get_running_loop().create_future()
 
     def status(self, report: Report | None) -> SeatStatus:
@@ -107,6 +110,20 @@ def seats_of(config: Config) -> list[Seat]:
 def live_members(seats: Iterable[Seat]) -> list[Member]:
     """Those that are ready. A draining one is among them: it still serves what it has begun."""
     return [seat.member for seat in seats if seat.member is not None]
+
+
+def last_of_its_kind(name: str, seats: Sequence[Seat]) -> str:
+    """A warning if requests need this name and nobody can take its place; else ''."""
+    seat = next((seat for seat in seats if seat.name == name), None)
+    if seat is None or seat.role == "prefill":  # decode workers can prefill
+        return ""
+    if any(other.role == seat.role and other is not seat and not other.leaving for other in seats):
+        return ""
+    kind = "router" if seat.role == "router" else "decode worker"
+    return (
+        f"{name} is the last {kind}: without it no request is answered "
+        "(drain without a name ends the whole cluster)"
+    )
 
 
 def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:

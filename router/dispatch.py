@@ -228,7 +228,7 @@ class Dispatcher:
         known = self._members.get(peer)
         self._members.lost(peer)
         there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
-        level = logging.WARNING if there else logging.INFO  # a drained worker has none
+        level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
             self._lose(req, "worker_lost")

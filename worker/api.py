@@ -297,6 +297,10 @@ class Pong(Message, frozen=True):
     stats: WorkerStats | None = None
 
 
+class Bye(Message, frozen=True):
+    """Closes the link of the side that connected; nothing follows on it."""
+
+
 class Lost(Message, frozen=True):
     """Never on the wire: `worker.wire` delivers it when a peer has stopped answering."""
 
@@ -306,7 +310,7 @@ class Lost(Message, frozen=True):
 AnyMessage = (
     Generate | Stop | Abort | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
-    | Ping | Pong
+    | Ping | Pong | Bye
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

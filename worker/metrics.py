@@ -24,6 +24,14 @@ from prometheus_client import (
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+# Told of a start how far it is: the stage, `load` or `capture`, and how much of it is done, of how
+# much.
+Progress = Callable[[str, int, int], None]
+
+
+def untold(stage: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
 
 class WorkerMetrics:
     """All families of one worker; labels model, role and worker are bound once."""

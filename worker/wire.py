@@ -13,11 +13,13 @@ hung loop and a dead process are the same.
 A link works or is lost, for both sides. Each connect() begins a link with a number of its own, and
 the link's frames are numbered. When ZeroMQ reconnects by itself, it forgets frames that were under
 way; the gap in their numbers loses the peer. A side that has lost a link does not answer on it any
-more, so the other side loses it too. A new link begins empty.
+more, so the other side loses it too. A new link begins empty. A connecting side that closes a link
+says Bye, so that the other side loses it at once and logs no loss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from worker.api import AnyMessage, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
+from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
 
 log = logging.getLogger("kvlane.wire")
@@ -89,7 +91,7 @@ class Wire:
 
     def disconnect(self, peer: PeerId) -> None:
         """Close the link to `peer` without a Lost event; unknown peers are fine."""
-        self._post(lambda: self._links.forget(peer))
+        self._post(lambda: self._links.part(peer))
 
     def send(self, peer: PeerId, message: AnyMessage) -> None:
         """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
@@ -270,6 +272,15 @@ class _Links:
             elif peer.dealer is not None and not stalled:
                 self.send(peer_id, encode(Ping(self._me)))
 
+    def part(self, peer_id: PeerId) -> None:
+        """Close the link, if there is one; a side that connected says so."""
+        peer = self._peers.get(peer_id)
+        if peer is not None and peer.dealer is not None:
+            place = peer.link, peer.num_sent + 1
+            with contextlib.suppress(zmq.ZMQError):  # then its silence tells
+                peer.dealer.send(_pack(self._me, peer_id, place, encode(Bye())), zmq.NOBLOCK)
+        self.forget(peer_id)
+
     def forget(self, peer_id: PeerId) -> None:
         """Close the link, if there is one."""
         peer = self._peers.pop(peer_id, None)
@@ -282,7 +293,9 @@ class _Links:
             peer.dealer.close(CLOSE_LINGER_MS)
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close every link and socket."""
+        for peer_id in list(self._peers):
+            self.part(peer_id)
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
     def _heard(
@@ -299,7 +312,9 @@ class _Links:
             self._lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
         peer.heard_at, peer.heard = time.monotonic(), True
-        if not isinstance(message, Ping):
+        if isinstance(message, Bye):
+            self._lose(sender, "it has closed the link", logging.DEBUG)
+        elif not isinstance(message, Ping):
             self._found.append((sender, message))
         elif (pong := self._pong()) is not None:
             self.send(sender, encode(pong), answer=True)
@@ -313,8 +328,8 @@ class _Links:
         if peer is None and link > self._ended.get(sender, 0):
             self._peers[sender] = _Peer(None, link, 0.0, True)
 
-    def _lose(self, peer_id: PeerId, reason: str) -> None:
-        log.warning("%s lost: %s", peer_id, reason)
+    def _lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+        log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
         self._found.append((peer_id, Lost(reason)))
 

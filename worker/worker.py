@@ -8,6 +8,7 @@ from worker.api import Member
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
 from worker.loop import DrainAsked, EngineThread, MembersChanged
+from worker.metrics import Progress, untold
 from worker.registry import resolve
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
@@ -20,9 +21,17 @@ class Worker:
         UserError: the configuration, the model directory or a library is at fault.
     """
 
-    def __init__(self, config: WorkerConfig, *, name: str, incarnation: str, host: str) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        name: str,
+        incarnation: str,
+        host: str,
+        progress: Progress = untold,
+    ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host
-        self.engine = build_engine(config, name=name, host=host)
+        self.engine = build_engine(config, name=name, host=host, progress=progress)
         self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self._loop = role(self.engine, self._thread, incarnation)

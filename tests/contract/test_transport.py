@@ -746,3 +746,27 @@ class TestMooncakeLibrary:
     def test_an_unknown_kind_is_unsupported(self) -> None:
         with pytest.raises(Unsupported, match="carrier"):
             mooncake_engine.configure("carrier")
+
+    def test_a_start_is_silent_until_it_has_failed_once(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(mooncake_engine, "_chosen", None)
+        mooncake_engine.configure("tcp")
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        region = MemoryRegion("target", address, mmap.PAGESIZE, None)
+        real = mooncake_engine.load()
+        engines = mooncake_engine.Engines(real, "127.0.0.1", "tcp")
+        engines.serve([region])
+        assert capfd.readouterr().err == ""
+        engines.close()
+
+        class Refusing:
+            def initialize(self, *how: str) -> int:
+                real().initialize(*how)  # logs an error, though it succeeds
+                return -1
+
+        with pytest.raises(Unsupported, match="its log lines on stderr say why"):
+            mooncake_engine.Engines(Refusing, "127.0.0.1", "tcp").serve([region])
+        lines = capfd.readouterr().err.splitlines()
+        assert sum(line.startswith("E") for line in lines) == 1

@@ -55,12 +55,16 @@ class Serve:
         port: of the first router.
         ray: address of a Ray that it is to join; "": it starts one.
         watch: a process that is connected to that Ray.
+        program: what is run.
+        directory: in which it is run.
     """
 
     root: Path
     port: int = 8000
     ray: str = ""
     watch: Watch | None = None
+    program: tuple[str, ...] = (sys.executable, "-m", "cluster")
+    directory: Path = REPOSITORY
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -86,17 +90,14 @@ class Serve:
         join = ("--address", self.ray) if self.ray else ()
         with (self.root / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "cluster", "serve", "--port", str(self.port),
-                    *join, *arguments,
-                ],
-                cwd=REPOSITORY,
+                [*self.program, "serve", "--port", str(self.port), *join, *arguments],
+                cwd=self.directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return self
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Serve:
@@ -135,8 +136,8 @@ class Serve:
     def command(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Another command about this cluster, for example status."""
         return subprocess.run(
-            [sys.executable, "-m", "cluster", *arguments],
-            cwd=REPOSITORY,
+            [*self.program, *arguments],
+            cwd=self.directory,
             env=self.environment(),
             capture_output=True,
             text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 import urllib.request
@@ -124,8 +123,12 @@ def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
 
     time.sleep(max(0.0, ready_at + OLD_S - time.monotonic()))
     assert {row["restarts"] for row in serve.status().values()} == {0}, serve.output
-    assert not re.search(r"(prefill-0|decode-0|router-0|controller)\S* (is )?lost", serve.output)
+    assert " lost" not in serve.output
+    assert "warning" not in done.stderr
 
+    last = serve.command("drain", "decode-0")
+    assert last.returncode == 0
+    assert "decode-0 is the last decode worker" in last.stderr
     assert serve.command("drain").returncode == 0
     assert serve.wait() == 0, serve.output
     assert serve.leftovers() == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
 from cluster.seats import seats_of
 from worker.errors import UserError
 
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "deploy" / "examples"
 
 
 def message(*sets: str, path: Path | None = None) -> str:
@@ -185,3 +189,20 @@ def test_a_bundle_has_no_zeros() -> None:
     config = with_devices(load(None, ["prefill.resources={rdma: 1}"]), has_gpus=False)
     bundles = {seat.name: bundle_of(config, seat) for seat in seats_of(config)}
     assert bundles == {"prefill-0": {"CPU": 1, "rdma": 1}, "decode-0": {"CPU": 1}, "router-0": {}}
+
+
+def test_relative_paths_are_anchored_and_others_stay(tmp_path: Path) -> None:
+    config = load(None, ["model.path=models/x", "router.api_key_file=keys"]).anchored(tmp_path)
+    assert config.model.path == str(tmp_path / "models" / "x")
+    assert config.router.api_key_file == str(tmp_path / "keys")
+    assert config.anchored(Path("/elsewhere")) == config
+    assert Config().anchored(tmp_path) == Config()
+
+
+def test_a_pipe_that_closes_early_is_no_traceback() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "cluster", "config"]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, b"")

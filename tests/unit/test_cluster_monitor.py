@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.monitor import Monitor
-from cluster.process import Process, Report
-from cluster.seats import Seat, State, backoff_s
+from cluster.process import Process, Report, Stage
+from cluster.seats import Seat, State, backoff_s, last_of_its_kind
 from worker.api import Member, PeerId
 from worker.errors import PeerLost, UserError, WorldError
 
@@ -35,6 +35,9 @@ class FakeProcess:
         if self.start_error is not None:
             raise self.start_error
         return Member(self.name, "decode", self.incarnation, f"tcp://{self.name}")
+
+    async def stage(self) -> Stage:
+        return Stage("load", 0.5)
 
     async def run(self) -> None:
         await self.over.wait()
@@ -212,3 +215,16 @@ def test_stop_ends_routers_first_and_what_does_not_listen_is_fenced() -> None:
 
 def test_back_off_doubles_up_to_its_limit() -> None:
     assert [backoff_s(n, 0.5, 3.0) for n in (1, 2, 3, 4, 999)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_only_the_last_decode_worker_and_the_last_router_are_warned_of() -> None:
+    async def body() -> None:
+        monitor = Cluster("decode-0", "decode-1", "router-0").monitor
+        await monitor.start()
+        assert last_of_its_kind("decode-1", monitor.seats()) == ""
+        assert "router-0 is the last router" in last_of_its_kind("router-0", monitor.seats())
+        await monitor.drain(["decode-1"], None)
+        assert "the last decode worker" in last_of_its_kind("decode-0", monitor.seats())
+        assert last_of_its_kind("nobody", monitor.seats()) == ""
+
+    run(body)

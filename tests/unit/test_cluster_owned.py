@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from cluster.owned import OwnedDirectory, Running, StateFile, find_running
+from cluster.owned import NUM_RANDOM, PREFIX, OwnedDirectory, Running, StateFile, find_running
 from worker.errors import UserError
 
 
@@ -40,14 +42,31 @@ def test_a_state_file_of_a_dead_serve_is_removed(tmp_path: Path) -> None:
 def test_a_directory_of_a_dead_serve_is_removed_and_that_of_a_live_one_kept(
     tmp_path: Path,
 ) -> None:
-    dead = tmp_path / "kvlane-dead"
-    dead.mkdir()
-    (dead / ".lock").touch()
+    dead = OwnedDirectory.make(tmp_path)
+    (dead.path / "session").mkdir()
+    os.close(dead._lock)  # as the kernel does for a process that was killed
+    theirs = tmp_path / f"{PREFIX}-of-the-user"
+    theirs.mkdir()
     live = OwnedDirectory.make(tmp_path)
     other = OwnedDirectory.make(tmp_path)
-    assert not dead.exists()
+    assert not dead.path.exists()
     assert live.path.exists()
     live.remove()
     live.remove()
     other.remove()
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
+def test_a_directory_that_was_never_locked_is_removed(tmp_path: Path) -> None:
+    (tmp_path / f"{PREFIX}{'x' * NUM_RANDOM}").mkdir()
+    OwnedDirectory.make(tmp_path).remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_starts_at_once_keep_their_directories(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:  # locks belong to open files, so threads hold several
+        made = list(pool.map(lambda _: OwnedDirectory.make(tmp_path), range(200)))
+    assert sorted(tmp_path.iterdir()) == sorted(each.path for each in made)
+    for each in made:
+        each.remove()
     assert list(tmp_path.iterdir()) == []

@@ -381,7 +381,7 @@ def test_each_role_gets_the_graphs_it_can_use() -> None:
 
 
 def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="kvlane.config"):
+    with caplog.at_level(logging.DEBUG, logger="kvlane.config"):
         for role in ("prefill", "decode"):
             assert graphs(role, CPU) == ("eager", "eager")
     for kind in ("prefill", "decode"):

@@ -18,6 +18,7 @@ from worker.api import (
     Abort,
     Ack,
     AnyMessage,
+    Bye,
     Candidate,
     Chunks,
     Error,
@@ -40,7 +41,7 @@ from worker.api import (
     Xfer,
 )
 from worker.config import PingConfig
-from worker.wire import SEND_QUEUE_FRAMES, Event, Wire
+from worker.wire import SEND_QUEUE_FRAMES, Event, Wire, _Links
 
 FAST = PingConfig(interval_s=0.05, max_misses=8)  # not so fast that a loaded core is lost
 LIMIT_S = 10.0
@@ -119,7 +120,7 @@ def pair(end: Callable[..., End]) -> tuple[End, End]:
 
 
 def test_every_message_type_is_in_the_round_trip() -> None:
-    union = set(AnyMessage.__args__) - {Ping, Pong}
+    union = set(AnyMessage.__args__) - {Ping, Pong, Bye}
     assert {type(each) for each in MESSAGES} == union
 
 
@@ -192,7 +193,27 @@ def test_a_client_that_closes_is_lost_once_to_the_worker(pair: tuple[End, End]) 
     worker.nothing(0.4)
 
 
-def test_a_send_to_a_vanished_client_loses_it_at_once(end: Callable[..., End]) -> None:
+def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
+    end: Callable[..., End], caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = PingConfig(interval_s=60.0)
+    worker, client = end("w/1", slow), end("c/1", slow)
+    client.wire.start()
+    address = worker.wire.start("127.0.0.1")
+    for _ in range(2):
+        client.wire.connect("w/1", address)
+        client.wire.send("w/1", MESSAGES[1])
+        assert worker.next() == ("c/1", MESSAGES[1])
+        client.wire.disconnect("w/1")
+        peer, event = worker.next()
+        assert (peer, type(event)) == ("c/1", Lost)
+    assert caplog.records == []
+
+
+def test_a_send_to_a_vanished_client_loses_it_at_once(
+    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Links, "part", _Links.forget)  # it says nothing, as if it was killed
     slow = PingConfig(interval_s=5.0)
     worker, client = end("w/1", slow), end("c/1", slow)
     client.wire.start()

@@ -21,7 +21,7 @@ from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
 from worker.engine.runner import ModelRunner, Step
 from worker.graph.base import BucketCheck
-from worker.metrics import WorkerMetrics
+from worker.metrics import Progress, WorkerMetrics, untold
 from worker.models.config import ModelSpec, read_model_spec
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
@@ -95,7 +95,9 @@ class Engine:
         self.metrics.close()
 
 
-def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
+def build_engine(
+    config: WorkerConfig, *, name: str, host: str, progress: Progress = untold
+) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     Raises:
@@ -110,7 +112,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     layout = _layout(config, spec)
-    config, loaded, graphs, checks = load(config, spec, layout, configured_len)
+    config, loaded, graphs, checks = load(config, spec, layout, configured_len, progress)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
@@ -120,7 +122,7 @@ def build_engine(config: WorkerConfig, *, name: str, host: str) -> Engine:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, str(check.bucket), path).set(took_ms / 1e3)
         metrics.bucket_differs(check.kind, str(check.bucket)).set(not check.equal)
-    log.info("%s moves KV by %s/%s", name, transport.name, transport.kind)
+    log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
@@ -148,7 +150,7 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     if config.engine.device == "cpu":  # a pull is short beside a step: little to gain by hiding it
         return 1
     chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
-    log.info("kv.num_groups = %d (of %d layers)", chosen, num_layers)
+    log.debug("kv.num_groups = %d (of %d layers)", chosen, num_layers)
     return chosen
 
 

@@ -16,6 +16,7 @@ from worker.engine import memory
 from worker.engine.runner import step_stream
 from worker.graph.base import BucketCheck, LoadedModel
 from worker.graph.build import Graphs, build_graphs
+from worker.metrics import Progress, untold
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
 from worker.models.loader import load_model
@@ -26,7 +27,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load(
-    config: WorkerConfig, spec: ModelSpec, layout: KVLayout, configured_len: int | str
+    config: WorkerConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    configured_len: int | str,
+    progress: Progress = untold,
 ) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck]]:
     """Load everything that `config` names. Workers that share a GPU load one after the other.
 
@@ -35,6 +40,7 @@ def load(
         spec: the model's shape.
         layout: how a KV page is laid out.
         configured_len: model.max_model_len as configured, maybe "auto".
+        progress: told how far it is.
 
     Returns:
         The config with the max_num_reqs and the max_model_len that the memory holds, the model, its
@@ -55,6 +61,7 @@ def load(
                 dtype=DTYPES[config.model.dtype],
                 load_format=config.model.load_format,
                 seed=config.model.seed,
+                progress=progress,
             )
         config = memory.with_max_num_reqs(config, layout, device)
         with memory.explain_shortage("running the largest steps", device):
@@ -68,7 +75,7 @@ def load(
             with memory.taking(reserve_bytes, device):
                 loaded = _assemble(config, pool, model)
                 graphs = build_graphs(loaded)
-                return config, loaded, graphs, graphs.capture()
+                return config, loaded, graphs, graphs.capture(progress)
 
 
 @contextmanager

@@ -291,6 +291,6 @@ def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> Work
             "engine.memory_fraction (on a CPU engine.cpu_pool_bytes)",
             "model.max_model_len",
         )
-    log.info("model.max_model_len = %d (what the KV pool holds)", holds)
+    log.debug("model.max_model_len = %d (what the KV pool holds)", holds)
     model = config.model.model_copy(update={"max_model_len": holds})
     return config.model_copy(update={"model": model})

@@ -13,6 +13,7 @@ from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
+from worker.metrics import Progress, untold
 from worker.models.decoder import Decoder
 from worker.plan import Tail
 from worker.sampling.tail import Result
@@ -80,7 +81,7 @@ class StepGraphs(Protocol):
         """Capture the largest bucket, to measure its memory. The pool may be tiny."""
         ...
 
-    def capture(self) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
         """Prepare and check every bucket; called once, before the first launch."""
         ...
 

@@ -16,6 +16,7 @@ from worker.graph.base import (
 )
 from worker.graph.eager import EagerChunks, EagerDecode
 from worker.graph.segments import GraphMemory
+from worker.metrics import Progress, untold
 from worker.registry import resolve
 
 
@@ -39,10 +40,13 @@ class Graphs:
             EagerDecode(self.loaded).run_largest()
         EagerChunks(self.loaded).run_largest()
 
-    def capture(self) -> Sequence[BucketCheck]:
-        """See StepGraphs.capture."""
-        of_chunks = self.chunks.capture()
-        return [*of_chunks, *(self.decode.capture() if self.loaded.decodes else ())]
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+        """See StepGraphs.capture; chunks are the first half of it."""
+        if not self.loaded.decodes:
+            return self.chunks.capture(progress)
+        of_chunks = self.chunks.capture(lambda what, done, n: progress(what, done, 2 * n))
+        of_decode = self.decode.capture(lambda what, done, n: progress(what, n + done, 2 * n))
+        return [*of_chunks, *of_decode]
 
     def close(self) -> None:
         """Free captured graphs."""

@@ -13,6 +13,7 @@ from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import LayerHook, forward_context
 from worker.graph.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
 from worker.graph.segments import GraphMemory
+from worker.metrics import Progress, untold
 from worker.plan import TAILS, Tail
 from worker.sampling.tail import draw
 
@@ -39,7 +40,7 @@ class _Eager:
     def capture_largest(self) -> None:
         """Nothing to capture."""
 
-    def capture(self) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
         """Nothing to prepare."""
         return ()
 

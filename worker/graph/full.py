@@ -20,6 +20,7 @@ from worker.graph.base import BucketCheck, Decoded, LoadedModel
 from worker.graph.check import check_bucket
 from worker.graph.eager import EagerDecode
 from worker.graph.segments import Capture, GraphMemory
+from worker.metrics import Progress, untold
 from worker.plan import TAILS, Tail
 from worker.sampling.tail import Result
 
@@ -64,16 +65,16 @@ class FullDecode:
         self._capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
-    def capture(self) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
         """Capture every bucket, the largest first, so that smaller ones reuse its memory.
 
         Raises:
             AssertionError: a graph and eager differ, and engine.strict is set.
         """
         began = time.monotonic()
-        for bucket in reversed(self.buckets):
+        for i, bucket in enumerate(reversed(self.buckets)):
+            progress("capture", i, len(self.buckets))
             self._capture_bucket(bucket)
-            log.info("captured decode graphs of %d rows", bucket)
         log.info("%d decode graphs in %.1f s", len(self._captured), time.monotonic() - began)
         found = [
             check_bucket(self._loaded, bucket, self._eager_step, self._replay)

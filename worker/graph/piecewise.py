@@ -32,6 +32,7 @@ from worker.graph.eager import EagerChunks
 from worker.graph.segments import Capture, Cuts, GraphMemory
 from worker.kernels.gemm.product import MAX_STREAMED_ROWS
 from worker.kernels.launch import power_of_two
+from worker.metrics import Progress, untold
 from worker.plan import Chunk, Plan
 
 log = logging.getLogger("kvlane.graph")
@@ -104,14 +105,15 @@ class PiecewiseChunks:
         self._capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
-    def capture(self) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
         """Capture every bucket, the largest first, so that smaller ones reuse its memory.
 
         Raises:
             AssertionError: a bucket and eager differ, and engine.strict is set.
         """
         began, free = time.monotonic(), self._memory.free_bytes()
-        for bucket in reversed(self.buckets):
+        for i, bucket in enumerate(reversed(self.buckets)):
+            progress("capture", i, len(self.buckets))
             self._capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)
         captured = *self._piecewise.values(), *self._full.values()

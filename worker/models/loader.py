@@ -14,6 +14,7 @@ from torch import Tensor
 from worker.comm.base import Collective
 from worker.errors import UserError
 from worker.layers.shard import Shard
+from worker.metrics import Progress, untold
 from worker.models.architectures import ARCHITECTURES
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
@@ -30,6 +31,7 @@ def load_model(
     dtype: torch.dtype,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     seed: int = 0,
+    progress: Progress = untold,
 ) -> Decoder:
     """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
 
@@ -46,13 +48,13 @@ def load_model(
         raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
     model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
     if load_format == "dummy":
-        _fill(model.shards(), seed)
+        _fill(model.shards(), seed, progress)
     else:
-        _read(model, Path(path))
+        _read(model, Path(path), progress)
     return model.eval()
 
 
-def _read(model: Decoder, path: Path) -> None:
+def _read(model: Decoder, path: Path, progress: Progress) -> None:
     shards = model.shards()
     missing = set(shards)
     unexpected: list[str] = []
@@ -61,6 +63,7 @@ def _read(model: Decoder, path: Path) -> None:
             if tensor is not None:
                 shards[name].dest.copy_(tensor)
                 missing.discard(name)
+                progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
                 unexpected.append(name)
     problems = [
@@ -93,9 +96,10 @@ def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
 
-def _fill(shards: dict[str, Shard], seed: int) -> None:
+def _fill(shards: dict[str, Shard], seed: int, progress: Progress) -> None:
     """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
-    for name, shard in shards.items():
+    for i, (name, shard) in enumerate(shards.items()):
+        progress("load", i, len(shards))
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(shard.dest.device)
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -147,7 +147,7 @@ class PrefillPeers:
             link.connection.close()  # the peer died meanwhile, or was lost and dialled again
             return
         known.link, known.dialling = link, False
-        log.info("can pull from %s, %.3g GB/s", link.peer, link.bytes_per_s / 1e9)
+        log.debug("can pull from %s, %.3g GB/s", link.peer, link.bytes_per_s / 1e9)
 
     def failed(self, event: DialFailed) -> None:
         """Plan to dial the peer again, unless that can never work."""

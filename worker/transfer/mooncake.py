@@ -322,7 +322,7 @@ class MooncakeTransport:
         port = self.engines.serve(regions)
         name = f"{self.engines.host}:{port}"
         self._endpoint = describe(self.name, self.kind, name, regions)
-        log.info("mooncake serves at %s over %s", name, self.kind)
+        log.debug("mooncake serves at %s over %s", name, self.kind)
 
     def endpoint(self) -> Endpoint:
         """See KVTransport.endpoint."""

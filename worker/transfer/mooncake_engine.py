@@ -11,15 +11,18 @@ drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import mmap
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -63,7 +66,11 @@ ACCEPT_S = 1.1
 SAY_EVERY = 20  # rounds of ACCEPT_S between warnings that an open connection keeps an engine
 SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: 1 ms
 
+GLOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"  # fLI::FLAGS_minloglevel
+GLOG_ERROR, GLOG_FATAL = 2, 3
+
 _chosen: str | None = None
+_hushing = threading.Lock()
 
 
 def configure(kind: str) -> dict[str, str]:
@@ -101,6 +108,28 @@ def load() -> type[Any]:
         raise explain(e) from e
 
 
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without mooncake's lines of errors: every start of an engine that succeeds prints one, too.
+
+    They go through glog, whose level counts for the process. A level that shows more than errors
+    was asked for, and stays.
+    """
+    module = sys.modules.get("mooncake.engine")
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(getattr(module, "__file__", None)), GLOG_LEVEL)
+    except ValueError:  # not built with a glog of its own
+        yield
+        return
+    with _hushing:
+        before = level.value
+        level.value = GLOG_FATAL if before >= GLOG_ERROR else before
+        try:
+            yield
+        finally:
+            level.value = before
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """One mooncake engine with all our regions registered.
@@ -126,7 +155,7 @@ class Engine:
         began = time.perf_counter()
         self.raw = None
         held_ms = (time.perf_counter() - began) * 1e3
-        log.info("destroyed the mooncake engine of port %d: GIL held for %.1f ms", port, held_ms)
+        log.debug("destroyed the mooncake engine of port %d: GIL held for %.1f ms", port, held_ms)
 
 
 class Engines:
@@ -174,7 +203,10 @@ class Engines:
         """
         self._set_device()
         raw = self._class()
-        if raw.initialize(self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], "") != 0:
+        how = self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], ""
+        with _hushed():
+            failed = raw.initialize(*how) != 0
+        if failed and (raw := self._class()).initialize(*how) != 0:  # now aloud
             raise Unsupported(
                 f"mooncake does not start over {self._kind}: its log lines on stderr say why "
                 "(no card or link of that kind, or no free port)"

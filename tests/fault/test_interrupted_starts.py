@@ -1,0 +1,24 @@
+"""A start that is interrupted at any moment ends, and leaves nothing.
+
+Three moments here; `python -m tests.fault.interrupts --num 200` tries more.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from tests.e2e.harness import INSIDE  # noqa: F401 - starts clusters, so it is run among them
+from tests.e2e.shared import Clusters
+from tests.fault.interrupts import SIGNALS, interrupt
+
+SPAN_S = 6.0
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_an_interrupted_start_leaves_nothing(number: signal.Signals, clusters: Clusters) -> None:
+    clusters.end_all()
+    done = interrupt(number, random.uniform(0, SPAN_S))
+    assert done.problems == [], f"at {done.at_s:.3f} s:\n{done.output}"
