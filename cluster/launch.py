@@ -59,7 +59,7 @@ def start_local(config: Config, directory: Path) -> RaySession:
             logging_level=logging.ERROR,
             _temp_dir=str(directory),
         )
-    except (RayError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # no narrower one: Ray raises a plain Exception after a time-out
         raise WorldError(f"Ray did not start: {error}") from error
     return RaySession(str(context.address_info["gcs_address"]), local=True)
 
