@@ -217,13 +217,17 @@ def _checked(config: Config, *, joins: bool, offline: bool) -> Config:
         check.check_before_joining(config)
     else:
         check.check_before_ray(config, _num_gpus(config))
-    if hub.is_name(config.model.path):
-        return hub.fetch(
+    named = hub.is_name(config.model.path)
+    if named:
+        config = hub.fetch(
             config, offline=offline, check=lambda c: check.check_model(c, with_weights=False)
         )
     # In a Ray cluster that we join, only the nodes of workers and routers need the model.
-    if not joins:
+    if named or not joins:
         check.check_model(config)
+    if named and joins:
+        directory = config.model.directory
+        print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
     return config
 
 
