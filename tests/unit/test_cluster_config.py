@@ -205,4 +205,4 @@ def test_a_pipe_that_closes_early_is_no_traceback() -> None:
     command = [sys.executable, "-m", "cluster", "config"]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (141, b"")
