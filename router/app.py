@@ -13,6 +13,7 @@ import uvicorn
 
 from router.auth import read_keys
 from router.config import RouterConfig
+from router.defaults import Defaults, defaults_of
 from router.dispatch import Dispatcher
 from router.members import Members
 from router.metrics import RouterMetrics
@@ -84,6 +85,8 @@ class RouterServer:
         self._shown = shown
         self._policy = policy(config.policy)
         self._text = Text(model.directory)
+        follows = config.generation_config == "auto"
+        self._defaults = defaults_of(model.directory) if follows else Defaults()
         self._api_keys = read_keys(config.api_key_file)
         self._max_model_len = _max_model_len(model, self._text)
         self._members: tuple[Member, ...] = ()  # the last list, also from before the start
@@ -193,6 +196,7 @@ class RouterServer:
                 members=members,
                 metrics=metrics,
                 shown=self._shown,
+                defaults=self._defaults,
                 api_keys=self._api_keys,
             )
             self._loop = loop

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from worker.config import Section
+from worker.config import Auto, Section
 
 
 class RouterConfig(Section):
@@ -23,4 +23,9 @@ class RouterConfig(Section):
     stop_timeout_s: float = Field(default=5.0, gt=0)  # at shutdown, for clients that do not read
     api_key_file: str = ""  # keys, one a line, read at the start; "" = everyone is served
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"  # auto: by the chat template
+    # Sampling where a request says nothing. auto: the model's generation_config.json.
+    generation_config: Literal["auto", "ignore"] = "auto"
+    # Of a string and an integer in structured output whose schema has no limit; 0 = none.
+    max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"  # auto: context / 4
+    max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)  # and least: -max_integer
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # qwen3: <think>…</think>

@@ -38,13 +38,14 @@ from worker.api import (
     TokenChunk,
     TokenLogprob,
 )
+from worker.errors import LibraryError, contained
 from worker.wire import Event, Wire
 
 log = logging.getLogger("kvlane.router")
 
 MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
 RECONNECT_S = 1.0
-NOT_RETRIED = frozenset({"invalid_value", "unsupported"})
+NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 
 
@@ -176,12 +177,17 @@ class Dispatcher:
             req.stages, req.decoded_by = chunk.stages, peer
         first = max(0, req.position - chunk.position)
         tokens = chunk.tokens[first:]
-        if tokens and self._emit(req, tokens, chunk.logprobs[first:]):
-            return
-        if failed:
-            self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
-        elif chunk.finish_reason is not None:
-            self._end(req, chunk.finish_reason, req.output.finish())
+        try:
+            if tokens and self._emit(req, tokens, chunk.logprobs[first:]):
+                return
+            if failed:
+                self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
+            elif chunk.finish_reason is not None:
+                with contained("the detokenizer"):
+                    rest = req.output.finish()
+                self._end(req, chunk.finish_reason, rest)
+        except LibraryError as error:
+            self.give_up(req, ApiError.of(error.code, str(error)))
 
     def _emit(self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
@@ -192,7 +198,8 @@ class Dispatcher:
             req.first_token_at = now
             self._metrics.ttft.observe(now - req.arrived_at)
         req.last_token_at = now
-        piece = req.output.feed(tokens)
+        with contained("the detokenizer"):
+            piece = req.output.feed(tokens)
         req.tokens.extend(tokens[: piece.num_tokens])
         scored = tuple(zip(tokens[: piece.num_tokens], logprobs, strict=False))
         if piece.stopped:

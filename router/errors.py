@@ -21,6 +21,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from worker.api import GRAMMAR_PARAM
 from worker.errors import KvlaneError
 
 STATUS = {
@@ -108,6 +109,14 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 def unsupported(message: str, param: str | None = None) -> ApiError:
     """400: a valid field or value that is not supported yet."""
     return ApiError(400, "unsupported", message, param=param)
+
+
+def of_grammar(error: ApiError, param: str) -> ApiError:
+    """`error`, with the field `param` in place of a worker's name for the grammar it asked for."""
+    if error.param == GRAMMAR_PARAM:
+        error.param = param
+        error.message = error.message.replace(f"{GRAMMAR_PARAM}: ", f"{param}: ", 1)
+    return error
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 
 from router import chat, completions
+from router.bounded import Bounds
 from router.errors import ApiError, invalid
 from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
 from router.prepared import AnswerWriter, Prepared, PreparedChoice
@@ -17,6 +18,8 @@ from router.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_
 from router.status import Front
 from router.structured import Validator, composed, constraint_of, think_rules
 from router.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
+
+AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 
 
 class Think(Enum):
@@ -41,6 +44,11 @@ class Preparer:
         template, config = front.text.template_source, front.config
         asked = config.tool_parser
         self._format: CallFormat = detected(template) if asked == "auto" else asked
+        chars = config.max_string_chars
+        if chars == "auto":
+            least, most = AUTO_STRING_CHARS
+            chars = min(max(front.model_max_len // 4, least), most)
+        self._bounds = Bounds(chars, config.max_integer)
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
@@ -132,13 +140,17 @@ class Preparer:
         token = self._front.text.token_of(mark)
         return token is not None and self._validator.is_special(token)
 
-    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> str:
-        """The grammar of the output, of required calls or of the constraint; empty without any."""
-        constraint = constraint_of(body)
+    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
+        """The grammar of the output, and the field that asks for it; both empty without any."""
+        constraint = constraint_of(body, self._bounds)
         if constraint is None and not tools.demands:
-            return ""
+            return "", ""
         may_call = tools.demands or (tools.functions and self._format != "none")
-        parts, rules = call_rules(self._format, tools, self._is_token) if may_call else ([], [])
+        param = "tools" if constraint is None or tools.demands else constraint.param
+        self._validator.require(param)
+        parts, rules = [], []
+        if may_call:
+            parts, rules = call_rules(self._format, tools, self._is_token, self._bounds)
         alternatives = ["calls"] if may_call else []
         if constraint is not None and not tools.demands:
             if may_call:  # checked alone first, so that an error names the right field
@@ -155,9 +167,8 @@ class Preparer:
         else:
             first = ""
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
-        param = "tools" if constraint is None or tools.demands else constraint.param
         self._validator.check(grammar, param)
-        return grammar
+        return grammar, param
 
     def _prepared(
         self,
@@ -165,14 +176,14 @@ class Preparer:
         prompts: Sequence[tuple[int, ...]],
         writer: AnswerWriter,
         param: str,
-        grammar: str,
+        grammar: tuple[str, str],
         markers: Sequence[str] = (),
         end: Callable[[], Callable[[str], bool] | None] = lambda: None,
     ) -> Prepared:
         text, choices = self._front.text, list[PreparedChoice]()
         for prompt in prompts:
             max_tokens = allowed_tokens(len(prompt), body, self._front, param)
-            sampling = body.sampling(max_tokens, text.vocab_size, grammar)
+            sampling = body.sampling(max_tokens, text.vocab_size, self._front.defaults, grammar[0])
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)
@@ -198,6 +209,7 @@ class Preparer:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
+            grammar_param=grammar[1],
         )
 
 

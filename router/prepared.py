@@ -55,3 +55,4 @@ class Prepared:
     include_usage: bool = False
     continuous_usage: bool = False
     return_stages: bool = False
+    grammar_param: str = ""  # the field that asked for the grammar, if there is one

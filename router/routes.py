@@ -22,7 +22,7 @@ from router.sse import Answer
 from router.status import Front, StatusRoutes, version
 from router.structured import Validator
 from router.tokens import Tokens
-from worker.errors import UserError
+from worker.errors import KvlaneError, UserError, contained
 
 THREAD_BODY_BYTES = 8 << 10  # a larger body is parsed and tokenized off the loop; 64 KiB took 70 ms
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
@@ -86,8 +86,17 @@ class Routes:
         raise ApiError(404, "unsupported", message)
 
     async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
-        """Run `work`, in a thread if it may take long: a large body, or a grammar to build."""
-        return await asyncio.to_thread(work, raw) if is_slow(raw) else work(raw)
+        """Run `work`, in a thread if it may take long: a large body, or a grammar to build.
+
+        Raises:
+            KvlaneError: what is wrong with the body, or whatever a library raised.
+        """
+
+        def run() -> Result:
+            with contained("the preparation of a request"):
+                return work(raw)
+
+        return await asyncio.to_thread(run) if is_slow(raw) else run()
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         front = self._front
@@ -96,7 +105,7 @@ class Routes:
                 raise ApiError.of("draining", "the router is draining", retry_after_s=1)
             prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
-        except (ApiError, UserError) as error:
+        except KvlaneError as error:
             front.metrics.ended(error.code)
             raise
         front.num_open += 1
@@ -128,6 +137,7 @@ class Routes:
             "created": self._front.started_at,
             "owned_by": "kvlane",
             "max_model_len": self._front.max_model_len,
+            "default_sampling_params": self._front.defaults.model_dump(),
         }
 
 
@@ -157,6 +167,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return error_response(error)
         case UserError():
             return error_response(ApiError(400, error.code, str(error), param=error.param))
+        case KvlaneError():
+            return error_response(ApiError.of(error.code, str(error)))
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             response = error_response(ApiError(error.status_code, code, str(error.detail)))
@@ -197,6 +209,6 @@ def application(front: Front) -> ASGIApp:
             response_model=None,
             include_in_schema=False,
         )
-    for kind in (ApiError, UserError, HTTPException, ClientDisconnect, Exception):
+    for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     return RequestId(ApiKeys(app, front.api_keys) if front.api_keys else app)

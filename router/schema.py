@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from router.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP
 from router.errors import ApiError, invalid, unsupported
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
@@ -29,7 +30,6 @@ MAX_BIASES = 1024
 MAX_TOOLS = 512
 MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
 FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
-MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -107,10 +107,10 @@ class GenerationBody(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
-    min_p: float = Field(0.0, ge=0, lt=1)
+    temperature: Temperature | None = None  # where it is None, here and below: `Defaults`
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[Many[str], BeforeValidator(_listed)] = Field([], max_length=MAX_STOP_STRINGS)
     stop_token_ids: Many[int] = Field([], max_length=MAX_STOP_IDS)
@@ -118,7 +118,7 @@ class GenerationBody(RequestModel):
     min_tokens: int = Field(0, ge=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[
         dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)
     ] = {}
@@ -148,12 +148,15 @@ class GenerationBody(RequestModel):
         """Answers to compute for each prompt, of which `n` are returned."""
         return self.n
 
-    def sampling(self, max_tokens: int, vocab_size: int, grammar: str = "") -> Sampling:
+    def sampling(
+        self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
+    ) -> Sampling:
         """The sampling parameters as workers get them.
 
         Args:
             max_tokens: the limit that applies to this prompt.
             vocab_size: of the model.
+            defaults: where the body says nothing.
             grammar: the output must follow it; empty: none.
 
         Raises:
@@ -167,20 +170,22 @@ class GenerationBody(RequestModel):
         for name, asked in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if grammar and asked:
                 raise invalid(f"{name} contradicts structured output, which has its own end", name)
+        given = {name: getattr(self, name) for name in Defaults.model_fields}
+        drawn = defaults.model_copy(update={k: v for k, v in given.items() if v is not None})
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Sampling(
             max_tokens=max_tokens,
-            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
-            top_p=self.top_p,
-            top_k=max(0, self.top_k),
-            min_p=self.min_p,
+            temperature=0.0 if drawn.temperature < MIN_TEMPERATURE else drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=max(0, drawn.top_k),
+            min_p=drawn.min_p,
             seed=seed,
             ignore_eos=self.ignore_eos,
             stop_ids=tuple(sorted(set(self.stop_token_ids))),
             min_tokens=self.min_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=drawn.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
             grammar=grammar,

@@ -20,7 +20,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Dispatcher
-from router.errors import ApiError, error_response
+from router.errors import ApiError, error_response, of_grammar
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
 from router.metrics import by_stage
@@ -127,7 +127,7 @@ class Answer(Response):
         deltas = await self._mailbox.get()
         for i, delta in enumerate(deltas):
             if delta.error is not None:
-                self._error = delta.error
+                self._error = of_grammar(delta.error, self._prepared.grammar_param)
                 return deltas[:i] or await self._deltas()
             if delta.finish_reason is FinishReason.ABORT:
                 raise _Gone

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from router.config import RouterConfig
+from router.defaults import Defaults
 from router.dispatch import Dispatcher
 from router.members import Members
 from router.metrics import RouterMetrics
@@ -32,6 +33,7 @@ class Front:
     members: Members
     metrics: RouterMetrics
     shown: Mapping[str, object]
+    defaults: Defaults = field(default_factory=Defaults)  # of sampling
     started_at: int = field(default_factory=lambda: int(time.time()))
     api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
     draining: bool = False
@@ -98,6 +100,7 @@ class StatusRoutes:
         ]
         body = {
             "config": dict(self._front.shown),
+            "default_sampling_params": self._front.defaults.model_dump(),
             "members": members,
             "version": version(),
             "notes": [RDMA_NOTE],

@@ -17,8 +17,10 @@ from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
 
+from router.bounded import Bounds, bounded
 from router.errors import ApiError, invalid, unsupported
 from router.schema import GenerationBody
+from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
 FIELDS = ("json", "regex", "choice", "grammar")
@@ -36,8 +38,14 @@ class Constraint:
     param: str
 
 
-def _schema_part(schema: Any, param: str, *, lenient: bool = False) -> Part:
-    """Compact JSON: a model that may add white space sometimes adds it without end."""
+def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
+    """A JSON schema, closed and bounded.
+
+    JSON is compact: a model that may add white space sometimes adds it without end.
+
+    Raises:
+        ApiError: this is no schema.
+    """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -48,7 +56,11 @@ def _schema_part(schema: Any, param: str, *, lenient: bool = False) -> Part:
     options: dict[str, Any] = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
-    return {"json_schema": cast("dict[str, Any]", schema) | {"x-guidance": options}}
+    try:
+        found = bounded(cast("dict[str, Any]", schema), bounds)
+    except RecursionError:
+        raise invalid(f"{param}: nested too deeply", param) from None
+    return {"json_schema": found | {"x-guidance": options}}
 
 
 def quoted(text: str) -> str:
@@ -63,9 +75,9 @@ def _choice_part(choice: Any, param: str) -> Part:
     return {"lark_grammar": "start: " + " | ".join(quoted(item) for item in items)}
 
 
-def _part(kind: str, value: Any, param: str) -> Part:
+def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
     if kind == "json":
-        return _schema_part(value, param)
+        return schema_part(value, param, bounds)
     if kind == "choice":
         return _choice_part(value, param)
     if not isinstance(value, str) or not value:
@@ -76,13 +88,13 @@ def _part(kind: str, value: Any, param: str) -> Part:
     return {"lark_grammar": value}
 
 
-def _response_format(value: dict[str, Any]) -> Constraint | None:
+def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None:
     param = "response_format"
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint(_schema_part({"type": "object"}, param), param)
+        return Constraint(schema_part({"type": "object"}, param, bounds), param)
     if kind != "json_schema":
         raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
     wrapped = value.get("json_schema")
@@ -91,10 +103,10 @@ def _response_format(value: dict[str, Any]) -> Constraint | None:
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
     lenient = fields.get("strict") is not True
-    return Constraint(_schema_part(schema, param, lenient=lenient), param)
+    return Constraint(schema_part(schema, param, bounds, lenient=lenient), param)
 
 
-def constraint_of(body: GenerationBody) -> Constraint | None:
+def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
     """The constraint of a request's output; None if there is none.
 
     Raises:
@@ -102,20 +114,20 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     """
     found: list[Constraint] = []
     if body.response_format is not None:
-        formed = _response_format(body.response_format)
+        formed = _response_format(body.response_format, bounds)
         found += [] if formed is None else [formed]
     for kind in FIELDS:
         value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
         if value is not None:
-            found.append(Constraint(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param, bounds), param))
     asked = body.structured_outputs or {}
     for kind in FIELDS:
         value, param = asked.get(kind), f"structured_outputs.{kind}"
         if value is not None:
-            found.append(Constraint(_part(kind, value, param), param))
+            found.append(Constraint(_part(kind, value, param, bounds), param))
     if asked.get("json_object"):
         param = "structured_outputs.json_object"
-        found.append(Constraint(_schema_part({"type": "object"}, param), param))
+        found.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)
@@ -169,6 +181,17 @@ class Validator:
         self._tokenizer: LLTokenizer | None = None
         self._error = lru_cache(maxsize=256)(self._validate)
 
+    def require(self, param: str) -> None:
+        """Refuse a request for a grammar if llguidance cannot use this model's tokenizer.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self._loaded()
+        except (OSError, ValueError) as error:
+            raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
     def check(self, grammar: str, param: str) -> None:
         """Refuse a grammar that is malformed or that no output can satisfy.
 
@@ -177,7 +200,8 @@ class Validator:
         """
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
-        error = self._error(grammar)
+        with contained("llguidance"):
+            error = self._error(grammar)
         if error:
             raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
 

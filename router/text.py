@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.output import ByteDetokenizer, Detokenizer, OutputText, WindowDetokenizer, token_bytes
-from worker.errors import UserError
+from worker.errors import UserError, contained
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
 WORD_MARK = "\u2581"
+COUNTED = "_counted"  # a name of templates: `_Turns.counted`
+MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -29,13 +31,43 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
 
     def _print(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts the turns of `for` loops: the only way a template could run on and on."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = nodes.Call(nodes.Name(COUNTED, "load"), [loop.iter], [], None, None)
+            loop.iter.set_lineno(loop.lineno).set_environment(self)
+        return template
+
+
+class _Turns:
+    """The turns of loops that one prompt has left."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_TURNS
+
+    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+        """`values`, one a turn.
+
+        Raises:
+            TemplateError: there were too many turns.
+        """
+        for value in values:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise jinja2.TemplateError(f"more than {MAX_TURNS} turns of loops")
+            yield value
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
@@ -59,7 +91,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
@@ -83,6 +115,7 @@ class ChatTemplate:
         names: dict[str, Any] = {"documents": None} | self._special
         names |= dict(extra or {}) | {"tools": list(tools) or None}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        names[COUNTED] = _Turns().counted
         try:
             return self._template.render(names)
         except Exception as error:  # a template is a program: it may raise anything
@@ -130,7 +163,8 @@ class Text:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with contained("the tokenizer"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -9,10 +9,14 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
+from router.bounded import Bounds
 from router.errors import invalid
 from router.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
 from router.schema import ChatBody, RequestModel, refused
-from router.structured import Part, quoted
+from router.structured import Part, quoted, schema_part
+
+# Keys of `parameters` that say nothing of what parameters there are.
+WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
 
 CallFormat = Literal["hermes", "llama3", "none"]
 
@@ -109,7 +113,7 @@ def parser(form: CallFormat, tools: Tools) -> Parser:
 
 
 def call_rules(
-    form: CallFormat, tools: Tools, is_token: Callable[[str], bool]
+    form: CallFormat, tools: Tools, is_token: Callable[[str], bool], bounds: Bounds
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
@@ -123,9 +127,11 @@ def call_rules(
     parts: list[tuple[str, Part]] = []
     rules: list[str] = []
     for i, function in enumerate(tools.demanded or tools.functions):
-        options = {"whitespace_flexible": False} | ({} if function.strict else {"lenient": True})
-        schema = (function.parameters or {"type": "object"}) | {"x-guidance": options}
-        parts.append((f"arguments_{i}", {"json_schema": {"type": "object"} | schema}))
+        schema = {"type": "object", **function.parameters}
+        if set(schema) <= WITHOUT_NAMES:  # a function without parameters, as in OpenAI's API
+            schema["properties"] = {}
+        part = schema_part(schema, "tools", bounds, lenient=not function.strict)
+        parts.append((f"arguments_{i}", part))
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
         rules.append(f'object_{i}: {quoted(head)} @arguments_{i} "}}"')
     rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(parts))))

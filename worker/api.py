@@ -26,6 +26,7 @@ import msgspec
 
 PeerId = str
 MAX_LOGPROBS = 20  # alternatives reported for one token
+GRAMMAR_PARAM = "grammar"  # `Error.param`: Sampling.grammar is at fault; routers name their field
 MAX_STOP_IDS = 16  # stop token ids of one request, EOS ids of the model included
 Role = Literal["prefill", "decode", "router", "controller"]
 

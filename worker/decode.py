@@ -174,9 +174,7 @@ class DecodeLoop:
             req = self._admission.admit(router, message, len(self._reqs), now)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
-            param = error.param if isinstance(error, UserError) else None
-            reply = Error(error.code, str(error), param)
-            self._thread.send(router, Refused(*key, reply, retry_after_s))
+            self._thread.send(router, Refused(*key, _told(error), retry_after_s))
             return
         req.marks.received_at = now
         self._reqs[key] = req
@@ -229,9 +227,8 @@ class DecodeLoop:
         for req, each, reason in self._scheduler.settle(step.plan.step, drawn):
             self._engine.metrics.generated_tokens.inc()
             error = None
-            if req.matcher is not None and req.matcher.error:
-                reason = FinishReason.ERROR
-                error = Error(UserError.code, f"grammar: {req.matcher.error}", "response_format")
+            if req.matcher is not None and req.matcher.error is not None:
+                reason, error = FinishReason.ERROR, _told(req.matcher.error)
             chunk = _chunk(req, each, reason, error)
             if not req.marks.first_token_at:
                 req.marks.first_token_at = now
@@ -275,6 +272,10 @@ def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
         return SWEEP_S
     age_s = now - max(pulls_began_at)
     return min(age_s / 8, LONGEST_POLL_S) if age_s > YOUNG_S else 0.0
+
+
+def _told(error: KvlaneError) -> Error:
+    return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
 
 
 def _chunk(

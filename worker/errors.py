@@ -15,11 +15,20 @@
           Incompatible          a peer answers but its layout or transport differs
           Revoked               the lease under which bytes were read has ended
         Placement               Ray cannot place what was asked for
+      LibraryError              a library failed at what a request brought; that request ends
 
 Our own mistakes are `assert`s: the worker dies, the controller makes a new one.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+
+log = logging.getLogger("kvlane.errors")
+
+MAX_MESSAGE = 1000  # characters of what a library said
 
 
 class KvlaneError(Exception):
@@ -118,3 +127,23 @@ class Placement(WorldError):
     """Ray cannot place what was asked for; the message says what is missing."""
 
     code = "placement"
+
+
+class LibraryError(KvlaneError):
+    """A library raised what nobody expected of it, over what one request brought."""
+
+
+@contextmanager
+def contained(library: str) -> Generator[None, None, None]:
+    """Make whatever `library` raises a LibraryError, which ends one request and nothing else.
+
+    Errors of ours pass. A panic of a library in Rust is no `Exception`, but is caught as well.
+    """
+    try:
+        yield
+    except (KvlaneError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        log.error("%s failed; the request ends", library, exc_info=True)
+        message = f"{library} failed: {type(error).__name__}: {error}"
+        raise LibraryError(message[:MAX_MESSAGE]) from error

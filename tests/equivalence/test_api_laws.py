@@ -336,10 +336,11 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
 
 def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
     cases = {
-        "response_format": Sampling(5, grammar="this is no grammar"),
+        "grammar": Sampling(5, grammar="this is no grammar"),
         "logit_bias": Sampling(5, logit_bias=((VOCAB, 1.0),)),
         "top_logprobs": Sampling(5, logprobs=21),
         "stop_token_ids": Sampling(5, stop_ids=(-1,)),
+        "temperature": Sampling(5, temperature=float("nan")),
     }
     for param, sampling in cases.items():
         answer = alone.client.generate([problem_ids(1)[0]], sampling)[0]

@@ -13,6 +13,8 @@ import torch
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
+from router.bounded import Bounds
+from router.structured import composed, schema_part
 from tests.support import pairwise
 from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer
@@ -150,9 +152,9 @@ def ll_tokenizer() -> LLTokenizer:
 
 
 def grammar_of(schema: Schema) -> str:
-    """As the router makes it."""
-    compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
-    return LLMatcher.grammar_from_json_schema(json.dumps(compact))
+    """As the router makes it of `guided_json`."""
+    part = schema_part(schema, "guided_json", Bounds(512, 9 * 10**18))
+    return composed([("form", part)], ["body: @form"])
 
 
 @functools.cache

@@ -234,7 +234,7 @@ def test_reasoning_is_told_apart(
 def test_llama3_and_configuration(tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, LLAMA))
     assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
-    call = '{"name": "time", "parameters": {"a":1}}'
+    call = '{"name": "time", "parameters": {}}'
     double = DecodeDouble()
     with serving(text.directory, double) as (_, url):
         says(double, text, call)
@@ -242,12 +242,13 @@ def test_llama3_and_configuration(tmp_path: Path) -> None:
         found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
         assert found["message"]["tool_calls"][0]["function"] == {
             "name": "time",
-            "arguments": '{"a":1}',
+            "arguments": "{}",
         }
         assert found["message"]["content"] is None
         grammar = asked(double, text)[1]
         assert accepts(text, grammar, call)
         assert not accepts(text, grammar, "a")
+        assert not accepts(text, grammar, call.replace("{}", '{"a":1}'))  # it has no parameters
     double = DecodeDouble(script=speak(text.encode(call, add_special_tokens=False)))
     with serving(text.directory, double, tool_parser="none") as (_, url):
         response = httpx.post(f"{url}/v1/chat/completions", json=body)

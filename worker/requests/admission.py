@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
-from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
 from worker.engine.engine import Engine
 from worker.errors import Busy, UserError
 from worker.pull.inbound import Inbound
@@ -127,11 +128,32 @@ class Admission:
             raise UserError(f"token ids must be below {vocab_size}", "logit_bias")
         if not -1 <= sampling.logprobs <= max_logprobs:
             raise UserError(f"at most {max_logprobs} alternatives", "top_logprobs")
+        if not _fits(sampling):
+            raise UserError("sampling parameters that no row can hold", "temperature")
         if not _known(message.tokens, vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
         if len(sampling.stop_ids) > max_stops or not _known(sampling.stop_ids, vocab_size):
             text = f"at most {max_stops} stop ids below {vocab_size}"
             raise UserError(text, "stop_token_ids")
+
+
+def _fits(sampling: Sampling) -> bool:
+    """Whether the device's tensors can hold it; the router's limits are narrower."""
+    numbers = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+        *(bias for _, bias in sampling.logit_bias),
+    )
+    counts = sampling.top_k, sampling.min_tokens
+    return (
+        all(map(math.isfinite, numbers))
+        and all(0 <= count < 2**31 for count in counts)
+        and 0 <= sampling.seed < 2**63
+    )
 
 
 def _known(ids: Sequence[int], vocab_size: int) -> bool:

@@ -6,7 +6,7 @@ consumes its output. Masks are computed while the forward runs (`DecodeLoop.turn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import llguidance.numpy as bitmask
@@ -14,35 +14,51 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from worker.errors import Unsupported, UserError
+from worker.api import GRAMMAR_PARAM
+from worker.errors import KvlaneError, Unsupported, UserError, contained
 
 
 class Matcher:
-    """Follows the output of one request. Host state: it outlives preemption."""
+    """Follows the output of one request. Host state: it outlives preemption.
+
+    Its methods never raise: what goes wrong is in `error`, and the request ends with it.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the grammar is complete: the request ends with the token just consumed."""
-        return self._matcher.is_stopped()
-
-    @property
-    def error(self) -> str:
-        """Why llguidance has given up on the grammar (too complex); "" = it has not."""
-        error = self._matcher.get_error() if self._matcher.is_error() else ""
-        return error.partition("\n<state>")[0]  # the rest dumps llguidance's state and grammar
+        # The grammar is complete: the request ends with the token just consumed.
+        self.stopped = False
+        # llguidance has given up on the grammar (too complex: a UserError), or failed.
+        self.error: KvlaneError | None = None
+        self._run(lambda: None)
 
     def consume(self, token: int) -> None:
         """Advance by `token`, which the mask allowed."""
-        if not self.stopped:
-            self._matcher.consume_token(token)
+        self._run(lambda: self._matcher.consume_token(token))
 
     def fill(self, masks: Tensor, index: int) -> None:
-        """masks[index] = what may follow. Once stopped, all: the request's token is not used."""
-        if not self.stopped:
-            bitmask.fill_next_token_bitmask(self._matcher, masks.numpy(), index)
+        """masks[index] = what may follow. Once at an end, all: the request's token is not used."""
+        self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, masks.numpy(), index))
+        if self.error is not None:
+            masks[index] = -1
+
+    def _run(self, step: Callable[[], object]) -> None:
+        """Take a step of the matcher, unless it is at an end."""
+        if self.stopped or self.error is not None:
+            return
+        try:
+            with contained("llguidance"):
+                step()
+                _check(self._matcher)
+                self.stopped = self._matcher.is_stopped()
+        except KvlaneError as error:
+            self.error = error
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        text = matcher.get_error().partition("\n<state>")[0]  # then llguidance dumps its state
+        raise UserError(f"grammar: {text}", GRAMMAR_PARAM)
 
 
 class Grammars:
@@ -53,6 +69,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._unusable: KvlaneError | None = None  # why there is no tokenizer
 
     def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Make a matcher that has consumed `output`.
@@ -60,20 +77,34 @@ class Grammars:
         Raises:
             UserError: this is no grammar, or the output does not follow it.
             Unsupported: llguidance cannot use this model's tokenizer.
+            LibraryError: llguidance failed.
         """
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error() or (output and not matcher.consume_tokens(list(output))):
-            raise UserError(f"grammar: {matcher.get_error()}", "response_format")
+        tokenizer = self._loaded()
+        with contained("llguidance"):
+            matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            if output:
+                matcher.consume_tokens(list(output))
+            _check(matcher)
         return Matcher(matcher)
+
+    def _loaded(self) -> LLTokenizer:
+        if self._unusable is not None:  # trying again would hold the engine up every time
+            raise self._unusable.with_traceback(None)
+        if self._tokenizer is None:
+            try:
+                with contained("llguidance"):
+                    self._tokenizer = self._load()
+            except KvlaneError as error:
+                self._unusable = error
+                raise
+        return self._tokenizer
 
     def _load(self) -> LLTokenizer:
         try:
             text = self._path.read_text(encoding="utf-8")
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         except (OSError, ValueError) as error:
-            raise Unsupported(f"no grammars for this model: {error}", "response_format") from error
+            raise Unsupported(f"no grammars for this model: {error}", GRAMMAR_PARAM) from error
 
     def masks(self, matchers: Sequence[Matcher | None]) -> Tensor:
         """Make [len(matchers), ceil(vocab / 32)] i32 for `sampler.sample`; None: all allowed."""

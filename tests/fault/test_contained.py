@@ -1,0 +1,252 @@
+"""What a request brings can end that request, and nothing else: not its worker, not its router.
+
+A real router and a real decode worker in this process. A worker whose engine thread raises ends its
+process, so that here the whole test would end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.numpy import fill_next_token_bitmask
+
+from router.app import RouterServer
+from router.config import RouterConfig
+from tests.fault.router_doubles import HANG_S, num_live, wait_until
+from tests.support.engines import Running, running
+from tests.support.prompts import TINY
+from worker.config import ModelConfig, PingConfig
+
+PROBLEM = {"messages": [{"role": "user", "content": "Tom has 3 apples and buys 4. How many?"}]}
+FREE: dict[str, Any] = {**PROBLEM, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+FORMED = {**PROBLEM, "max_tokens": 40, "guided_regex": "[a-z ]{10,30}"}
+RAISING = (
+    "{% macro turn(m) %}{% for c in m.content %}{{ c }}{% endfor %}{% endmacro %}"
+    "{% if how == 'raise' %}{{ raise_exception('no such thing') }}{% endif %}"
+    "{% if how == 'type' %}{{ 1 + messages }}{% endif %}"
+    "{% if how == 'deep' %}{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}{% endif %}"
+    "{% if how == 'loop' %}{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+    "{% if how == 'big' %}{{ 'a'.ljust(99999999999999) }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ turn(m) }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+class Panic(BaseException):
+    """As a panic of a library in Rust: no `Exception`."""
+
+
+def panics(*_: object, **__: object) -> None:
+    raise Panic("called `Option::unwrap()` on a `None` value")
+
+
+@contextmanager
+def served(path: Path) -> Iterator[tuple[Running, str]]:
+    """A worker and a router in front of it."""
+    model = {"path": str(path), "load_format": "safetensors", "dtype": "float32"}
+    engine = {"threads": 1, "num_pages": 400, "max_num_reqs": 8}
+    with running({"model": model, "engine": engine}, num_prefill=0) as cluster:
+        router = RouterServer(
+            RouterConfig(), ModelConfig(path=str(path)), PingConfig(interval_s=0.1, max_misses=50),
+            name="router-0", incarnation=uuid.uuid4().hex[:8], host="127.0.0.1", port=0, shown={},
+        )  # fmt: skip
+        member = router.start()
+        try:
+            router.update_members([member, *cluster.members])
+            wait_until(lambda: num_live(member.address) == 1)
+            yield cluster, member.address
+        finally:
+            router.stop()
+
+
+@pytest.fixture(scope="module")
+def usual() -> Iterator[tuple[Running, str]]:
+    with served(TINY) as found:
+        yield found
+
+
+def ask(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S)
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
+
+
+def beside_others(
+    served: tuple[Running, str], bodies: list[dict[str, Any]]
+) -> list[httpx.Response]:
+    """Responses to `bodies`; requests before, beside and after them get the usual answer."""
+    cluster, url = served
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvlane-")}
+    expected = text_of(ask(url, FREE))
+    with ThreadPoolExecutor(len(bodies) + 2) as pool:
+        others = [pool.submit(ask, url, FREE) for _ in range(2)]
+        found = [each.result() for each in [pool.submit(ask, url, body) for body in bodies]]
+        assert [text_of(each.result()) for each in others] == [expected] * 2
+    assert text_of(ask(url, FREE)) == expected
+    assert all(thread.is_alive() for thread in threads)
+    cluster.wait_idle()
+    return found
+
+
+def of_tiny(path: Path, **changes: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the bundled model; `changes` are of its JSON files, by stem."""
+    shutil.copytree(TINY, path, dirs_exist_ok=True)
+    for stem, change in changes.items():
+        file = path / f"{stem}.json"
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        change(fields)
+        file.write_text(json.dumps(fields), encoding="utf-8")
+    return path
+
+
+def test_grammars_without_bounds_are_refused(usual: tuple[Running, str]) -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(90):
+        deep = {"type": "object", "properties": {"a": deep}}
+    asked = {
+        "guided_regex": "((a|b){1,999}){1,999}c{999999}",
+        "guided_grammar": "start: a\na: b\n",
+        "guided_json": deep,
+    }
+    found = beside_others(usual, [{**PROBLEM, field: value} for field, value in asked.items()])
+    assert [error_of(each) for each in found] == [(400, "invalid_value", name) for name in asked]
+
+
+LIMITED = functools.partial(LLMatcher, limits=LLParserLimits(max_lexer_states=3))
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "response_format", "tools"])
+def test_a_grammar_that_grows_too_complex_names_its_field(
+    usual: tuple[Running, str], field: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    asked: dict[str, dict[str, Any]] = {
+        "guided_regex": {"guided_regex": "(ab|cd){4,30}"},
+        "response_format": {
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}
+        },
+        "tools": {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            "tool_choice": "required",
+        },
+    }
+    with mock.patch("worker.sampling.grammar.LLMatcher", LIMITED):
+        [found] = beside_others(usual, [{**PROBLEM, "max_tokens": 50, **asked[field]}])
+    assert error_of(found) == (400, "invalid_value", field)
+    assert found.json()["error"]["message"].startswith(f"{field}: ")
+
+
+class Raising:
+    """llguidance's matcher, of which one method panics the third time."""
+
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self._inner, self._name, self._calls = LLMatcher(*args, **kwargs), name, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            self._calls += 1
+            if self._calls == 3:
+                panics()
+        return getattr(self._inner, name)
+
+    @staticmethod
+    def fill(matcher: Raising, *mask: Any) -> None:
+        fill_next_token_bitmask(matcher._inner, *mask)
+
+
+@pytest.mark.parametrize("name", ["consume_token", "is_error", "is_stopped"])
+def test_a_matcher_that_panics_ends_its_request(usual: tuple[Running, str], name: str) -> None:
+    with (
+        mock.patch("worker.sampling.grammar.LLMatcher", functools.partial(Raising, name)),
+        mock.patch("worker.sampling.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
+    ):
+        found = beside_others(usual, [FORMED])
+    assert [error_of(each) for each in found] == [(500, "internal_error", None)]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "worker.sampling.grammar.LLMatcher",
+        "worker.sampling.grammar.bitmask.fill_next_token_bitmask",
+        "router.structured.LLMatcher.validate_grammar",
+        "router.structured.LLMatcher",
+    ],
+)
+@pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
+def test_whatever_llguidance_raises_ends_one_request(
+    usual: tuple[Running, str], target: str, raised: BaseException
+) -> None:
+    body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{hash((target, str(raised)))}"}  # not cached
+    with mock.patch(target, side_effect=raised):
+        [found] = beside_others(usual, [body])
+    assert error_of(found) == (500, "internal_error", None)
+    assert len(text_of(ask(usual[1], FORMED))) >= 10
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "render"])
+def test_whatever_tokenizer_and_template_raise_ends_one_request(
+    usual: tuple[Running, str], method: str
+) -> None:
+    target = {
+        "encode": "router.text.Text.encode",
+        "decode": "router.output.OutputText.feed",
+        "render": "router.text.ChatTemplate.render",
+    }[method]
+    cluster, url = usual
+    expected = text_of(ask(url, FREE))
+    for streamed in (False, True):
+        with mock.patch(target, side_effect=Panic("index out of bounds")):
+            found = ask(url, {**FREE, "stream": streamed})
+        assert error_of(found) == (500, "internal_error", None)
+        assert text_of(ask(url, FREE)) == expected
+    cluster.wait_idle()
+
+
+def test_a_template_that_raises_or_runs_on_is_400(tmp_path: Path) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        fields["chat_template"] = RAISING
+
+    with served(of_tiny(tmp_path, tokenizer_config=change)) as found:
+        hows = ["raise", "type", "deep", "loop", "big"]
+        bodies = [{**PROBLEM, "chat_template_kwargs": {"how": how}} for how in hows]
+        for response in beside_others(found, bodies):
+            assert error_of(response) == (400, "invalid_value", "messages")
+
+
+def test_a_tokenizer_that_llguidance_cannot_use_is_400(tmp_path: Path) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        fields["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": False}
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked: dict[str, dict[str, Any]] = {
+        "guided_regex": {"guided_regex": "a"},
+        "tools": {"tools": tools, "tool_choice": "required"},
+    }
+    with served(of_tiny(tmp_path, tokenizer=change)) as found:
+        responses = beside_others(found, [{**PROBLEM, **more} for more in asked.values()])
+        assert [error_of(each) for each in responses] == [
+            (400, "unsupported", field) for field in asked
+        ]
