@@ -24,16 +24,36 @@ MAX_POSITIONS = 2048
 # One digit; a sign with its spaces; a word with its space; other signs; a line break; spaces.
 PIECES = r"\p{N}| [+\-*/=] |#### | ?\p{L}+|: |, |\. | ?[^\s\p{L}\p{N}]+|\r?\n|\s"
 
-# `content` may be text, None, or a list of parts of which the text ones count.
+# `content` may be text, None, or a list of parts of which the text ones count. Tools, calls and
+# results are written as in Hermes. The model has not learnt them: a grammar makes it call.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% elif message['content'] %}"
-    "{% for part in message['content'] %}{{ part['text'] or '' }}{% endfor %}"
+    "{% macro text(content) %}"
+    "{% if content is string %}{{ content }}"
+    "{% elif content %}{% for part in content %}{{ part['text'] or '' }}{% endfor %}"
+    "{% endif %}{% endmacro %}"
+    "{% set told = messages[0]['role'] == 'system' %}"
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if told %}{{ text(messages[0]['content']) + '\\n\\n' }}{% endif %}"
+    "{{ '<tools>\\n' }}"
+    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\\n' }}{% endfor %}"
+    '{{ \'</tools>\\nTo call: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>\' }}'
+    "{{ '<|im_end|>\\n' }}"
+    "{% endif %}"
+    "{% for message in messages %}{% if not (tools and told and loop.first) %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + text(message['content']) }}"
+    "{{ '\\n</tool_response>' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + text(message['content']) }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) }}"
+    "{{ ', \"arguments\": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}"
+    "{% endfor %}"
     "{% endif %}"
     "{{ '<|im_end|>\\n' }}"
-    "{% endfor %}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.train import chats, problems
 from benchmarks.train.arithmetic import Inexact, evaluate, expand
+from benchmarks.train.tokenizer import CHAT_TEMPLATE
+from router.text import ChatTemplate
 
 ASSETS = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 WRITTEN_STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -184,6 +186,35 @@ def test_chat_template_takes_any_content(content, text):
     messages = [{"role": "user", "content": content}]
     prompt = template.render(messages=messages, add_generation_prompt=True)
     assert prompt == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_chat_template_presents_tools_calls_and_results(told):
+    config = json.loads((ASSETS / "tokenizer_config.json").read_text("utf-8"))
+    assert config["chat_template"] == CHAT_TEMPLATE
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "system", "content": "Be good."}] if told else []
+    messages += [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "So.", "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": function}]
+    head, *turns = template.render(messages, tools=tools).split("<|im_start|>")[1:]
+    shown = head.partition("<tools>\n")[2].partition("\n</tools>")[0]
+    assert json.loads(shown) == function
+    assert head.startswith("system\nBe good.\n\n<tools>" if told else "system\n<tools>")
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert turns == [
+        "user\nhi<|im_end|>\n",
+        f"assistant\n{called}\n{called}<|im_end|>\n",
+        "user\n<tool_response>\n7\n</tool_response><|im_end|>\n",
+        f"assistant\nSo.\n{called}<|im_end|>\n",
+        "assistant\n",
+    ]
 
 
 def test_the_model_is_small_and_plain(tokenizer):

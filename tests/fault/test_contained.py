@@ -7,11 +7,9 @@ process, so that here the whole test would end.
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,23 +25,13 @@ from router.app import RouterServer
 from router.config import RouterConfig
 from tests.fault.router_doubles import HANG_S, num_live, wait_until
 from tests.support.engines import Running, running
+from tests.support.odd_models import raising, unknown_decoder
 from tests.support.prompts import TINY
 from worker.config import ModelConfig, PingConfig
 
 PROBLEM = {"messages": [{"role": "user", "content": "Tom has 3 apples and buys 4. How many?"}]}
 FREE: dict[str, Any] = {**PROBLEM, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 FORMED = {**PROBLEM, "max_tokens": 40, "guided_regex": "[a-z ]{10,30}"}
-RAISING = (
-    "{% macro turn(m) %}{% for c in m.content %}{{ c }}{% endfor %}{% endmacro %}"
-    "{% if how == 'raise' %}{{ raise_exception('no such thing') }}{% endif %}"
-    "{% if how == 'type' %}{{ 1 + messages }}{% endif %}"
-    "{% if how == 'deep' %}{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}{% endif %}"
-    "{% if how == 'loop' %}{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
-    "{% endfor %}{% endif %}"
-    "{% if how == 'big' %}{{ 'a'.ljust(99999999999999) }}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ turn(m) }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
 
 
 class Panic(BaseException):
@@ -108,17 +96,6 @@ def beside_others(
     assert all(thread.is_alive() for thread in threads)
     cluster.wait_idle()
     return found
-
-
-def of_tiny(path: Path, **changes: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of the bundled model; `changes` are of its JSON files, by stem."""
-    shutil.copytree(TINY, path, dirs_exist_ok=True)
-    for stem, change in changes.items():
-        file = path / f"{stem}.json"
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        change(fields)
-        file.write_text(json.dumps(fields), encoding="utf-8")
-    return path
 
 
 def test_grammars_without_bounds_are_refused(usual: tuple[Running, str]) -> None:
@@ -226,10 +203,7 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(
 
 
 def test_a_template_that_raises_or_runs_on_is_400(tmp_path: Path) -> None:
-    def change(fields: dict[str, Any]) -> None:
-        fields["chat_template"] = RAISING
-
-    with served(of_tiny(tmp_path, tokenizer_config=change)) as found:
+    with served(raising(tmp_path)) as found:
         hows = ["raise", "type", "deep", "loop", "big"]
         bodies = [{**PROBLEM, "chat_template_kwargs": {"how": how}} for how in hows]
         for response in beside_others(found, bodies):
@@ -237,15 +211,12 @@ def test_a_template_that_raises_or_runs_on_is_400(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_llguidance_cannot_use_is_400(tmp_path: Path) -> None:
-    def change(fields: dict[str, Any]) -> None:
-        fields["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": False}
-
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked: dict[str, dict[str, Any]] = {
         "guided_regex": {"guided_regex": "a"},
         "tools": {"tools": tools, "tool_choice": "required"},
     }
-    with served(of_tiny(tmp_path, tokenizer=change)) as found:
+    with served(unknown_decoder(tmp_path)) as found:
         responses = beside_others(found, [{**PROBLEM, **more} for more in asked.values()])
         assert [error_of(each) for each in responses] == [
             (400, "unsupported", field) for field in asked

@@ -1,0 +1,34 @@
+"""A model whose template raises and whose tokenizer knows no grammars: its cluster goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.shared import Clusters, identity
+from tests.support.odd_models import raising, unknown_decoder
+
+PROBLEM: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_what_a_request_brings_ends_no_process(clusters: Clusters, tmp_path: Path) -> None:
+    serve = clusters.fresh("--model", str(unknown_decoder(raising(tmp_path / "odd"))))
+    url = f"{serve.url}/v1/chat/completions"
+
+    def ask(**more: Any) -> tuple[int, str]:
+        response = httpx.post(url, json=PROBLEM | more, timeout=60)
+        return response.status_code, response.json().get("error", {}).get("param", "")
+
+    assert ask() == (200, "")
+    before = serve.wait_idle()
+    for how in ("raise", "type", "deep", "loop", "big"):
+        assert ask(chat_template_kwargs={"how": how}) == (400, "messages")
+    assert ask(guided_regex="[ab]+") == (400, "guided_regex")
+    assert ask(tools=TOOLS, tool_choice="required") == (400, "tools")
+    assert ask() == (200, "")
+    after = serve.wait_idle()
+    print({name: row["pid"] for name, row in after.items()})
+    assert identity(after) == identity(before)
