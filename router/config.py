@@ -28,4 +28,6 @@ class RouterConfig(Section):
     # Of a string and an integer in structured output whose schema has no limit; 0 = none.
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"  # auto: context / 4
     max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)  # and least: -max_integer
+    # Calls of one answer whose grammar is theirs; 0 = any number. auto: context / 256, 8 to 128
+    max_tool_calls: Auto | Annotated[int, Field(ge=0, le=1024)] = "auto"
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"  # qwen3: <think>…</think>
