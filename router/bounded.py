@@ -29,10 +29,11 @@ OPEN = ".kvlane-open"  # ends the name of the copy of a definition that stays op
 
 
 class Bounds(NamedTuple):
-    """Limits of what a schema leaves without one; 0 = none."""
+    """Limits of what a schema, or a demand for calls, leaves without one; 0 = none."""
 
     max_string_chars: int
     max_integer: int
+    max_calls: int = 0
 
 
 class _Names:
@@ -176,7 +177,7 @@ class _Copy:
         kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
         if "enum" in copy or "const" in copy:
             return
-        chars, most = self._bounds
+        chars, most, _ = self._bounds
         if "string" in kinds and chars and not any(key in copy for key in ("maxLength", "pattern")):
             least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
             copy["maxLength"] = max(chars, least)

@@ -53,3 +53,5 @@ class RouterConfig(Section):
     """Of a string in structured output whose schema has no limit; 0: none, auto: context / 4."""
     max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)
     """Of an integer in structured output whose schema has no limit, either sign; 0: none."""
+    max_tool_calls: Auto | Annotated[int, Field(ge=0, le=1024)] = "auto"
+    """Calls of one answer whose grammar is theirs; 0: any number, auto: context / 256, 8 to 128."""

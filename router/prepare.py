@@ -10,6 +10,7 @@ import msgspec
 
 from router import chat, completions
 from router.bounded import Bounds
+from router.config import RouterConfig
 from router.errors import ApiError, invalid
 from router.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
 from router.prepared import AnswerWriter, Prepared, PreparedChoice
@@ -20,6 +21,7 @@ from router.structured import Validator, composed, constraint_of, think_rules
 from router.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
+AUTO_CALLS = 8, 128
 
 
 class Think(Enum):
@@ -44,11 +46,7 @@ class Preparer:
         template, config = front.text.template_source, front.config
         asked = config.tool_parser
         self._format: CallFormat = detected(template) if asked == "auto" else asked
-        chars = config.max_string_chars
-        if chars == "auto":
-            least, most = AUTO_STRING_CHARS
-            chars = min(max(front.model_max_len // 4, least), most)
-        self._bounds = Bounds(chars, config.max_integer)
+        self._bounds = _bounds(config, front.model_max_len)
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
@@ -252,3 +250,14 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, front: Front, p
         message += f" and {field} is {asked}"
     fits = room > 0  # then a shorter output would fit
     raise ApiError(400, "context_length_exceeded", message, param=field if fits else param)
+
+
+def _bounds(config: RouterConfig, context: int) -> Bounds:
+    chars, calls = config.max_string_chars, config.max_tool_calls
+    if chars == "auto":
+        least, most = AUTO_STRING_CHARS
+        chars = min(max(context // 4, least), most)
+    if calls == "auto":
+        least, most = AUTO_CALLS
+        calls = min(max(context // 256, least), most)
+    return Bounds(chars, config.max_integer, calls)

@@ -65,6 +65,7 @@ def tools_of(body: ChatBody) -> Tools:
         raise invalid("tool_choice needs tools", "tool_choice")
     functions = tuple(_function(i, tool) for i, tool in enumerate(body.tools))
     demanded: tuple[Function, ...] = ()
+    parallel = body.parallel_tool_calls
     if choice == "required":
         demanded = functions
     elif choice not in (None, "auto"):
@@ -72,7 +73,8 @@ def tools_of(body: ChatBody) -> Tools:
         demanded = tuple(function for function in functions if function.name == name)[:1]
         if not demanded:
             raise invalid(f"tool_choice: no tool has the name {name!r}", "tool_choice")
-    return Tools(body.tools, functions, demanded, body.parallel_tool_calls)
+        parallel = False  # a function by name is called once, as in OpenAI's API
+    return Tools(body.tools, functions, demanded, parallel)
 
 
 def _function(i: int, tool: dict[str, Any]) -> Function:
@@ -141,5 +143,7 @@ def call_rules(
         opened, closed = (mark if is_token(mark) else quoted(mark) for mark in (CALL, CALL_END))
         call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
     rules.append(f"call: {call}")
-    rules.append(f"calls: call ({between} call)*" if tools.parallel else "calls: call")
+    most = bounds.max_calls if tools.parallel else 1
+    more = f"{{0,{most - 1}}}" if most else "*"
+    rules.append("calls: call" if most == 1 else f"calls: call ({between} call){more}")
     return parts, rules

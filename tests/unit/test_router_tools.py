@@ -163,8 +163,17 @@ NAMED = {"type": "function", "function": {"name": "time"}}
             [COMPACT, CALL2, f"{COMPACT}\n{CALL2}", f"<think>\nhm\n</think>\n\n{CALL2}"],
             ["hello", CALL2[:-3], CALL2.replace("time", "weather")],
         ),
-        ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a"]),
-        ({"tool_choice": NAMED, "parallel_tool_calls": False}, [CALL2], [f"{CALL2}\n{CALL2}"]),
+        (
+            {"tool_choice": "required"},  # of a context of 2048 tokens
+            ["\n".join([CALL2] * 8)],
+            ["\n".join([CALL2] * 9)],
+        ),
+        ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a", f"{CALL2}\n{CALL2}"]),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [CALL2],
+            [f"{CALL2}\n{CALL2}"],
+        ),
         (
             {"response_format": {"type": "json_object"}},
             ["{}", CALL2, "<think>a</think>\n\n{}"],
