@@ -1,1 +1,1 @@
-"""Clients of other versions than ours, run in a virtual environment of their own."""
+"""Libraries that talk to an OpenAI server, in environments of their own; see README.md."""

@@ -1,14 +1,8 @@
-"""OpenAI's own client, of any major version, against a running cluster of the bundled model.
-
-Imports nothing of kvlane: each virtual environment has a client of its own. `python
-openai_checks.py URL` runs every check and prints its name. The model solves word problems only, so
-calls and documents come from what the output is held to.
-"""
+"""OpenAI's own client, of any major version: `python openai_checks.py URL`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,9 +10,8 @@ import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from shared import QUESTION, USER, Solution, main
 
-QUESTION = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
-USER: Any = [{"role": "user", "content": QUESTION}]
 ASKED: Any = {"model": "tiny", "messages": USER}
 GREEDY: Any = {**ASKED, "temperature": 0}
 TOOL: Any = {
@@ -46,6 +39,13 @@ CALLED: Any = {
     "max_tokens": 200,
     "seed": 1,
 }
+
+
+class Add(BaseModel):
+    """Add two numbers."""
+
+    a: int
+    b: int
 
 
 class Step(BaseModel):
@@ -236,12 +236,16 @@ def check_parse(client: openai.OpenAI) -> None:
                 assert event.parsed == made.message.parsed
         assert stream.get_final_completion().choices[0].message.parsed == made.message.parsed
 
-    class Add(BaseModel):
-        a: Literal["1", "2"]
-
+    natural = client.chat.completions.parse(**ASKED, response_format=Solution).choices[0]
+    assert isinstance(natural.message.parsed, Solution)
     tool = openai.pydantic_function_tool(Add)
-    called = client.chat.completions.parse(**{**CALLED, "tools": [tool]}).choices[0]
-    assert isinstance(called.message.tool_calls[0].function.parsed_arguments, Add)
+    called = client.chat.completions.parse(**{**CALLED, "tools": [tool]}).choices[0].message
+    (call,) = called.tool_calls
+    assert isinstance(call.function.parsed_arguments, Add)
+    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "70"}
+    messages = [*USER, called, told]
+    made = client.chat.completions.create(model="tiny", messages=messages, tools=[tool])
+    assert made.choices[0].message.content or made.choices[0].message.tool_calls
     plain = client.chat.completions.create(
         **ASKED, max_tokens=60, seed=1, response_format={"type": "json_object"}
     ).choices[0]
@@ -296,6 +300,17 @@ def check_mistakes(client: openai.OpenAI) -> None:
             assert found.body["message"], str(wrong)[:200]
 
 
+def with_client(check: Callable[[openai.OpenAI], None]) -> Callable[[str], None]:
+    """The check, of an address."""
+
+    def checked(url: str) -> None:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            check(client)
+
+    checked.__name__ = check.__name__
+    return checked
+
+
 CHECKS: Sequence[Callable[[openai.OpenAI], None]] = (
     check_models,
     check_chat_whole_and_streamed,
@@ -310,14 +325,5 @@ CHECKS: Sequence[Callable[[openai.OpenAI], None]] = (
 )
 
 
-def run_checks(url: str) -> None:
-    """Every one, each with its name printed once it has passed."""
-    print("openai", openai.__version__)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        for check in CHECKS:
-            check(client)
-            print("passed", check.__name__)
-
-
 if __name__ == "__main__":
-    run_checks(sys.argv[1])
+    main("openai", [with_client(check) for check in CHECKS])

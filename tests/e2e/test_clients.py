@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from benchmarks.load.result import read
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import USUAL, Clusters
 
-OPENAI2 = REPOSITORY / ".tools" / "openai2" / "bin" / "python"
+CLIENTS = Path("tests") / "clients"  # its README has the versions, `install` installs them
+VENV = REPOSITORY / ".tools" / "clients"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices
 
 
@@ -23,12 +25,11 @@ def cluster(clusters: Clusters) -> Serve:
     return clusters.lend(*USUAL)
 
 
-def run(cluster: Serve, python: str, script: str) -> None:
-    """Let a client's own virtual environment check the cluster, which has to be idle then."""
+def run(cluster: Serve, *command: str) -> None:
+    """Let a client check the cluster, which has to be idle then."""
     done = subprocess.run(
-        [python, str(Path("tests") / "clients" / script), cluster.url],
-        cwd=REPOSITORY, env={**os.environ, **OFFLINE}, capture_output=True,
-        text=True, timeout=200, check=False,
+        [*command, cluster.url], cwd=REPOSITORY / CLIENTS, env={**os.environ, **OFFLINE},
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
@@ -39,10 +40,20 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
     run(cluster, sys.executable, "openai_checks.py")
 
 
-def test_openai_2_litellm_and_langchain(cluster: Serve) -> None:
-    if not OPENAI2.exists():
-        pytest.skip(f"no {OPENAI2}; see tests/clients/requirements.txt")
-    run(cluster, str(OPENAI2), "openai2.py")
+@pytest.mark.parametrize(
+    "library",
+    ["openai", "litellm", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy"],
+)
+def test_library(cluster: Serve, library: str) -> None:
+    if not list(VENV.glob(f"lib/python*/site-packages/{library}")):
+        pytest.skip(f"no {library}; see tests/clients/README.md")
+    run(cluster, str(VENV / "bin" / "python"), f"{library}_checks.py")
+
+
+def test_openai_of_javascript(cluster: Serve) -> None:
+    if not (REPOSITORY / CLIENTS / "js" / "node_modules").exists() or not shutil.which("node"):
+        pytest.skip("no openai of JavaScript; see tests/clients/README.md")
+    run(cluster, "node", "js/openai_checks.mjs")
 
 
 def test_the_load_harness_sees_every_stage(cluster: Serve, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""instructor against a running cluster: `python instructor_checks.py URL`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import instructor
+import openai
+from pydantic import BaseModel
+from shared import ANSWER, USER, Solution, main
+
+MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
+
+
+class Add(BaseModel):
+    """Add two numbers."""
+
+    a: int
+    b: int
+
+
+def model(url: str, mode: instructor.Mode = instructor.Mode.TOOLS) -> Any:
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    return instructor.from_openai(client, mode=mode)
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": USER, "max_retries": 0, **more}
+
+
+def chat(url: str) -> None:
+    made = model(url).chat.completions.create(**asked(response_model=None))
+    assert made.choices[0].message.content.endswith(ANSWER)
+
+
+def stream(url: str) -> None:
+    """Of text, and of an object that grows."""
+    chunks = model(url).chat.completions.create(**asked(response_model=None, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text.endswith(ANSWER)
+    for mode in MODES:
+        grown = list(
+            model(url, mode).create_partial(**asked(response_model=Solution, strict=False))
+        )
+        assert len(grown) > 5
+        Solution.model_validate(grown[-1].model_dump())
+
+
+def tools(url: str) -> None:
+    """One function, and several calls of it."""
+    assert isinstance(model(url).create(**asked(response_model=Add)), Add)
+    calls = list(model(url).create_iterable(**asked(response_model=Add)))
+    assert calls
+    assert all(isinstance(call, Add) for call in calls)
+
+
+def structured_output(url: str) -> None:
+    for mode in MODES:
+        made, raw = model(url, mode).create_with_completion(**asked(response_model=Solution))
+        assert isinstance(made, Solution), mode
+        assert raw.usage.completion_tokens > 0
+
+
+if __name__ == "__main__":
+    main("instructor", (chat, stream, tools, structured_output))

@@ -1,0 +1,71 @@
+"""litellm against a running cluster: `python litellm_checks.py URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import litellm
+from shared import ANSWER, USER, Solution, add, main
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+def asked(url: str, **more: Any) -> dict[str, Any]:
+    return {"model": "openai/tiny", "api_base": url, "api_key": "none", "messages": USER, **more}
+
+
+def chat(url: str) -> None:
+    made = litellm.completion(**asked(url))
+    assert made.choices[0].message.content.endswith(ANSWER)
+    assert made.choices[0].finish_reason == "stop"
+    assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+    again = asyncio.run(litellm.acompletion(**asked(url)))
+    assert again.choices[0].message.content == made.choices[0].message.content
+
+
+def stream(url: str) -> None:
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(litellm.completion(**asked(url, **more)))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text.endswith(ANSWER)
+    assert len(chunks) > 5
+    whole = litellm.stream_chunk_builder(chunks, messages=USER)
+    assert whole.choices[0].message.content == text
+    assert whole.usage.completion_tokens > 0
+
+
+def tools(url: str) -> None:
+    """A call, whole and streamed, then its result sent back."""
+    more = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    message = litellm.completion(**asked(url, **more)).choices[0].message
+    (call,) = message.tool_calls
+    result = add(**json.loads(call.function.arguments))
+    chunks = list(litellm.completion(**asked(url, **more, stream=True)))
+    (streamed,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert streamed.function == call.function
+    told = {"role": "tool", "tool_call_id": call.id, "content": str(result)}
+    made = litellm.completion(**asked(url, messages=[*USER, message, told], tools=[TOOL]))
+    assert made.choices[0].message.content
+
+
+def structured_output(url: str) -> None:
+    made = litellm.completion(**asked(url, response_format=Solution))
+    assert made.choices[0].finish_reason == "stop"
+    Solution.model_validate_json(made.choices[0].message.content)
+
+
+if __name__ == "__main__":
+    main("litellm", (chat, stream, tools, structured_output))
