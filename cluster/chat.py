@@ -93,7 +93,10 @@ def _first_model(client: httpx.Client) -> str:
         raise _silent(client, error) from error
     if not listed.is_success:
         raise _refusal(listed)
-    return str(listed.json()["data"][0]["id"])
+    try:
+        return str(listed.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise WorldError(f"{client.base_url} does not answer as OpenAI's API: {error!r}") from error
 
 
 def _answer(client: httpx.Client, body: dict[str, Any]) -> str:

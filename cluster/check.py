@@ -18,6 +18,7 @@ import msgspec
 from cluster.config import Config, WorkerRole
 from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
 from cluster.seats import seats_of
+from router.defaults import defaults_of
 from router.keys import read_keys
 from router.policy import POLICIES
 from worker.attention.backends import ATTENTION
@@ -87,6 +88,8 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
             check_weights(directory)
     except UserError as error:
         raise type(error)(f"model.path: {error}", "model.path") from error
+    if config.router.generation_config == "auto":
+        defaults_of(directory)
     longest = spec.max_position_embeddings
     if model.max_model_len != "auto" and model.max_model_len > longest:
         message = f"is {model.max_model_len}, but the model has {longest} positions"

@@ -16,7 +16,7 @@ from typing import Any, cast
 from cluster.config import Config
 from worker.errors import KvlaneError, UserError, WorldError
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DESCRIPTION = [
     "config.json",
     "generation_config.json",
@@ -60,7 +60,6 @@ def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> 
 def _download(config: Config, files: list[str], offline: bool) -> Config:
     # Here, because it reads the environment when it is imported and takes a part of a second.
     import huggingface_hub
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     model, library = config.model, cast("Any", huggingface_hub)
     try:
@@ -71,7 +70,7 @@ def _download(config: Config, files: list[str], offline: bool) -> Config:
             ignore_patterns=IGNORED,
             local_files_only=offline,
         )
-    except (HTTPError, OSError) as error:
+    except Exception as error:  # the hub's library raises kinds without a common base
         raise _explained(config, error, offline) from error
     named = {"path": str(directory), "served_name": model.served_name or model.path}
     return config.model_copy(update={"model": model.model_copy(update=named)})
@@ -82,6 +81,11 @@ def _explained(config: Config, error: Exception, offline: bool) -> KvlaneError:
     from huggingface_hub import constants, errors
 
     name, hub, cache = config.model.path, constants.ENDPOINT, constants.HF_HUB_CACHE
+    if isinstance(error, errors.HFValidationError):
+        return UserError(
+            f"model.path: there is no directory {name}, and a model on the hub cannot be called so",
+            "model.path",
+        )
     if isinstance(error, errors.GatedRepoError):
         return UserError(
             f"model.path: {name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a "

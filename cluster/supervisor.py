@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def supervise(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         asking.discard(signal.SIGHUP)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in asking:
+        signal.signal(number, _keep_for_main)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*asking, signal.SIGCHLD})
     PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     directory, state = None, None
@@ -98,6 +101,14 @@ def supervise(
             state.remove()
         if directory is not None:
             directory.remove()
+
+
+def _keep_for_main(number: int, _: object) -> None:
+    """A library's thread got the signal, since only ours are blocked: let `sigtimedwait` find it.
+
+    Checks and downloads before leave such threads behind.
+    """
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 class _Wait:
@@ -165,7 +176,8 @@ def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
     """Start a child that calls `run` and exits with its result; the pid.
 
     It has a session of its own, so that Ctrl-C in a terminal does not reach what it starts, and it
-    is killed when this process dies. This process has no threads, so a fork is safe.
+    is killed when this process dies. No thread of ours runs beside the fork, only idle ones of
+    libraries that the child does not use again.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -77,7 +77,7 @@ class _Copy:
                 copy[place][name + OPEN] = self._copy(self._root[place][name], closed=False)
         return copy
 
-    def _copy(self, schema: Any, *, closed: bool = True) -> Any:
+    def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
         if isinstance(schema, list):  # draft 7's `items`
             return [self._copy(each) for each in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
@@ -94,14 +94,18 @@ class _Copy:
         self._copy_same(given, copy, closed=closed and not split)
         if closed and not any(key in given for key in ALLOWING):
             self._close(given, copy, split=split)
-        self._limit(copy)
+        if limited:
+            self._limit(copy)
         return copy
 
     def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
         """Copy the further schemas of the same value."""
         for key in GROUPS:
             if isinstance(given.get(key), list):
-                copy[key] = [self._copy(each, closed=closed) for each in given[key]]
+                # Another member of allOf may have the limit, or a pattern that one contradicts.
+                limited = key != "allOf" or len(given[key]) == 1
+                members = given[key]
+                copy[key] = [self._copy(each, closed=closed, limited=limited) for each in members]
         for key in CONDITIONS:
             if key in given:
                 copy[key] = self._copy(given[key], closed=False)
@@ -142,7 +146,7 @@ class _Copy:
         for key in CONDITIONS:
             self._collect(given.get(key), names, seen)
         ref = given.get("$ref")
-        if ref is None or ref in seen:
+        if not isinstance(ref, str) or ref in seen:
             return
         found = self._definition(ref)
         if found is None:  # it stands elsewhere: nobody knows what it names

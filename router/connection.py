@@ -78,6 +78,7 @@ class LimitedProtocol(H11Protocol):
             for event in (reply, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
+        self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either
 
 
 def limited(config: RouterConfig) -> type[LimitedProtocol]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -99,8 +101,16 @@ def test_every_mistake_is_told_at_once() -> None:
     ]  # fmt: skip
 
 
+def neighbour_of_a_free_port() -> socket.socket:
+    """A server below the ports that the kernel gives away, whose lower neighbour nobody has."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):
+            return socket.create_server(("127.0.0.1", port))
+
+
 def test_a_port_in_use_is_told_for_any_of_the_routers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with neighbour_of_a_free_port() as taken:
         port = taken.getsockname()[1]
         first = [f"cluster.port={port - 1}", "routers.replicas=2"]
         for sets in ([f"cluster.port={port}"], first):

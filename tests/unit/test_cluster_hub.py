@@ -184,6 +184,7 @@ def test_a_gated_model_a_missing_one_and_a_missing_revision_are_told(
         message = refused(hub, home, "--model", "some-org/Gated", token="hf_x")
         assert f"is gated: accept its terms at {hub.url}/some-org/Gated" in message
         assert "has no model some-org/None" in refused(hub, home, "--model", "some-org/None")
+        assert "cannot be called so" in refused(hub, home, "--model", "runs/ckpt--final")
         message = refused(hub, home, "--model", NAME, "--set", "model.revision=v9")
         assert f"model.revision: {NAME} has no revision 'v9'" in message
 

@@ -151,3 +151,15 @@ def test_a_schema_too_deep_for_us_is_the_request_s_fault() -> None:
     with pytest.raises(ApiError) as caught:
         schema_part(schema, "guided_json", BOUNDS)
     assert (caught.value.status, caught.value.param) == (400, "guided_json")
+
+
+def test_members_of_all_of_get_no_limit_that_another_contradicts(tokenizer: LLTokenizer) -> None:
+    long = {"allOf": [{"type": "string"}, {"type": "string", "minLength": 20}]}
+    assert accepts(tokenizer, long, json.dumps("x" * 25))
+    assert not accepts(tokenizer, long, json.dumps("x"))
+
+
+def test_a_reference_that_is_no_text_is_left_to_llguidance(tokenizer: LLTokenizer) -> None:
+    part = schema_part({"$ref": [1], "properties": {"a": BOOLEAN}}, "guided_json", BOUNDS)
+    matcher = LLMatcher(tokenizer, composed([("form", part)], ["body: @form"]), log_level=0)
+    assert matcher.is_error()

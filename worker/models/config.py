@@ -138,7 +138,7 @@ def _read(path: Path) -> _Fields:
 
 def _architecture(fields: _Fields) -> str:
     names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must be a list of one name, not {names!r}")
     if names[0] not in ARCHITECTURES:
         raise fields.unsupported(

@@ -95,7 +95,8 @@ class Grammars:
                 with contained("llguidance"):
                     self._tokenizer = self._load()
             except KvlaneError as error:
-                self._unusable = error
+                if not isinstance(error.__cause__, OSError):  # which may be over next time
+                    self._unusable = error
                 raise
         return self._tokenizer
 
