@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -48,7 +50,8 @@ DIRECTORY = "KVLANE_TEST_TEXTS"  # where a process and those that it starts find
 def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
     """(text, finish_reason) of `num` held-out problems."""
     if DIRECTORY not in os.environ:
-        os.environ[DIRECTORY] = tempfile.mkdtemp(prefix="kvlane-texts-")
+        os.environ[DIRECTORY] = made = tempfile.mkdtemp(prefix="kvlane-texts-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
     file = Path(os.environ[DIRECTORY]) / f"{num}-{max_tokens}.json"
     if not file.exists():
         file.write_text(json.dumps(made_texts(num, max_tokens)))
