@@ -89,13 +89,6 @@ class RouterServer:
         self._text = Text(model.directory)
         follows = config.generation_config == "auto"
         self._defaults = defaults_of(model.directory) if follows else Defaults()
-        if self._defaults.repetition_penalty != 1:
-            log.warning(
-                "generation_config.json asks for repetition_penalty %g, so each request takes one "
-                "of decode.engine.penalty_rows; more than that wait "
-                "(router.generation_config=ignore serves without it)",
-                self._defaults.repetition_penalty,
-            )
         self._api_keys = read_keys(config.api_key_file)
         self._max_model_len = _max_model_len(model, self._text)
         self._members: tuple[Member, ...] = ()  # the last list, also from before the start

@@ -149,8 +149,9 @@ class EngineConfig(Section):
     prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096."""
     growth_tokens: int = Field(default=64, ge=1)
     """Output tokens for which a request reserves KV pages at admission."""
-    penalty_rows: int = Field(default=16, ge=1)
-    """Requests with penalties or logit bias at a time."""
+    penalty_rows: Auto | PositiveInt = "auto"
+    """Requests with penalties or logit bias at a time; auto: 16, or max_num_reqs if the model's
+    generation_config.json gives every request a repetition penalty."""
     prefix_cache: bool = True
     """Keep the KV of finished requests for prompts that begin alike."""
     attention: AttentionConfig = AttentionConfig()
@@ -253,8 +254,8 @@ class WorkerConfig(Section):
         model_dtype: str,
         note: Note = log_choice,
     ) -> WorkerConfig:
-        """A new tree without `auto`, except for what depends on the layout: num_pages, num_groups,
-        and on CUDA max_num_reqs.
+        """A new tree without `auto`, except for what depends on layout and model: num_pages,
+        num_groups, penalty_rows, and on CUDA max_num_reqs.
 
         Idempotent.
 

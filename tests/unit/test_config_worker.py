@@ -39,6 +39,7 @@ def leaves(tree: BaseModel, path: str = "") -> dict[str, Any]:
     [
         ("engine", "nmu_pages", 4),
         ("engine", "max_num_reqs", 0),
+        ("engine", "penalty_rows", 0),
         ("engine", "max_waiting", -1),
         ("engine", "max_prefill_tokens", 0),
         ("engine", "threads", 0),
@@ -94,8 +95,11 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
     assert tree.model_dump() == before
     assert resolved(done, machine) == done
     auto = {path for path, value in leaves(done).items() if value == "auto"}
-    # The first two need the layout, on CUDA the fourth as well; the third is decided a request.
-    expected = {"engine.num_pages", "kv.num_groups", "disaggregation.mode"}
+    # The first two and max_num_reqs need the layout, penalty_rows the model; disaggregation.mode is
+    # decided for each request.
+    expected = {
+        "engine.num_pages", "kv.num_groups", "engine.penalty_rows", "disaggregation.mode",
+    }  # fmt: skip
     assert auto == expected | ({"engine.max_num_reqs"} if machine is CUDA else set())
     for path, value in leaves(tree).items():
         if value != "auto":

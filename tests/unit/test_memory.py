@@ -20,6 +20,7 @@ from worker.engine.memory import (
     reqs_held,
     wait_for_free,
     with_max_num_reqs,
+    with_penalty_rows,
 )
 from worker.errors import UserError
 
@@ -95,6 +96,18 @@ def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
     assert config.engine.max_num_reqs == 96  # 100 rows of 16 pages
     config = with_max_num_reqs(on_cuda(num_pages=1600, max_num_reqs=7), QWEN3_8B, GPU)
     assert config.engine.max_num_reqs == 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "all_requests", "num_rows"),
+    [("auto", False, 16), ("auto", True, 200), (3, True, 3), (3, False, 3)],
+)
+def test_where_each_request_has_a_penalty_none_waits_for_a_slot(
+    asked: int | str, all_requests: bool, num_rows: int
+) -> None:
+    config = on_cuda(max_num_reqs=200, penalty_rows=asked)
+    config = with_penalty_rows(config, all_requests=all_requests)
+    assert config.engine.penalty_rows == num_rows
 
 
 def test_short_requests_need_less_of_it() -> None:

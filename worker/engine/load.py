@@ -43,8 +43,8 @@ def load(
         progress: told how far it is.
 
     Returns:
-        The config with the max_num_reqs and the max_model_len that the memory holds, the model, its
-        graphs and their checks.
+        The config without "auto", with the max_num_reqs and the max_model_len that the memory
+        holds, the model, its graphs and their checks.
 
     Raises:
         UserError: see `build_engine`.
@@ -64,6 +64,7 @@ def load(
                 progress=progress,
             )
         config = memory.with_max_num_reqs(config, layout, device)
+        config = memory.with_penalty_rows(config, all_requests=spec.repetition_penalty != 1)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
                 lambda: run_largest_steps(config, layout, model), device
@@ -105,7 +106,7 @@ def _assemble(config: WorkerConfig, pool: KVPool, model: Decoder) -> LoadedModel
         -(-max_len // page_size) + 1,
         spec.eos_token_ids,
         pool.device,
-        num_penalty_slots=engine.penalty_rows if decodes else 0,
+        num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
     )
     return LoadedModel(

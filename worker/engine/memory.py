@@ -25,6 +25,7 @@ from worker.errors import UserError
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
 ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants each request
+FEW_PENALTY_ROWS = 16  # engine.penalty_rows = auto, where penalties are rare
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
 # Longest wait for a killed worker's memory. Its peers first have to notice (up to 3 s of missed
@@ -195,8 +196,24 @@ def with_max_num_reqs(config: WorkerConfig, layout: KVLayout, device: torch.devi
         num_bytes = _share(config, device, reserve_bytes=0).for_pool()
     num_reqs = reqs_held(config, num_bytes, layout.page_bytes)
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
-    changed = engine.model_copy(update={"max_num_reqs": num_reqs})
-    return config.model_copy(update={"engine": changed})
+    return _with_engine(config, max_num_reqs=num_reqs)
+
+
+def with_penalty_rows(config: WorkerConfig, *, all_requests: bool) -> WorkerConfig:
+    """Decide engine.penalty_rows; `all_requests`: each of them has a penalty by default.
+
+    A slot of them takes 9 bytes for each entry of the vocabulary.
+    """
+    if config.engine.penalty_rows != "auto":
+        return config
+    num_rows = int(config.engine.max_num_reqs) if all_requests else FEW_PENALTY_ROWS
+    log.debug("engine.penalty_rows = %d", num_rows)
+    return _with_engine(config, penalty_rows=num_rows)
+
+
+def _with_engine(config: WorkerConfig, **changes: int) -> WorkerConfig:
+    engine = config.engine.model_copy(update=changes)
+    return config.model_copy(update={"engine": engine})
 
 
 def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:

@@ -36,6 +36,7 @@ class ModelSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
+    repetition_penalty: float  # generation_config.json's, for requests that name none; 1 = off
 
 
 class _Fields:
@@ -103,6 +104,8 @@ def read_model_spec(path: Path) -> ModelSpec:
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
     rope_theta, rope_scaling = _rope(fields)
+    generation = path / "generation_config.json"
+    generates = _read(generation) if generation.exists() else _Fields(generation, {})
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -120,7 +123,8 @@ def read_model_spec(path: Path) -> ModelSpec:
         qk_norm=fields.flag("qk_norm"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(path, fields),
+        eos_token_ids=_eos_token_ids(fields, generates),
+        repetition_penalty=generates.number("repetition_penalty", default=1.0),
     )
 
 
@@ -209,11 +213,7 @@ def _dtype(fields: _Fields) -> str:
     return value
 
 
-def _eos_token_ids(path: Path, fields: _Fields) -> tuple[int, ...]:
-    sources = [fields]
-    generation = path / "generation_config.json"
-    if generation.exists():
-        sources.append(_read(generation))
+def _eos_token_ids(*sources: _Fields) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for source in sources:
         value = source.get("eos_token_id")

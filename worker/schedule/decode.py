@@ -49,7 +49,7 @@ class DecodeScheduler:
         self._engine = engine
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
-        self._rows = RowTable(int(engine.max_num_reqs), engine.penalty_rows)
+        self._rows = RowTable(int(engine.max_num_reqs), int(engine.penalty_rows))
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
