@@ -128,13 +128,22 @@ def _deltas(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
-                event: dict[str, Any] = json.loads(data)
-                if "error" in event:
-                    raise WorldError(f"the answer broke off: {event['error']['message']}")
-                for choice in event["choices"]:
-                    yield choice["delta"]
+                yield from _chunk(client, data)
     except httpx.HTTPError as error:
         raise _silent(client, error) from error
+
+
+def _chunk(client: httpx.Client, data: str) -> list[dict[str, Any]]:
+    """The deltas of one event."""
+    try:
+        event: dict[str, Any] = json.loads(data)
+        error: str = event["error"]["message"] if "error" in event else ""
+        deltas = [{**choice["delta"]} for choice in event.get("choices", ())]
+    except (ValueError, LookupError, TypeError, AttributeError) as wrong:
+        raise WorldError(f"{client.base_url} sent no chunk of a chat: {data[:200]}") from wrong
+    if error:
+        raise WorldError(f"the answer broke off: {error}")
+    return deltas
 
 
 def _refusal(response: httpx.Response) -> KvlaneError:

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: inte
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ from cluster.owned import all_running, find_running
 from cluster.search_path import leave_directory
 from cluster.seats import SeatStatus
 from cluster.supervisor import Lent, Limits, supervise
-from worker.errors import KvlaneError, UserError
+from worker.errors import KvlaneError, UserError, WorldError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
 # wins. A node is found dead after 1.4 s instead of 14 s with these health checks. The memory
@@ -90,8 +91,18 @@ def _guarded(command: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has gone, as in `kvlane config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # as in `kvlane config > /dev/full`
+            raise
+        _drop_output()
+        return _fail(WorldError(f"cannot write: {error.strerror}"), 1)
+
+
+def _drop_output() -> None:
+    """Nobody takes it: what is still buffered must not fail again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):

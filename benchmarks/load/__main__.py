@@ -42,9 +42,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _stub(argv: Sequence[str]) -> int:
     """A server with known delays."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load stub", description=_stub.__doc__
-    )
+    parser = argparse.ArgumentParser(prog="kvlane bench stub", description=_stub.__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one, which is printed")
     for field in msgspec.structs.fields(StubOptions):

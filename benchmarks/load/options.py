@@ -77,7 +77,7 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     """The flags of a run; a flag whose `dest` is a field of `Options` becomes that field."""
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks.load",
+        prog="kvlane bench",
         description="Measure an OpenAI-compatible server.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
     Raises ValueError if a file is not a result.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load report", description="Results side by side."
+        prog="kvlane bench report", description="Results side by side."
     )
     parser.add_argument("results", nargs="+", metavar="RESULT", help="result file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")

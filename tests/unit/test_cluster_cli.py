@@ -10,13 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import httpx
 import pytest
 
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
+from cluster.chat import Server, converse
 from cluster.config import Config, fields, leaves, load, origins
 from cluster.explain import explain
+from worker.errors import WorldError
 
 REPOSITORY = Path(__file__).parents[2]
 STUB_SAYS = " word" * 16
@@ -102,6 +106,36 @@ def test_a_reader_that_goes_early_gets_no_traceback() -> None:
     assert done.returncode == 141
 
 
+def test_a_full_disk_is_told() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = run("config", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ("no JSON", "sent no chunk of a chat: no JSON"),
+        ("[]", "sent no chunk of a chat: []"),
+        ('{"choices": [{"text": "a"}]}', 'sent no chunk of a chat: {"choices": [{"text": "a"}]}'),
+        ('{"error": {"message": "gone"}}', "the answer broke off: gone"),
+    ],
+)
+def test_chat_takes_no_other_events(event: str, told: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        listed = {"data": [{"id": "m"}]}
+        streamed = httpx.Response(200, text=f"data: {event}\n\n")
+        return streamed if request.method == "POST" else httpx.Response(200, json=listed)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://other")
+    with (
+        mock.patch.object(Server, "client", return_value=client),
+        pytest.raises(WorldError) as raised,
+    ):
+        converse(Server("", "", {}), "", "", "hello")
+    assert str(raised.value).endswith(told)
+
+
 def test_chat_asks_once_with_a_message_or_what_is_piped(url: str) -> None:
     for arguments, given in (["hello"], None), ([], "hello\nthere\n"):
         piped = {} if given is None else {"input": given, "stdin": None}
@@ -142,4 +176,6 @@ def test_bench_is_the_load_harness(url: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(json.loads(path.read_text())["runs"][0]["outcomes"]) == 4
     assert run("bench", "--rate", "1").returncode == 2
-    assert "--concurrency" in run("bench", "--help").stdout
+    told = run("bench", "--help").stdout
+    assert told.startswith("usage: kvlane bench")
+    assert "--concurrency" in told
