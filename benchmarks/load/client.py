@@ -77,7 +77,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class Target:
     """What is asked, and how."""
 
-    url: str  # of the server, without /v1
+    urls: tuple[str, ...]  # of servers of one model, without /v1
     model: str
     endpoint: str = "chat"  # or "completions"
     streamed: bool = True
@@ -127,7 +127,8 @@ class Conversation:
 
 
 class Client:
-    """Asks one server; connections are kept and there is no limit to them.
+    """Asks a server, or of several the one with the fewest requests of ours; connections are kept
+    and there is no limit to them.
 
     Args:
         target: who and how.
@@ -136,7 +137,9 @@ class Client:
     def __init__(self, target: Target) -> None:
         self.origin = now()  # the run's beginning; `Outcome` counts from it
         self._target = target
-        self._url = URL(target.url + target.path)
+        self._urls = [URL(url + target.path) for url in target.urls]
+        self._num_running = [0] * len(target.urls)
+        self._num_asked = 0
         # The server's own ends of idle connections are never raced against: it closes, we see it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         self._http = aiohttp.ClientSession(
@@ -157,9 +160,11 @@ class Client:
         cancellation.
         """
         texts: list[str] = []
+        server = self._least_loaded()
+        self._num_running[server] += 1
         outcome.sent_s = now() - self.origin
         try:
-            async with self._http.post(self._url, data=raw) as response:
+            async with self._http.post(self._urls[server], data=raw) as response:
                 outcome.headers_s = now() - self.origin
                 if response.status != 200:
                     outcome.error = f"http_{response.status}"
@@ -176,9 +181,17 @@ class Client:
             _fail(outcome, "connection", str(error))
         except aiohttp.ClientError as error:
             _fail(outcome, "cut" if outcome.headers_s else "connection", str(error))
+        finally:
+            self._num_running[server] -= 1
         outcome.end_s = now() - self.origin
         outcome.text = "".join(texts)
         return outcome.text
+
+    def _least_loaded(self) -> int:
+        """Index of a server; in turn among equals."""
+        self._num_asked += 1
+        num = len(self._urls)
+        return min(range(num), key=lambda i: (self._num_running[i], (i - self._num_asked) % num))
 
     async def _stream(
         self, response: aiohttp.ClientResponse, outcome: Outcome, texts: list[str]

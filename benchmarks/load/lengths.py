@@ -6,6 +6,7 @@ A length is one of
     128-1024             each whole number from 128 to 1024 as likely
     normal(512,100)      mean, standard deviation; rounded, at least 1
     lognormal(512,0.5)   median, standard deviation of the logarithm; rounded, at least 1
+    64+lognormal(448,1)  the sum of two
 
 and a pair of lengths is `IN,OUT`.
 """
@@ -25,6 +26,10 @@ Pair = Callable[[Generator], tuple[int, int]]
 
 def length(text: str, part: str) -> Length:
     """A drawer of lengths, at least 1; raises ValueError, which names `part`."""
+    first, plus, second = text.partition("+")
+    if plus:
+        one, other = length(first, part), length(second, part)
+        return lambda rng: one(rng) + other(rng)
     name, bracket, rest = text.partition("(")
     if bracket:
         if name not in ("normal", "lognormal") or not rest.endswith(")"):

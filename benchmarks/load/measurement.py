@@ -29,6 +29,19 @@ def run(options: Options) -> int:
     """Measure, print, write; 1 if nothing at all was served.
 
     Raises:
+        ValueError, ConnectionError: see `measured`.
+    """
+    found = measured(options)
+    print(report.table(found))
+    if options.json_path:
+        result.write(options.json_path, found)
+    return 0 if any(not each.error for one in found.runs for each in one.outcomes) else 1
+
+
+def measured(options: Options) -> Result:
+    """Measure.
+
+    Raises:
         ValueError: the options do not fit the workload.
         ConnectionError: the server cannot be asked.
     """
@@ -46,7 +59,7 @@ def run(options: Options) -> int:
             runs.append(_once(options, target, work, tokenizer, label))
         about = work.about
     summaries = [measure.summary(each, options.objectives) for each in runs]
-    found = Result(
+    return Result(
         result.KIND,
         options.shown() | {"model": target.model, "argv": sys.argv[1:]},
         result.machine(),
@@ -55,16 +68,12 @@ def run(options: Options) -> int:
         runs,
         [msgspec.to_builtins(probe) for probe in probes],
     )
-    print(report.table(found))
-    if options.json_path:
-        result.write(options.json_path, found)
-    return 0 if any(not each.error for one in runs for each in one.outcomes) else 1
 
 
 def _target(options: Options) -> Target:
-    row = asyncio.run(discover(options.url, options.headers))
+    row = asyncio.run(discover(options.urls[0], options.headers))
     return Target(
-        options.url,
+        options.urls,
         options.model or row["id"],
         options.endpoint,
         options.streamed,

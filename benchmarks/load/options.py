@@ -23,7 +23,7 @@ EPILOG = """\
 workloads (--source):
   problems                         word problems with checkable answers
   synthetic:IN,OUT                 lengths in tokens: 512 | 128-1024 | normal(512,100) |
-                                   lognormal(512,0.5)
+                                   lognormal(512,0.5) | 64+lognormal(448,1)
   shared-prefix:GROUPS,PREFIX,IN,OUT
   mooncake:FILE  burstgpt:FILE     traces, with their own times
 
@@ -40,7 +40,7 @@ class Options:
 
     objectives: Objectives
     prompts: prompts.Options
-    url: str = DEFAULT_URL
+    urls: tuple[str, ...] = (DEFAULT_URL,)  # of one server, or of several that serve the same
     model: str = ""  # "" = the first that the server lists
     endpoint: str = "chat"
     streamed: bool = True
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--url", default=DEFAULT_URL, help="of the server, without /v1 (%(default)s)")
+    add("--url", help=f"of the server, without /v1; several: A,B,… share the load ({DEFAULT_URL})")
     add("--model", default="", help="default: the first that it lists")
     add("--endpoint", choices=("chat", "completions"), default="chat")
     add("--no-stream", dest="streamed", action="store_false", help="ask for whole answers")
@@ -128,7 +128,10 @@ def parse(argv: Sequence[str]) -> Options:
         "headers": _headers(given.pop("header"), given.pop("api_key_file")),
         "extra": _object(given.pop("extra")),
         "rate": _arrivals(given.pop("rate")),
-        "url": given.pop("url").rstrip("/").removesuffix("/v1"),
+        "urls": tuple(
+            url.rstrip("/").removesuffix("/v1")
+            for url in (given.pop("url") or DEFAULT_URL).split(",")
+        ),
         "prompts": prompts.Options(
             chat=given["endpoint"] == "chat",
             max_len=given.pop("max_len"),

@@ -91,7 +91,7 @@ def table(found: Result) -> str:
     if not summaries:
         return "no runs\n"
     several = len(summaries) > 1
-    named = [str(found.options[name]) for name in ("url", "model") if name in found.options]
+    named = [*found.options.get("urls", ()), found.options.get("model", "")]
     runs = f"median of {len(summaries)} runs" if several else "1 run"
     lines = [" · ".join([*named, summaries[0]["begun_at"], runs]), ""]
     lines += [*latencies(summaries), "", *sentences(summaries)]

@@ -93,7 +93,7 @@ def check(
     )
     warmup = [Session((Turn("hello", NUM_TOKENS),))] * WARMUP
     with running_stub(options) as url:
-        target = Target(url, "stub")
+        target = Target((url,), "stub")
         found = run(Workload(sessions), target, warmup=warmup, num_processes=num_processes)
     return truth(options, schedule, NUM_TOKENS, WARMUP), found
 

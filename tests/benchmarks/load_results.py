@@ -94,7 +94,7 @@ def made_up_result(
     argv = ["--url", "http://127.0.0.1:8000", "--rate", "20"]
     return Result(
         KIND,
-        {"argv": argv, "url": "http://127.0.0.1:8000", "model": "tiny", **options},
+        {"argv": argv, "urls": ["http://127.0.0.1:8000"], "model": "tiny", **options},
         machine,
         {"source": "synthetic", "seed": 0, "num_requests": len(runs[0].outcomes) if runs else 0},
         [summary(run, objectives) for run in runs],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -84,7 +86,7 @@ def ask(handler: Handler, *, timeout_s: float = 5.0, **target: Any) -> Outcome:
         app.router.add_post("/v1/chat/completions", handler)
         async with TestServer(app) as server:
             wanted = Target(
-                str(server.make_url("")).rstrip("/"), "m", timeout_s=timeout_s, **target
+                (str(server.make_url("")).rstrip("/"),), "m", timeout_s=timeout_s, **target
             )
             client = Client(wanted)
             outcome = Outcome(0, 0, 0.0)
@@ -149,9 +151,9 @@ def test_every_failure_has_a_class(handler: Handler, error: str, message: str) -
 
 def test_nobody_there() -> None:
     async def main() -> Outcome:
-        target = Target("http://127.0.0.1:9", "m")
+        target = Target(("http://127.0.0.1:9",), "m")
         with pytest.raises(ConnectionError, match="cannot be asked"):
-            await discover(target.url, {})
+            await discover(target.urls[0], {})
         client, outcome = Client(target), Outcome(0, 0, 0.0)
         await client.ask(outcome, b"{}")
         await client.close()
@@ -160,13 +162,19 @@ def test_nobody_there() -> None:
     assert asyncio.run(main()).error == "connection"
 
 
-def drive(sessions: list[Session], handler: Handler, concurrency: int = 0) -> list[Outcome]:
+def drive(
+    sessions: list[Session], handler: Handler, concurrency: int = 0, num_servers: int = 1
+) -> list[Outcome]:
     async def main() -> list[Outcome]:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", handler)
         found: list[Outcome] = []
-        async with TestServer(app) as server:
-            target = Target(str(server.make_url("")).rstrip("/"), "m")
+        async with AsyncExitStack() as stack:
+            urls: list[str] = []
+            for _ in range(num_servers):
+                app = web.Application()
+                app.router.add_post("/v1/chat/completions", handler)
+                server = await stack.enter_async_context(TestServer(app))
+                urls.append(str(server.make_url("")).rstrip("/"))
+            target = Target(tuple(urls), "m")
             client = Client(target)
             with Pacer() as pacer:
                 driver = Driver(target, client, pacer, found.append)
@@ -236,3 +244,20 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     found = drive([Session((TURN,))] * 30, handler, concurrency=4)
     assert sorted(each.session for each in found) == list(range(30))
     assert most == 4
+
+
+def test_of_several_servers_the_least_loaded_is_asked() -> None:
+    asked: list[int] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        assert request.url.port is not None
+        asked.append(request.url.port)
+        slow = len(asked) > 6 and request.url.port == asked[0]
+        await asyncio.sleep(0.5 if slow else 0.001)
+        return await sends(events([chunk(content="a")]))(request)
+
+    drive([Session((TURN,))] * 6, handler, concurrency=1, num_servers=2)
+    assert Counter(asked) == dict.fromkeys(asked, 3), "in turn while nothing runs"
+    asked.clear()
+    drive([Session((TURN,))] * 20, handler, concurrency=2, num_servers=2)
+    assert min(Counter(asked).values()) <= 5, "the slow one has one of two at almost all times"

@@ -50,7 +50,7 @@ def test_failures_are_classes_and_not_latencies() -> None:
     options = StubOptions(ttft_s=0.001, itl_s=0.001, num_tokens=3, fail_every=5)
     with running_stub(options) as url:
         sessions = tuple(Session((Turn("x", 3),)) for _ in range(50))
-        found = run(Workload(sessions), Target(url, "stub"), concurrency=1)
+        found = run(Workload(sessions), Target((url,), "stub"), concurrency=1)
     assert sum(each.error == "http_503" for each in found.outcomes) == 10
     assert all(not each.chunk_s for each in found.outcomes if each.error)
     assert "as asked" in next(each.message for each in found.outcomes if each.error)

@@ -58,7 +58,7 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
             *("--extra", '{"top_p": 0.5}'),
         ]
     )
-    assert found.url == "http://h:1"
+    assert found.urls == ("http://h:1",)
     assert found.rate == "poisson:2.5"
     assert found.objectives == Objectives(ttft_s=0.2, itl_s=0.05)
     assert found.headers == {"X-Who": "me", "Authorization": "Bearer secret"}

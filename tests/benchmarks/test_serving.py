@@ -1,0 +1,50 @@
+"""The table of served figures: the same recorded loads against servers with known delays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serving
+from benchmarks.load.result import read
+from benchmarks.load.selfcheck import running_stub
+from benchmarks.load.stub import StubOptions
+
+FAST, SLOW = StubOptions(ttft_s=0.01, itl_s=0.001), StubOptions(ttft_s=0.4, itl_s=0.001)
+
+
+def test_all_servers_get_the_same_loads_and_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "--traces", str(tmp_path / "traces"), "--rates", "20,40,full", "--duration", "0.5",
+        "--lengths", "8+lognormal(8,0.5),4-6", "--full", "3", "--full-lengths", "12,3",
+        "--tokenizer", "tiny", "--quiet", "--processes", "1", "--warmup", "0",
+    ]  # fmt: skip
+    files = {name: tmp_path / f"{name}.json" for name in ("fast", "slow")}
+    with running_stub(FAST) as one, running_stub(FAST) as other, running_stub(SLOW) as slow:
+        for name, urls in (("fast", f"{one},{other}/v1"), ("slow", slow)):
+            asked = ["--name", name, "--url", urls, "--json", str(files[name])]
+            assert serving.main([*common, *asked]) == 0
+    fast, second = (read(path) for path in files.values())
+    digests = [[each["digest"] for each in found.workload["each"]] for found in (fast, second)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3
+    capsys.readouterr()
+    plot = tmp_path / "plot.html"
+    assert serving.main(["report", *map(str, files.values()), "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    loads = ["20/s", "20/s", "40/s", "40/s", "full", "full"]
+    assert [line.split()[:2] for line in lines[1:7]] == [
+        [load, name] for load, name in zip(loads, 3 * ["fast", "slow"], strict=True)
+    ]
+    assert "fast: highest rate with 90.0 % good: 40/s" in lines
+    assert "slow: highest rate with 90.0 % good: none" in lines
+    assert not any("FAILED" in line for line in lines)
+    assert "good requests, %" in plot.read_text()
+
+
+def test_a_mistake_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main(["report", str(tmp_path / "none.json")]) == 2
+    assert "none.json is not a result" in capsys.readouterr().err
