@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from worker.api import AnyMessage, Generate, PeerId, Sampling, WorkerStats, encode
+from worker.api import AnyMessage, Generate, PeerId, Refused, Sampling, WorkerStats, encode
 from worker.config import WorkerConfig
 from worker.decode import DecodeLoop
 from worker.engine.engine import build_engine
@@ -49,6 +49,7 @@ class _Thread:
         self.stats = WorkerStats()
 
     def send(self, peer: PeerId, message: AnyMessage) -> None:
+        assert not isinstance(message, Refused), message
         encode(message)
 
     def post(self, event: object) -> None:
@@ -80,7 +81,7 @@ class _Clock:
 def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     """Microseconds a step, medians: plan, settle, replies, turn (all of them and the rest)."""
     max_len = PROMPT_TOKENS + WARM_STEPS + num_steps + 8
-    pages = num_rows * (max_len // 16 + 2)
+    pages = num_rows * (max_len // 16 + 1) + 1
     config = WorkerConfig.model_validate({
         "role": "decode",
         "engine": {"device": "cpu", "threads": 1, "num_pages": pages, "max_num_reqs": num_rows},
@@ -92,7 +93,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     clock.wrap(loop._scheduler, "plan", "plan")
     clock.wrap(loop, "_settle", "settle")
     clock.wrap(loop._replies, "flush", "replies")
-    sampling = Sampling(temperature=0, max_tokens=max_len, ignore_eos=True)
+    sampling = Sampling(temperature=0, max_tokens=max_len - PROMPT_TOKENS, ignore_eos=True)
     asked = [
         (
             ROUTER,
