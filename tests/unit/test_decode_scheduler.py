@@ -206,8 +206,9 @@ class Simulation:
         self.load = load
         self.random = random.Random(seed)
         engine = EngineConfig(
-            max_num_reqs=load.rows, max_prefill_tokens=load.chunk, growth_tokens=load.growth
-        )
+            max_num_reqs=load.rows, max_prefill_tokens=load.chunk, growth_tokens=load.growth,
+            penalty_rows=16,
+        )  # fmt: skip
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
         self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted)
         max_pages = -(-(load.max_prompt + load.max_output) // load.page_size) + 1
