@@ -25,6 +25,7 @@ from worker.api import (
     PrefillRefused,
     Refused,
     RenewAck,
+    Stages,
     Stop,
     TokenChunk,
     WorkerStats,
@@ -229,16 +230,17 @@ class DecodeLoop:
     def _settle(self, step: Step) -> None:
         drawn = self._engine.settle(step)
         now = time.monotonic()
-        for req, each, reason in self._scheduler.settle(step.plan.step, drawn):
-            self._engine.metrics.generated_tokens.inc()
+        settled = self._scheduler.settle(step.plan.step, drawn)
+        self._engine.metrics.generated_tokens.inc(len(settled))
+        for req, each, reason in settled:
             error = None
             if req.matcher is not None and req.matcher.error is not None:
                 reason, error = FinishReason.ERROR, _told(req.matcher.error)
-            chunk = _chunk(req, each, reason, error)
+            stages = None
             if not req.marks.first_token_at:
                 req.marks.first_token_at = now
-                chunk = msgspec.structs.replace(chunk, stages=req.marks.stages())
-            self._replies.add(req.router, chunk)
+                stages = req.marks.stages()
+            self._replies.add(req.router, _chunk(req, each, reason, error, stages))
             if reason is not None:
                 self._end(req, reason)
 
@@ -285,7 +287,11 @@ def _told(error: KvlaneError) -> Error:
 
 
 def _chunk(
-    req: Req, drawn: Drawn | None, reason: FinishReason | None, error: Error | None = None
+    req: Req,
+    drawn: Drawn | None,
+    reason: FinishReason | None,
+    error: Error | None = None,
+    stages: Stages | None = None,
 ) -> TokenChunk:
     """Make a TokenChunk of `drawn`, whose token ends req.tokens; one without tokens if None."""
     tokens, logprobs = (), ()
@@ -294,5 +300,7 @@ def _chunk(
         if drawn.logprob is not None and req.sampling.logprobs >= 0:
             top = drawn.logprob.top[: req.sampling.logprobs]
             logprobs = (msgspec.structs.replace(drawn.logprob, top=top),)
-    position = len(req.tokens) - len(tokens)
-    return TokenChunk(*req.key, position, tokens, reason, error, req.num_cached_tokens, logprobs)
+    position, num_cached = len(req.tokens) - len(tokens), req.num_cached_tokens
+    return TokenChunk(
+        req.req_id, req.dispatch, position, tokens, reason, error, num_cached, logprobs, stages
+    )

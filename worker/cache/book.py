@@ -25,6 +25,7 @@ class Hold:
 
     node: Node  # deepest tree node that is locked for this request
     num_matched: int  # tokens found in the tree when the hold was opened
+    num_slots: int  # tokens that `pages` can store
     pages: list[int] = field(default_factory=list)
     private: set[int] = field(default_factory=set)
     num_reserved: int = 0  # pages promised, not bound yet
@@ -88,7 +89,8 @@ class PageBook:
             return None
         self.num_reserved += wanted
         self.num_holds += 1
-        return Hold(node, len(pages) * self.page_size, pages, set(), wanted)
+        num_slots = len(pages) * self.page_size
+        return Hold(node, num_slots, num_slots, pages, set(), wanted)
 
     def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
@@ -112,6 +114,7 @@ class PageBook:
         hold.num_reserved -= reserved
         self.num_reserved -= reserved
         hold.pages.extend(pages)
+        hold.num_slots += count * self.page_size
         hold.private.update(pages)
         return pages
 
@@ -137,7 +140,7 @@ class PageBook:
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
         hold.node, hold.num_reserved = self._tree.root, 0
-        hold.pages, hold.private = [], set()
+        hold.pages, hold.num_slots, hold.private = [], 0, set()
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Assert the invariants against all holds that are open."""

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from worker.api import FinishReason, Sampling
+from worker.api import FinishReason
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
-from worker.plan import TAILS, Chunk, Drawn, Plan, Tail
+from worker.plan import TAILS, Chunk, Drawn, Plan
 from worker.schedule.req import Phase, Req
 from worker.schedule.rows import RowTable
 
 if TYPE_CHECKING:
     from worker.sampling.grammar import Matcher
+
+ARRIVAL = attrgetter("arrival")
 
 
 class DecodeScheduler:
@@ -150,7 +153,7 @@ class DecodeScheduler:
             if req.matcher is not None and req.matcher.stopped:
                 reason = FinishReason.STOP  # the grammar is complete: STOP wins over LENGTH
             results.append((req, result, reason))
-            if req in self._leaving:
+            if self._leaving and req in self._leaving:
                 self._leaving.discard(req)
                 if reason is None:
                     self._preempt(req)
@@ -207,15 +210,18 @@ class DecodeScheduler:
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
         chosen: list[Req] = []
-        for req in sorted(self.running.values(), key=lambda req: req.arrival):
-            if req in self._leaving or len(req.tokens) + req.num_in_flight >= req.max_len:
-                continue  # it is being preempted, or its last token is in flight
+        bound = 0
+        for req in sorted(self.running.values(), key=ARRIVAL):
+            num_tokens = len(req.tokens) + req.num_in_flight
+            if num_tokens >= req.max_len or req in self._leaving:
+                continue  # its last token is in flight, or it is being preempted
             # Making room for an older request may just have preempted this one.
-            if req.row in self.running and self._ensure_slots(req):
-                chosen.append(req)
+            if req.hold is None or (num_tokens >= req.hold.num_slots and not self._bind_slot(req)):
+                continue
+            chosen.append(req)
+            bound = max(bound, num_tokens)
         if not chosen:
             return None
-        bound = max(len(req.tokens) + req.num_in_flight for req in chosen)
         return self._launch(chosen, bound, decode=tuple(req.row for req in chosen))
 
     def _launch(
@@ -231,21 +237,21 @@ class DecodeScheduler:
             req.num_in_flight += 1
         self._launched[self._step] = sampled, bool(chunks)
         self.book.launched(self._step)
-        tail = TAILS[max((TAILS.index(_tail(req.sampling)) for req in sampled), default=0)]
+        draws = {req.draw for req in sampled}
         return Plan(
             self._step,
             *self._rows.drain(),
             chunks,
             decode,
-            tail,
+            TAILS[max((draw.tail for draw in draws), default=0)],
             max_seq_len_ub,
-            penalized=any(req.sampling.changes_logits for req in sampled),
-            num_logprobs=max((req.sampling.logprobs for req in sampled), default=-1),
-            masked=any(req.matcher is not None for req in sampled),
+            penalized=any(draw.penalized for draw in draws),
+            num_logprobs=max((draw.num_logprobs for draw in draws), default=-1),
+            masked=any(draw.masked for draw in draws),
         )
 
-    def _ensure_slots(self, req: Req) -> bool:
-        """Bind pages up to and including the token that this step draws; preempt if need be.
+    def _bind_slot(self, req: Req) -> bool:
+        """Bind a page for the token that this step draws; preempt if need be.
 
         The step itself stores KV of the token before it. The slot of the drawn token is used by the
         next step and is bound one step early. The youngest request is preempted.
@@ -254,7 +260,7 @@ class DecodeScheduler:
         become free only when its step in flight settles.
         """
         assert req.hold is not None
-        num_slots = min(len(req.tokens) + req.num_in_flight + 1, req.max_len)
+        num_slots = len(req.tokens) + req.num_in_flight + 1
         while True:
             try:
                 self.book.bind(req.hold, num_slots)
@@ -300,11 +306,3 @@ def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
     if is_stop and num_output > sampling.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
-
-
-def _tail(sampling: Sampling) -> Tail:
-    """Choose the cheapest sampling tail that can serve a request."""
-    if sampling.temperature == 0:
-        return "greedy"
-    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return "filtered" if filters else "random"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from worker.api import Candidate, PeerId, Sampling, Stages
 from worker.cache.book import Hold
+from worker.plan import TAILS, Tail
 
 if TYPE_CHECKING:
     from worker.sampling.grammar import Matcher
@@ -34,6 +35,15 @@ class Phase(Enum):
     RUNNING = auto()  # decodes, or its last chunk is in flight
     PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
+
+
+class Draw(NamedTuple):
+    """What a step does for a request beyond its forward; equal for most requests of a batch."""
+
+    tail: int  # index into TAILS of the cheapest sampling tail that can serve it
+    penalized: bool
+    num_logprobs: int
+    masked: bool
 
 
 @dataclass(slots=True)
@@ -92,11 +102,19 @@ class Req:
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
     marks: Marks = field(default_factory=Marks)
+    max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
+    draw: Draw = field(init=False)
 
-    @property
-    def max_len(self) -> int:
-        """Tokens of prompt + output at which the request ends with LENGTH."""
-        return self.num_prompt_tokens + self.sampling.max_tokens
+    def __post_init__(self) -> None:
+        """Work out once what each step asks for."""
+        sampling = self.sampling
+        self.max_len = self.num_prompt_tokens + sampling.max_tokens
+        self.draw = Draw(
+            TAILS.index(_tail(sampling)),
+            sampling.changes_logits,
+            sampling.logprobs,
+            bool(sampling.grammar),
+        )
 
     @property
     def key(self) -> tuple[str, int]:
@@ -125,3 +143,11 @@ class PrefillReq:
     def num_target_tokens(self) -> int:
         """Tokens whose KV is to be computed."""
         return len(self.tokens) - 1
+
+
+def _tail(sampling: Sampling) -> Tail:
+    """Choose the cheapest sampling tail that can serve a request."""
+    if sampling.temperature == 0:
+        return "greedy"
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return "filtered" if filters else "random"
