@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from worker.api import FinishReason, Sampling
+from worker.api import FinishReason
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
-from worker.plan import TAILS, Chunk, Drawn, Plan, Tail
-from worker.schedule.req import Phase, Req
+from worker.plan import Chunk, Drawn, Plan, tail_of
+from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.rows import RowTable
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class DecodeScheduler:
             if from_chunk:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
-            reason = _reason(req, self._eos_ids)
+            reason = finish_reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
             if req.matcher is not None and req.matcher.stopped:
                 reason = FinishReason.STOP  # the grammar is complete: STOP wins over LENGTH
@@ -231,13 +231,12 @@ class DecodeScheduler:
             req.num_in_flight += 1
         self._launched[self._step] = sampled, bool(chunks)
         self.book.launched(self._step)
-        tail = TAILS[max((TAILS.index(_tail(req.sampling)) for req in sampled), default=0)]
         return Plan(
             self._step,
             *self._rows.drain(),
             chunks,
             decode,
-            tail,
+            tail_of(req.sampling for req in sampled),
             max_seq_len_ub,
             penalized=any(req.sampling.changes_logits for req in sampled),
             num_logprobs=max((req.sampling.logprobs for req in sampled), default=-1),
@@ -290,21 +289,3 @@ class DecodeScheduler:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
-
-
-def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
-    """Say why `req` ends with its last token, if it does, by the same rules as on the device."""
-    token, sampling = req.tokens[-1], req.sampling
-    num_output = len(req.tokens) - req.num_prompt_tokens
-    is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
-    if is_stop and num_output > sampling.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
-
-
-def _tail(sampling: Sampling) -> Tail:
-    """Choose the cheapest sampling tail that can serve a request."""
-    if sampling.temperature == 0:
-        return "greedy"
-    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return "filtered" if filters else "random"
