@@ -58,7 +58,13 @@ class PrefillScheduler:
             return None
         num = hold.num_matched
         req = PrefillReq(
-            tokens, hold, asked.link_bytes_per_s, num, num, asked.sampling, asked.num_prompt_tokens
+            tokens,
+            hold,
+            asked.link_bytes_per_s,
+            num_computed_tokens=num,
+            num_planned_tokens=num,
+            sampling=asked.sampling,
+            num_prompt_tokens=asked.num_prompt_tokens,
         )
         if num < req.num_target_tokens:
             self.waiting.append(req)
