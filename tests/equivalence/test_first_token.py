@@ -83,11 +83,12 @@ def resumed(alone: Running) -> list[Asked]:
     assert (whole.finish_reason, whole.tokens[-1]) == (FinishReason.STOP, EOS)
     prompt, num = problem_ids(1)[0], len(problem_ids(1)[0])
     limit = Sampling(300, temperature=0.0)
-    late = msgspec.structs.replace(limit, min_tokens=len(whole.tokens) + 2)
-    seeded = Sampling(len(whole.tokens), temperature=0.9, seed=8, min_tokens=8)
+    num_all = len(whole.tokens)
+    late = Sampling(num_all + 20, temperature=0.0, min_tokens=num_all + 2)
+    seeded = Sampling(num_all, temperature=0.9, seed=8, min_tokens=8)
     return [
         ((*prompt, *whole.tokens[:-1]), limit, num),
-        ((*prompt, *whole.tokens[:-1]), msgspec.structs.replace(late, max_tokens=50 + num), num),
+        ((*prompt, *whole.tokens[:-1]), late, num),
         ((*prompt, *whole.tokens[:-1]), seeded, num),  # the last one that it may have
         ((*prompt, *whole.tokens[:3]), seeded, num),
     ]
@@ -140,9 +141,7 @@ def pulled(cluster: Running) -> float:
     return metrics.pulled_bytes("shm/shm")._value.get()
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("max_prefill_tokens", [512, 23])
-@pytest.mark.parametrize("first_token", WORKERS)
+@pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
     first_token: str,
     max_prefill_tokens: int,
