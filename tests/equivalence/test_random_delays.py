@@ -85,9 +85,7 @@ def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]
         (None, 2, "prefill"),
         (3, 1, "prefill"),
         (5, 2, "decode"),
-        *in_whole(
-            *((s, g, t) for s in (None, 3, 4) for g in (1, 2) for t in ("prefill", "decode"))
-        ),
+        *in_whole((None, 1, "decode"), (4, 1, "prefill"), (3, 2, "prefill"), (4, 2, "decode")),
     ],
 )
 def test_delays_messages_and_pulls_change_no_token(

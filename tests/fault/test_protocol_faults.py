@@ -37,7 +37,8 @@ from worker.transfer.shm import ShmPeer
 from worker.wire import Wire
 from worker.worker import Worker
 
-GREEDY = Sampling(max_tokens=16, temperature=0.0)
+GREEDY = Sampling(max_tokens=16, temperature=0.0)  # the prefill worker draws its first token
+LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 WINDOW_S = 2.0  # of prefill's leases
 LIMIT_S = 20.0  # for a request that meets a fault: detection, another attempt, a loaded machine
@@ -230,8 +231,14 @@ def num_ended(
     return sum(family(reason)._value.get() for reason in reasons)
 
 
-def ask(cluster: Running) -> list[str]:
-    return [cluster.client.submit(prompt, GREEDY) for prompt in problem_ids(NUM)]
+def ask(
+    cluster: Running, samplings: Sequence[Sampling] = (GREEDY, LOGGED, LOGGED, GREEDY)
+) -> list[str]:
+    """With two prefill workers, each gets some of both."""
+    return [
+        cluster.client.submit(prompt, samplings[number % len(samplings)])
+        for number, prompt in enumerate(problem_ids(NUM))
+    ]
 
 
 def check(cluster: Running, sent: list[str], texts: list[list[int]], before: float) -> None:
@@ -372,7 +379,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     computed = [each.engine.metrics.prompt_tokens for each in cluster.workers.values()]
     num_computed = sum(each._value.get() for each in computed)
     Delays.pull_s = 1.0
-    sent = ask(cluster)
+    sent = ask(cluster, [GREEDY])
     until_first_tokens(cluster, sent)
     for name in lost:
         lose(decode, next(peer for peer in cluster.client.prefills if peer.startswith(name)))
@@ -393,7 +400,7 @@ def test_requests_that_end_between_token_and_kv(
     reasons = (how,)
     before = num_ended(cluster, reasons)
     Delays.pull_s = 0.6
-    sent, client = ask(cluster), cluster.client
+    sent, client = ask(cluster, [GREEDY]), cluster.client
     until_first_tokens(cluster, sent)
     for each, prompt in zip(sent, problem_ids(NUM), strict=True):
         if how == "abort":
