@@ -344,7 +344,7 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
 def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> None:
     """A message may be lost, so a renewal says it again; no other transfer gets it."""
     scheduler = scheduler_of(PageBook(64, 2), 4)
-    sent: list[KVReady] = []
+    sent: list[Any] = []
     outbound = Outbound(
         "p", scheduler, 1, lambda _, message: sent.append(message),
         LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
