@@ -13,15 +13,18 @@ import msgspec
 import pytest
 
 from tests.support.engines import Answer, Running, running
+from tests.support.lockstep import Ask, Lockstep
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling
 from worker.engine import runner
+from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
 from worker.plan import RowStart
 from worker.schedule import prefill as prefill_schedule
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2
 GREEDY = Sampling(24, temperature=0.0)
 WORKERS = ("prefill", "decode")  # that draw it
+CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, TransferTimeout)]
 
 
 def sections(mode: str, first_token: str = "prefill", **engine: object) -> dict[str, Any]:
@@ -164,9 +167,7 @@ def test_texts_reasons_and_counts_do_not_depend_on_it(
             if before == (0, 0) and first_token == "prefill":
                 assert num_drawn[0] == len(asked), "no prompt is in decode's tree"
         retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
-        assert [retries(cause)._value.get() for cause in ("revoked", "peer_lost", "busy")] == [
-            0
-        ] * 3
+        assert not any(retries(cause)._value.get() for cause in CAUSES)
 
 
 def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
@@ -239,6 +240,58 @@ def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> N
             for worker in cluster.workers.values():
                 worker.engine.book.check([])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("first", ["goes on", "ends with it"])
+def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Running) -> None:
+    """They wait for the prompt's KV; if the first one ends without it, they bring it themselves."""
+    prompt = next(each for each in problem_ids(9) if (len(each) - 1) % PAGE_SIZE > 2)
+    samplings = [Sampling(16, temperature=1.1, seed=70 + number) for number in range(4)]
+    if first == "ends with it":
+        samplings[0] = Sampling(1, temperature=1.1, seed=70)
+    wanted = ended(alone.client.generate([prompt] * 4, samplings))
+    with running(sections("always")) as cluster:
+        client = cluster.client
+        sent = [client.submit(prompt, samplings[0])]
+        sent += [client.submit(prompt, each, after=sent[0]) for each in samplings[1:]]
+        assert ended(client.wait(sent)) == wanted
+        cluster.wait_idle()
+        num_computed = sum(
+            worker.engine.metrics.prompt_tokens._value.get() for worker in cluster.workers.values()
+        )
+        assert num_computed == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
+
+
+def test_it_goes_out_before_the_next_step_is_launched() -> None:
+    """A turn waits for the step before, so whoever came later would wait for that too."""
+    log: list[str] = []
+    workers = Lockstep(sections("always"))
+    loop: Any = workers.decode
+
+    def logged(owner: Any, name: str, told: Callable[..., str]) -> None:
+        inner = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            log.append(told(*args))
+            return inner(*args)
+
+        setattr(owner, name, call)
+
+    def frame(_: str, message: Any) -> str:
+        return " ".join(f"{each.req_id}:{each.position}" for each in message.chunks)
+
+    logged(loop, "turn", lambda _: "turn")
+    logged(loop._engine.runner, "launch", lambda *_: "launch")
+    logged(loop._scheduler, "settle", lambda *_: "settle")
+    logged(loop._replies, "_send", frame)
+    prompt = problem_ids(2)[1]
+    running_one = Ask(problem_ids(1)[0], Sampling(40, temperature=0.0, ignore_eos=True), local=True)
+    workers.serve([running_one, Ask(prompt, GREEDY, at=8)])
+    workers.close()
+    at = log.index(f"1:{len(prompt)}")
+    assert log[at - 1] == "turn"
+    assert log[at + 1 : at + 3] == ["launch", "settle"], "beside others that decode"
+    assert log[at + 3].startswith("0:")
 
 
 # What would show if it were wrong.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from worker.api import KVReady, Prefill, PrefillRefused, Renew, Sampling, Xfer
+from worker.api import Prefill, PrefillRefused, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
