@@ -194,7 +194,8 @@ def worker_config(
             "num_pages": 2 * (-(-longest // page_size) + 2) + 2,
         },
         "transport": {"name": options.transport, "kind": kind, "pull_timeout_s": HANG_S},
-        "disaggregation": {"mode": "always"},
+        # one token is asked for: if the prefill worker drew it, nothing would be pulled
+        "disaggregation": {"mode": "always", "first_token": "decode"},
         "ping": PATIENT,
     }  # fmt: skip
 

@@ -117,6 +117,11 @@ class Sampling(Message, frozen=True):
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
         return any(penalties) or bool(self.logit_bias)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a draw needs the text, these numbers and nothing that only decode has."""
+        return not (self.changes_logits or self.grammar or self.logprobs >= 0)
+
 
 class Candidate(Message, frozen=True):
     """A prefill worker that the router proposes, as the router knew it at dispatch."""
@@ -187,11 +192,12 @@ class Stages(Message, frozen=True):
     """Where the time from a Generate's arrival to its first token went, in seconds.
 
     The stages follow one another and add up to that time. What a prefill worker says of itself is a
-    duration by its own clock; everything else is by decode's.
+    duration by its own clock; everything else is by decode's. If the prefill itself drew the first
+    token, here or elsewhere, all stages after it are 0: the transfer came later.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
-    prefill_s: float  # from its first step until all KV is final; a local one draws the first token
+    prefill_s: float  # from its first step until all KV is final and, if drawn there, the token
     transfer_s: float  # from the last announcement until all pages had arrived
     decode_queue_s: float  # from then on, waiting for a row
     first_step_s: float  # from its row until the first token was on the host
@@ -231,12 +237,17 @@ class Xfer(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Decode to prefill: make KV of tokens[:-1]; announce what lies beyond `num_matched`."""
+    """Decode to prefill: make KV of tokens[:-1]; announce what lies beyond `num_matched`.
+
+    With `sampling`: KV of all tokens, and draw the one that follows them.
+    """
 
     xfer: Xfer
     tokens: tuple[int, ...]
     num_matched: int  # tokens whose KV decode holds; a multiple of page_size
     link_bytes_per_s: float = 0.0  # as decode has measured its link to this worker; 0 = not known
+    sampling: Sampling | None = None  # a plain one (`Sampling.is_plain`)
+    num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output
 
 
 class PrefillRefused(Message, frozen=True):
@@ -251,7 +262,8 @@ class KVReady(Message, frozen=True):
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
     Every renewal repeats all announcements, and decode takes what it has not seen. Without pages it
-    acknowledges a Prefill of which nothing is cached.
+    acknowledges a Prefill of which nothing is cached, or brings the token that Prefill.sampling
+    asked for, if all pages were announced before it was drawn.
     """
 
     xfer: Xfer
@@ -262,6 +274,7 @@ class KVReady(Message, frozen=True):
     last: bool
     num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
     prefill_s: float = 0.0  # with `last`: from the prompt's first step until this
+    token: int | None = None  # with `last`: the one that Prefill.sampling asked for
 
 
 class Renew(Message, frozen=True):

@@ -218,6 +218,10 @@ class DisaggregationConfig(Section):
 
     mode: Literal["auto", "always", "never"] = "auto"
     """Whether decode asks a prefill worker; auto: by estimated cost."""
+    first_token: Literal["prefill", "decode"] = "prefill"
+    """Who draws the first token of a prompt that a prefill worker computes. `prefill`: that worker,
+    unless the request has a grammar, penalties, a logit bias or logprobs; the token does not wait
+    for the KV. `decode`: always the decode worker."""
     pull_overhead_s: float = Field(default=0.003, ge=0)
     """Fixed cost of asking, in that estimate."""
     pull_bytes_per_s: float = Field(default=1.0e9, gt=0)

@@ -1,7 +1,8 @@
 """The decode loop: owns a request from admission to its last token.
 
-One turn: messages, pulls, siblings whose first choice is prefilled, preempted requests, launch step
-n, settle step n - 1, the tail of step n if grammars mask it, peers, sweep, replies.
+One turn: messages, first tokens from prefill workers, pulls, siblings whose first choice is
+prefilled, preempted requests, launch step n, settle step n - 1, the tail of step n if grammars mask
+it, peers, sweep, replies.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-
-import msgspec
 
 from worker.api import (
     Abort,
@@ -25,16 +24,13 @@ from worker.api import (
     PrefillRefused,
     Refused,
     RenewAck,
-    Stages,
     Stop,
-    TokenChunk,
     WorkerStats,
 )
 from worker.engine.engine import Engine
 from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.plan import Drawn
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound
 from worker.pull.peers import DialFailed, Link, PrefillPeers
@@ -43,7 +39,7 @@ from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Phase, Req
+from worker.schedule.req import Phase, Req, finish_reason
 
 log = logging.getLogger("kvlane.decode")
 
@@ -62,8 +58,9 @@ class DecodeLoop:
         self._engine = engine
         self._thread = thread
         config, metrics, spec = engine.config, engine.metrics, engine.spec
+        self._eos_ids = frozenset(spec.eos_token_ids)
         self._scheduler = scheduler = DecodeScheduler(
-            engine.book, config.engine, frozenset(spec.eos_token_ids), metrics.preemptions.inc
+            engine.book, config.engine, self._eos_ids, metrics.preemptions.inc
         )
         self._peers = PrefillPeers(
             engine.transport,
@@ -75,7 +72,13 @@ class DecodeLoop:
             thread.disconnect,
         )
         context = FetchContext(
-            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics
+            engine.book,
+            engine.layout,
+            thread.send,
+            config.lease,
+            config.transport,
+            metrics,
+            prefill_draws=config.disaggregation.first_token == "prefill",
         )
         self._inbound = Inbound(incarnation, context, self._peers)
         self._grammars = Grammars(config.model.directory, spec.vocab_size, spec.eos_token_ids)
@@ -114,6 +117,8 @@ class DecodeLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
+        # A first token from a prefill worker does not wait until a step settles.
+        self._replies.flush(time.monotonic(), read_at=now)
         for fetch in self._inbound.poll(now):
             self._fetch_ended(fetch)
         for router, message in self._siblings.due(self._reqs.values()):
@@ -130,7 +135,10 @@ class DecodeLoop:
         self._peers.tend(now, self._inbound.uses)
         self._sweep(now)
         self._replies.flush(time.monotonic(), read_at=now)
-        self._publish()
+        num_waiting = len(self._reqs) - len(self._scheduler.running)
+        self._thread.stats = _stats(
+            self._engine, self._scheduler, num_waiting, draining=self._admission.draining
+        )
         if step is not None or settled is not None or self._scheduler.local:
             # Take the next turn at once: a step in flight has to settle, or a settled one may have
             # made room for a waiting request, or local prefills have chunks left.
@@ -145,11 +153,13 @@ class DecodeLoop:
                 self._stop(event)
             case Abort():
                 self._siblings.abort(event.req_id, event.dispatch)
-                self._abort(self._reqs.get((event.req_id, event.dispatch)))
+                if (req := self._reqs.get((event.req_id, event.dispatch))) is not None:
+                    self._leave(req, FinishReason.ABORT)
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
-                self._inbound.on_ready(event)
+                if (req := self._inbound.on_ready(event)) is not None:
+                    self._pass_on(req)
             case PrefillRefused():
                 self._inbound.on_refused(event)
             case RenewAck():
@@ -186,10 +196,17 @@ class DecodeLoop:
         self._reqs[key] = req
         self._admission.place(req)
 
+    def _pass_on(self, req: Req) -> None:
+        """Reply with the token that a prefill worker has drawn, before its KV has landed."""
+        reason = finish_reason(req, self._eos_ids)
+        self._replies.token(req, time.monotonic(), reason)
+        if reason is not None:
+            self._leave(req, reason)
+
     def _fetch_ended(self, fetch: Fetch) -> None:
         req = fetch.req
-        if fetch.aborted:
-            self._end(req, FinishReason.ABORT)
+        if fetch.ending is not None:
+            self._end(req, fetch.ending)
         elif fetch.landed:
             req.marks.landed_at = req.marks.landed_at or time.monotonic()
             self._scheduler.commit(req)
@@ -203,29 +220,23 @@ class DecodeLoop:
         self._replies.lost(peer)
         self._siblings.lost(peer)
         for req in [each for each in self._reqs.values() if each.router == peer]:
-            self._abort(req)
+            self._leave(req, FinishReason.ABORT)
 
     def _stop(self, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
         req = self._reqs.get((message.req_id, message.dispatch))
-        if req is None:
-            return
-        if req.phase is Phase.FETCHING:  # preempted before; pulls may still write to its pages
-            self._abort(req)
-        else:
+        if req is not None:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
-            self._end(req, FinishReason.STOP)
+            self._leave(req, FinishReason.STOP)
 
-    def _abort(self, req: Req | None) -> None:
-        """End `req` without a final chunk. Its pages are freed once no pull writes to them."""
-        if req is None:
-            return
+    def _leave(self, req: Req, reason: FinishReason) -> None:
+        """End `req` without a chunk. Its pages are freed once no pull writes to them."""
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error chunk while it drains
-            self._inbound.abort(req)
+            self._inbound.cancel(req, reason)
         else:
-            self._end(req, FinishReason.ABORT)
+            self._end(req, reason)
 
     def _settle(self, step: Step) -> None:
         drawn = self._engine.settle(step)
@@ -236,11 +247,7 @@ class DecodeLoop:
             error = None
             if req.matcher is not None and req.matcher.error is not None:
                 reason, error = FinishReason.ERROR, _told(req.matcher.error)
-            stages = None
-            if not req.marks.first_token_at:
-                req.marks.first_token_at = now
-                stages = req.marks.stages()
-            self._replies.add(req.router, _chunk(req, each, reason, error, stages))
+            self._replies.token(req, now, reason, error, each.logprob)
             if reason is not None:
                 self._end(req, reason)
 
@@ -257,21 +264,8 @@ class DecodeLoop:
         self._sweep_at = now + SWEEP_S
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
-            self._replies.add(req.router, _chunk(req, None, FinishReason.ERROR, error))
-            self._abort(req)
-
-    def _publish(self) -> None:
-        book, scheduler = self._engine.book, self._scheduler
-        self._thread.stats = WorkerStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(self._reqs) - len(scheduler.running),
-            max_num_reqs=int(self._engine.config.engine.max_num_reqs),
-            num_free_pages=book.num_available,
-            num_pages=book.num_pages,
-            num_queued_tokens=scheduler.num_queued_tokens,
-            prefill_s_per_token=self._engine.meter.prefill_s_per_token,
-            draining=self._admission.draining,
-        )
+            self._replies.error(req, error)
+            self._leave(req, FinishReason.ABORT)
 
 
 def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
@@ -286,21 +280,16 @@ def _told(error: KvlaneError) -> Error:
     return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
 
 
-def _chunk(
-    req: Req,
-    drawn: Drawn | None,
-    reason: FinishReason | None,
-    error: Error | None = None,
-    stages: Stages | None = None,
-) -> TokenChunk:
-    """Make a TokenChunk of `drawn`, whose token ends req.tokens; one without tokens if None."""
-    tokens, logprobs = (), ()
-    if drawn is not None:
-        tokens = (drawn.token,)
-        if drawn.logprob is not None and req.sampling.logprobs >= 0:
-            top = drawn.logprob.top[: req.sampling.logprobs]
-            logprobs = (msgspec.structs.replace(drawn.logprob, top=top),)
-    position, num_cached = len(req.tokens) - len(tokens), req.num_cached_tokens
-    return TokenChunk(
-        req.req_id, req.dispatch, position, tokens, reason, error, num_cached, logprobs, stages
+def _stats(
+    engine: Engine, scheduler: DecodeScheduler, num_waiting: int, *, draining: bool
+) -> WorkerStats:
+    return WorkerStats(
+        num_running=len(scheduler.running),
+        num_waiting=num_waiting,
+        max_num_reqs=int(engine.config.engine.max_num_reqs),
+        num_free_pages=engine.book.num_available,
+        num_pages=engine.book.num_pages,
+        num_queued_tokens=scheduler.num_queued_tokens,
+        prefill_s_per_token=engine.meter.prefill_s_per_token,
+        draining=draining,
     )

@@ -56,6 +56,9 @@ class WorkerMetrics:
         self.fetch_seconds = histogram(
             "kv_fetch_seconds", "Prefill request until all KV landed", STAGE_BUCKETS, "transport"
         )
+        self.transfer_seconds = histogram(
+            "kv_transfer_seconds", "Last announcement until it landed", STAGE_BUCKETS, "transport"
+        )
         self.fetch_retries = counter("kv_fetch_retries", "Attempts that failed", "cause")
         self.lease_expired = counter("lease_expired", "Leases that ran out")
         self.dropped = counter("stale_messages_dropped", "Messages of old attempts", "kind")

@@ -8,6 +8,7 @@ A *row* is a request's place in the device-resident step state; row 0 is the sin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -29,7 +30,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     With `active`, the row decodes from this step on: KV of tokens[: seq_len] is stored and
     `last_token` is tokens[seq_len]. Without, prefill chunks follow; a chunk with `sample` activates
-    the row (decode workers only).
+    the row, unless its token is the row's last (on a prefill worker it always is).
     """
 
     row: int
@@ -88,6 +89,19 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     def sampled_rows(self) -> tuple[int, ...]:
         """Rows for which this step draws a token, in the order of the result."""
         return self.decode or tuple(chunk.row for chunk in self.chunks if chunk.sample)
+
+
+def tail_of(samplings: Iterable[Sampling]) -> Tail:
+    """Choose the cheapest tail that can draw for all of them; "none" if there are none."""
+    return TAILS[max(map(tail_index, samplings), default=0)]
+
+
+def tail_index(sampling: Sampling) -> int:
+    """Index into TAILS of the cheapest tail that can draw for a request."""
+    if sampling.temperature == 0:
+        return TAILS.index("greedy")
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return TAILS.index("filtered" if filters else "random")
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):

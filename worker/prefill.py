@@ -1,4 +1,4 @@
-"""The prefill loop: computes prompts, announces their KV, pins it while a lease lives.
+"""The prefill loop: computes prompts, draws what follows them, announces KV, pins it in a lease.
 
 One turn: messages, launch step n, settle step n - 1, announce, sweep. While step n - 1 is still
 being computed, its layer groups are announced as they become final: between the layers of step n's
@@ -96,8 +96,8 @@ class PrefillLoop:
             for group in range(step.groups.num_groups):
                 step.groups.wait(group)
                 self._announce_final_groups()
-        self._engine.settle(step)
-        computed = self._scheduler.settle(step.plan.step)
+        computed = self._scheduler.settle(step.plan.step, self._engine.settle(step))
+        self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
         self._scheduler.commit(computed)
 

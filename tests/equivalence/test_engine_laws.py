@@ -31,11 +31,13 @@ def engine(**changes: object) -> dict[str, object]:
     }
 
 
-def sections(mode: str = "always", page_size: int = 16, **changes: object) -> dict:
+def sections(
+    mode: str = "always", page_size: int = 16, first_token: str = "prefill", **changes: object
+) -> dict:
     return {
         "engine": engine(**changes),
         "kv": {"page_size": page_size},
-        "disaggregation": {"mode": mode},
+        "disaggregation": {"mode": mode, "first_token": first_token},
     }
 
 
@@ -127,6 +129,7 @@ def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_id
     pages=("same", "other", "few"),
     transport=("shm/shm", "mooncake/tcp"),
     num_each=(1, 2),
+    first_token=("prefill", "decode"),
 )
 def test_whatever_serves_a_request_changes_nothing(
     place: str,
@@ -136,6 +139,7 @@ def test_whatever_serves_a_request_changes_nothing(
     pages: str,
     transport: str,
     num_each: int,
+    first_token: str,
     greedy_ids: list,
     seeded_ids: list,
 ) -> None:
@@ -144,7 +148,7 @@ def test_whatever_serves_a_request_changes_nothing(
     With another number of pages, layer groups begin elsewhere than at the source.
     """
     chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
-    config = sections(place, page_size, **chunks)
+    config = sections(place, page_size, first_token, **chunks)
     config["kv"]["num_groups"] = num_groups
     config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
     other = {"engine": decode_engine(pages, page_size)}
@@ -160,6 +164,8 @@ def test_whatever_serves_a_request_changes_nothing(
     assert (sizes[0] == sizes[1]) == (pages == "same")
     if place == "always":
         assert all(each.metrics.prompt_tokens._value.get() > 0 for each in prefills)
+        draw = [each.metrics.generated_tokens._value.get() > 0 for each in prefills]
+        assert draw == [first_token == "prefill"] * num_each
     if pages == "few":
         preempted = sum(each.metrics.preemptions._value.get() for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
@@ -190,8 +196,8 @@ def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
         again = cluster.client.generate([[*prompt, *first.tokens, *prompt]], GREEDY)[0]
         page_bytes = cluster.workers["decode-0"].engine.layout.page_bytes
         num_known = (len(prompt) + len(first.tokens) - 1) // 16
-        num_all = -(-(2 * len(prompt) + len(first.tokens) - 1) // 16)
-        assert cold == -(-(len(prompt) - 1) // 16) * page_bytes
+        num_all = -(-(2 * len(prompt) + len(first.tokens)) // 16)
+        assert cold == -(-len(prompt) // 16) * page_bytes
         assert pulled.get() - cold == (num_all - num_known) * page_bytes
         assert again.num_cached_tokens == num_known * 16
 

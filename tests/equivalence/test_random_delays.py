@@ -36,9 +36,10 @@ def served(
     longest_s: float = 0.002,
     num_groups: int = 1,
     slowest: str = DECODE,
+    first_token: str = "prefill",
 ) -> tuple[list[Answer], Lockstep]:
     """The answers of fresh workers, which are closed by then."""
-    config = sections("cpu", "always" if num_prefill else "never", num_groups)
+    config = sections("cpu", "always" if num_prefill else "never", num_groups, first_token)
     workers = Lockstep(
         config, num_prefill=num_prefill, decode_sections=BIG_CHUNKS, schedule=schedule
     )
@@ -79,17 +80,22 @@ def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_groups"),
-    [(None, 2), (3, 1)]
-    + [
-        pytest.param(*case, marks=pytest.mark.whole) for case in [(None, 1), (3, 2), (4, 1), (4, 2)]
+    ("seed", "num_groups", "first_token"),
+    [
+        (None, 2, "prefill"),
+        (3, 1, "prefill"),
+        (5, 2, "decode"),
+        *in_whole((None, 1, "decode"), (4, 1, "prefill"), (3, 2, "prefill"), (4, 2, "decode")),
     ],
 )
 def test_delays_messages_and_pulls_change_no_token(
-    seed: int | None, num_groups: int, mixed: tuple[list[Ask], list[Answer]]
+    seed: int | None, num_groups: int, first_token: str, mixed: tuple[list[Ask], list[Answer]]
 ) -> None:
+    """Some router has found a stop string in the first token, and its KV is still on its way."""
     asked, wanted = mixed
-    found, workers = served(asked, delays=seed or 3, schedule=seed, num_groups=num_groups)
+    found, workers = served(
+        asked, delays=seed or 3, schedule=seed, num_groups=num_groups, first_token=first_token
+    )
     assert not differing(asked, found, wanted, exact=False)
     for peer in (DECODE, PREFILL):
         metrics = workers.engines[peer].metrics
@@ -116,7 +122,10 @@ WAIT: Callable[[Step], list[Drawn]] = Step.wait
 
 
 def wait_for_tokens_only(self: Step) -> list[Drawn]:
-    """A step that draws nothing counts as settled at once: KV is announced that is not there."""
+    """A step that draws nothing counts as settled at once: KV is announced that is not there.
+
+    So where it shows, no prefill step may draw.
+    """
     return WAIT(self) if self.plan.sampled_rows else []
 
 
@@ -184,7 +193,14 @@ def test_the_same_check_fails_without_the_fence(
     asked, wanted = left
     with mock.patch.object(owner, name, wrong):
         runs = (
-            served(asked, delays=seed, longest_s=LONG_S, num_groups=num_groups, slowest=slowest)[0]
+            served(
+                asked,
+                delays=seed,
+                longest_s=LONG_S,
+                num_groups=num_groups,
+                slowest=slowest,
+                first_token="decode",
+            )[0]
             for seed in range(6)
         )
         assert any(differing(asked, found, wanted, exact=False) for found in runs)

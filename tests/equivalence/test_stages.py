@@ -11,11 +11,13 @@ from worker.api import Sampling, Stages
 NUM = 24
 
 
-def ask(mode: str, num_prefill: int = 1, **engine: object) -> tuple[list[Answer], list[Answer]]:
+def ask(
+    mode: str, num_prefill: int = 1, first_token: str = "prefill", **engine: object
+) -> tuple[list[Answer], list[Answer]]:
     """The same prompts twice: computed, then found in the prefix trees."""
     sections = {
         "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, **engine},
-        "disaggregation": {"mode": mode},
+        "disaggregation": {"mode": mode, "first_token": first_token},
     }
     with running(sections, num_prefill=num_prefill) as cluster:
         wanted = Sampling(12, temperature=0)
@@ -43,13 +45,19 @@ def check(answers: list[Answer]) -> list[Stages]:
     return [answer.stages[0] for answer in answers]
 
 
-def test_a_prompt_from_a_prefill_worker() -> None:
-    computed, cached = ask("always")
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+def test_a_prompt_from_a_prefill_worker(first_token: str) -> None:
+    """A token that is drawn there does not wait for what comes after it."""
+    computed, cached = ask("always", first_token=first_token)
     for stages in check(computed):
         assert stages.prefilled_by == "prefill-0/i0"
         assert stages.prefill_s > 0
-        assert stages.transfer_s > 0
-        assert stages.first_step_s > 0
+        later = [stages.transfer_s, stages.first_step_s]
+        if first_token == "prefill":
+            assert later == [0, 0]
+            assert stages.decode_queue_s == 0
+        else:
+            assert min(later) > 0
     for answer, stages in zip(cached, check(cached), strict=True):
         if not stages.prefilled_by:  # all but the last token's page is here
             assert stages.prefill_s == stages.transfer_s == 0
@@ -64,10 +72,12 @@ def test_a_prompt_of_ones_own() -> None:
         assert stages.transfer_s == stages.decode_queue_s == stages.first_step_s == 0
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_waiting_for_a_row_counts_as_queue(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "first_token"), [("always", "decode"), ("always", "prefill"), ("never", "decode")]
+)
+def test_waiting_for_a_row_counts_as_queue(mode: str, first_token: str) -> None:
     """With two rows for 24 requests nearly all the time is spent waiting, and says so."""
-    computed, _ = ask(mode, num_prefill=1 if mode == "always" else 0, max_num_reqs=2)
+    computed, _ = ask(mode, 1 if mode == "always" else 0, first_token, max_num_reqs=2)
     found = check(computed)
     queued = sum(stages.prefill_queue_s + stages.decode_queue_s for stages in found)
     assert queued > 0.5 * sum(sum(durations(stages)) for stages in found)

@@ -27,6 +27,7 @@ from worker.api import (
     Renew,
     RenewAck,
     Sampling,
+    Stop,
 )
 from worker.cache.book import Hold
 from worker.config import PingConfig
@@ -36,7 +37,8 @@ from worker.transfer.shm import ShmPeer
 from worker.wire import Wire
 from worker.worker import Worker
 
-GREEDY = Sampling(max_tokens=16, temperature=0.0)
+GREEDY = Sampling(max_tokens=16, temperature=0.0)  # the prefill worker draws its first token
+LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 WINDOW_S = 2.0  # of prefill's leases
 LIMIT_S = 20.0  # for a request that meets a fault: detection, another attempt, a loaded machine
@@ -222,13 +224,21 @@ def lose(side: Any, peer: PeerId) -> None:
     wire._post(lambda: wire._links._lose(peer, "a test"))
 
 
-def num_ended(cluster: Running) -> float:
+def num_ended(
+    cluster: Running, reasons: Sequence[str] = ("stop", "length", "abort", "error")
+) -> float:
     family = cluster.workers["decode-0"].engine.metrics.requests
-    return sum(family(reason)._value.get() for reason in ("stop", "length", "abort", "error"))
+    return sum(family(reason)._value.get() for reason in reasons)
 
 
-def ask(cluster: Running) -> list[str]:
-    return [cluster.client.submit(prompt, GREEDY) for prompt in problem_ids(NUM)]
+def ask(
+    cluster: Running, samplings: Sequence[Sampling] = (GREEDY, LOGGED, LOGGED, GREEDY)
+) -> list[str]:
+    """With two prefill workers, each gets some of both."""
+    return [
+        cluster.client.submit(prompt, samplings[number % len(samplings)])
+        for number, prompt in enumerate(problem_ids(NUM))
+    ]
 
 
 def check(cluster: Running, sent: list[str], texts: list[list[int]], before: float) -> None:
@@ -344,6 +354,64 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
     time.sleep(0.1)
     assert cluster.workers["decode-0"].counters()["private_pages"] > 0
     cluster.wait_idle(IDLE_S)
+    Delays.pull_s = 0.0
+    before = num_ended(cluster)
+    check(cluster, ask(cluster), texts, before)
+
+
+def until_first_tokens(cluster: Running, sent: list[str]) -> None:
+    """Everybody has one, and nobody's KV has landed."""
+    limit = time.monotonic() + LIMIT_S
+    while not all(cluster.client.answers[each].tokens for each in sent):
+        assert time.monotonic() < limit, "a first token waits for KV"
+        cluster.client.pump(0.01)
+    assert cluster.workers["decode-0"].counters()["fetches"] == len(sent)
+    assert {len(cluster.client.answers[each].tokens) for each in sent} == {1}
+
+
+@pytest.mark.parametrize("lost", [["prefill-0"], ["prefill-0", "prefill-1"]])
+def test_a_prefill_worker_that_is_lost_between_token_and_kv(
+    lost: list[str], cluster: Running, texts: list[list[int]]
+) -> None:
+    """The token that was passed on stays, and comes once: the rest goes on from it."""
+    before = num_ended(cluster)
+    decode = cluster.workers["decode-0"]
+    computed = [each.engine.metrics.prompt_tokens for each in cluster.workers.values()]
+    num_computed = sum(each._value.get() for each in computed)
+    Delays.pull_s = 1.0
+    sent = ask(cluster, [GREEDY])
+    until_first_tokens(cluster, sent)
+    for name in lost:
+        lose(decode, next(peer for peer in cluster.client.prefills if peer.startswith(name)))
+    check(cluster, sent, texts, before)
+    num_computed = sum(each._value.get() for each in computed) - num_computed
+    assert num_computed > 1.3 * sum(len(prompt) for prompt in problem_ids(NUM)), "nothing was lost"
+    limit = time.monotonic() + LIMIT_S
+    while decode.num_peers() < 2:
+        assert time.monotonic() < limit, "the prefill worker stays forgotten"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_requests_that_end_between_token_and_kv(
+    how: str, cluster: Running, texts: list[list[int]]
+) -> None:
+    """The client goes, or the router finds a stop string in the first token."""
+    reasons = (how,)
+    before = num_ended(cluster, reasons)
+    Delays.pull_s = 0.6
+    sent, client = ask(cluster, [GREEDY]), cluster.client
+    until_first_tokens(cluster, sent)
+    for each, prompt in zip(sent, problem_ids(NUM), strict=True):
+        if how == "abort":
+            client.abort(each)
+        else:
+            client._wire.send(client.decodes[0], Stop(each, 1, len(prompt)))
+    time.sleep(0.1)
+    assert cluster.workers["decode-0"].counters()["private_pages"] > 0, "pulls still write there"
+    cluster.wait_idle(IDLE_S)
+    assert num_ended(cluster, reasons) - before == NUM
+    assert {client.answers[each].num_finals for each in sent} == {0}
     Delays.pull_s = 0.0
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)

@@ -65,10 +65,10 @@ def check(serve: Serve, wanted: Answers, transport: str) -> None:
     prompts = problem_ids(NUM)
     computed = after["kvlane_prompt_tokens_computed_total", "prefill", ""]
     cached_there = after["kvlane_prompt_tokens_cached_total", "prefill", ""]
-    assert computed + cached_there == sum(len(prompt) - 1 for prompt in prompts)
+    assert computed + cached_there == sum(len(prompt) for prompt in prompts)
     assert after["kvlane_prompt_tokens_computed_total", "decode", ""] == 0
     cached_here = after["kvlane_prompt_tokens_cached_total", "decode", ""]
-    num_pages = sum(math.ceil((len(p) - 1) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
+    num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
     assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * PAGE_BYTES > 0
     assert replayed_steps(serve) > 0
     check_stages(serve.url)

@@ -19,7 +19,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 
 
 
 def sections(
-    device: str, mode: str, num_groups: int = 1, **engine: object
+    device: str, mode: str, num_groups: int = 1, first_token: str = "prefill", **engine: object
 ) -> dict[str, dict[str, object]]:
     """Few pages of 16 tokens, few rows, small chunks."""
     transport: dict[str, object] = {"name": "shm"}
@@ -32,7 +32,7 @@ def sections(
             "device": device, "threads": 1, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
             "max_prefill_tokens": 23, "growth_tokens": 1, "penalty_rows": 2, **engine,
         },
-        "disaggregation": {"mode": mode},
+        "disaggregation": {"mode": mode, "first_token": first_token},
         "transport": transport,
     }  # fmt: skip
 
@@ -78,7 +78,9 @@ def mix() -> list[Ask]:
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
     long = Sampling(60, temperature=0.0, ignore_eos=True)
     for number in range(8):
-        asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=5 + number))
+        cut = 5 + number if number % 2 else 1
+        asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=cut))
+        asked.append(Ask(prompts[20 + number], long, 2 + 7 * number, abort=3 + number))
         asked.append(Ask(prompts[number], long, 7 * number, local=True, abort=5 + number))
     return asked
 

@@ -21,7 +21,7 @@ from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Phase, Req
+from worker.schedule.req import Phase, Req, finish_reason
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -173,6 +173,8 @@ class Pull:
     """The KV of one request on its way; the test is the engine that writes it."""
 
     req: Req
+    draws: bool  # its next token comes with it, and has not come yet
+    num_stored: int  # tokens whose KV comes
     num_pages: int  # of the prompt, when complete
     num_fails_at: int  # pages after which the attempt fails; num_pages = never
     num_landed: int
@@ -267,12 +269,14 @@ class Simulation:
             self.counts["local"] += 1
             self.scheduler.prefill_locally(req)
         else:
-            num_pages = self.book.num_pages_for(len(req.tokens) - 1)
+            draws = self.random.random() < 0.5
+            num_stored = len(req.tokens) - (not draws)
+            num_pages = self.book.num_pages_for(num_stored)
             landed = len(req.hold.pages)
             fails = num_pages
             if self.random.random() < 0.15:
                 fails = self.random.randint(landed, num_pages - 1)
-            self.pulls.append(Pull(req, num_pages, fails, landed))
+            self.pulls.append(Pull(req, draws, num_stored, num_pages, fails, landed))
 
     # One turn.
 
@@ -335,9 +339,13 @@ class Simulation:
 
     def move_pulls(self) -> None:
         for pull in list(self.pulls):
+            if pull.draws and not pull.aborted and self.random.random() < 0.2:
+                self.tell_token(pull)
             if pull.running:
                 if self.random.random() < 0.5:
                     self.write_pulled(pull)
+                continue
+            if pull.num_landed >= pull.num_pages and pull.draws and not pull.aborted:
                 continue
             if pull.aborted or pull.num_landed >= pull.num_fails_at:
                 self.pulls.remove(pull)
@@ -345,16 +353,26 @@ class Simulation:
             elif self.random.random() < 0.7:
                 self.bind_pull(pull)
 
+    def tell_token(self, pull: Pull) -> None:
+        """As Fetch.announced and DecodeLoop._pass_on: it ends the text before its KV is here."""
+        req, text = pull.req, self.scripts[pull.req].text()
+        req.tokens.append(text[len(req.tokens)])
+        pull.draws = False
+        pull.aborted = finish_reason(req, EOS) is not None
+        assert finish_reason(req, EOS) in (None, self.scripts[req].reason)
+        self.counts["told the last" if pull.aborted else "told"] += 1
+        self.verify_text(req, final=pull.aborted)
+
     def leave_pull(self, pull: Pull) -> None:
         """As Fetch.end and DecodeLoop._fetch_ended."""
         req = pull.req
+        num_wanted = self.book.num_pages_for(len(req.tokens) - 1)
         req.num_computed_tokens = pull.num_landed * self.load.page_size
-        if pull.num_landed == pull.num_pages:
-            req.num_computed_tokens = len(req.tokens) - 1
+        req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens) - 1)
         if pull.aborted:
             self.counts["aborted FETCHING"] += 1
             self.end(req)
-        elif pull.num_landed == pull.num_pages:
+        elif pull.num_landed >= num_wanted:
             self.counts["fetched"] += 1
             self.scheduler.commit(req)
         else:
@@ -385,9 +403,8 @@ class Simulation:
             index, page = pull.running.pop()
             for offset in range(size):
                 position = index * size + offset
-                known = position < len(pull.req.tokens) - 1
                 # Beyond the prompt a pulled page holds the other worker's garbage.
-                value = kv[position] if known else mix(position, page)
+                value = kv[position] if position < pull.num_stored else mix(position, page)
                 self.device.memory[page * size + offset] = value
         if not pull.running:
             assert pull.req.hold is not None
@@ -581,6 +598,8 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
     assert counts["local"] > 20
     assert counts["fetched"] > 20
     assert counts["fallback"] > 0
+    assert counts["told"] > 20
+    assert counts["told the last"] > 0
     assert counts["stop"] > 10
     assert counts["length"] > 10
     if name not in ("roomy", "one-row"):

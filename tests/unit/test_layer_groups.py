@@ -62,15 +62,19 @@ class PrefillAlone:
         self._num_asked = 0
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], link_bytes_per_s: float = 0.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        link_bytes_per_s: float = 0.0,
+        sampling: Sampling | None = None,
     ) -> list[tuple[KVReady, list[torch.Tensor]]]:
-        """All prompts, then released; what was announced."""
+        """All prompts, then released; what was announced. With `sampling`, a token is drawn."""
         self.sent = []
         self._num_asked += 1
         xfers = [Xfer(f"{self._num_asked}.{i}", 1, "d", "p") for i in range(len(prompts))]
         asked = zip(xfers, prompts, strict=True)
         events: list[Any] = [
-            (PEER, Prefill(xfer, tuple(prompt), 0, link_bytes_per_s)) for xfer, prompt in asked
+            (PEER, Prefill(xfer, tuple(prompt), 0, link_bytes_per_s, sampling, len(prompt)))
+            for xfer, prompt in asked
         ]
         while sum(message.last for message, _ in self.sent) < len(prompts):
             self._loop.turn(events)
@@ -110,11 +114,17 @@ def worker() -> Iterator[PrefillAlone]:
     made.engine.close()
 
 
-def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) -> None:
-    prompts = [prompt * 2 for prompt in problem_ids(8)]
+@pytest.mark.parametrize("sampling", [None, Sampling(9, temperature=0.8, seed=3)])
+def test_each_group_is_announced_once_and_is_final_then(
+    sampling: Sampling | None, worker: PrefillAlone
+) -> None:
+    """With a token: it follows all KV, which does not wait for it."""
+    prompts = [prompt * 2 for prompt in problem_ids(20)[12 * (sampling is not None) :][:8]]
     seen: Counter[tuple[str, int, int]] = Counter()
     num_early = 0
-    for message, found in worker.serve(prompts):
+    for message, found in worker.serve(prompts, sampling=sampling):
+        assert (message.token is not None) == (message.last and sampling is not None)
+        assert message.token is None or not message.pages
         groups = groups_of(message)
         num_early += is_early(message)
         numbers = range(message.first_page, message.first_page + len(message.pages))
@@ -123,7 +133,7 @@ def test_each_group_is_announced_once_and_is_final_then(worker: PrefillAlone) ->
             assert torch.equal(then, worker.bytes_of(page, groups))
             seen.update((message.xfer.xfer_id, number, group) for group in groups)
     assert set(seen.values()) == {1}
-    num_pages = sum(-(-(len(prompt) - 1) // PAGE_SIZE) for prompt in prompts)
+    num_pages = sum(-(-(len(prompt) - (not sampling)) // PAGE_SIZE) for prompt in prompts)
     assert len(seen) == num_pages * NUM_GROUPS
     assert num_early >= len(prompts)  # at least the last chunk of every prompt
 
@@ -237,7 +247,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         book = PageBook(64, PAGE_SIZE)
         context = FetchContext(
             book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
-            WorkerMetrics(model="m", role="decode", worker="w"),
+            WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=False,
         )  # fmt: skip
         hold = book.open(tokens, len(tokens), max_matched=0)
         assert hold is not None

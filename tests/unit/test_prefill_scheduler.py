@@ -9,18 +9,37 @@ from typing import Any
 
 import pytest
 
-from worker.api import Prefill, PrefillRefused, Xfer
+from worker.api import Prefill, PrefillRefused, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
 from worker.metrics import WorkerMetrics
-from worker.plan import Plan
+from worker.plan import Drawn, Plan, RowStart, tail_of
 from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
 
 VOCAB = 3  # few, so that prompts often share pages
+SAMPLINGS = [
+    Sampling(5, temperature=0.0),
+    Sampling(5, temperature=0.7, min_tokens=2),
+    Sampling(5, temperature=0.7, top_k=3),
+]
+
+
+def asked(
+    tokens: Sequence[int], link_bytes_per_s: float = 0.0, sampling: Sampling | None = None
+) -> Prefill:
+    """What decode asks; the last token of a prompt that it wants a token for is output already."""
+    return Prefill(
+        Xfer("x", 1, "d", "p"), tuple(tokens), 0, link_bytes_per_s, sampling, len(tokens) - 1
+    )
+
+
+def token_after(tokens: Sequence[int]) -> int:
+    """What the device double draws."""
+    return hash(tuple(tokens)) % 1000
 
 
 def scheduler_of(
@@ -78,7 +97,8 @@ class Prompts:
             common = rnd.randint(0, min(len(tokens), len(other)))
             tokens[:common] = other[:common]
         figures = self.book.num_available, self.book.num_holds
-        req = self.scheduler.admit(tokens)
+        sampling = rnd.choice([None, *SAMPLINGS])
+        req = self.scheduler.admit(asked(tokens, sampling=sampling))
         if req is None:
             self.counts["refused"] += 1
             assert (self.book.num_available, self.book.num_holds) == figures
@@ -87,7 +107,7 @@ class Prompts:
         self.counts["matched"] += req.hold.num_matched > 0
         self.counts["all cached"] += req.hold.num_matched == len(tokens) - 1
         assert req.hold.num_matched <= len(tokens) - 1
-        assert req.num_target_tokens == len(tokens) - 1
+        assert req.num_target_tokens == len(tokens) - (sampling is None)
         self.reqs.append(req)
         self.covered[req] = self.matched[req] = req.num_computed_tokens
 
@@ -101,20 +121,35 @@ class Prompts:
         self.reqs.remove(req)
         assert req.hold.pages == []
 
+    @property
+    def waiting(self) -> list[PrefillReq]:
+        """Those with tokens that no chunk has taken, in order of arrival."""
+        return [req for req in self.reqs if self.covered[req] < req.num_target_tokens]
+
     def launch(self, plan: Plan) -> None:
-        assert (plan.decode, plan.tail, plan.sampled_rows) == ((), "none", ())
-        assert (plan.starts, plan.releases) == ((), ()), "no row of a prefill worker is active"
+        assert (plan.decode, plan.releases) == ((), ()), "no row of a prefill worker stays active"
+        assert plan.starts == tuple(
+            RowStart(
+                chunk.row, req.sampling, len(req.tokens) + 1,
+                len(req.tokens) - 1 + req.sampling.min_tokens,
+            )
+            for req, chunk in zip(self.waiting, plan.chunks, strict=False)
+            if req.sampling is not None and chunk.sample
+        )  # fmt: skip
+        assert plan.tail == tail_of(start.sampling for start in plan.starts)
+        assert plan.sampled_rows == tuple(start.row for start in plan.starts)
         assert 0 < sum(len(chunk.tokens) for chunk in plan.chunks) <= self.chunk
         rows = [chunk.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows) <= self.rows
         assert all(1 <= row <= self.rows for row in rows)
-        waiting = [req for req in self.reqs if self.covered[req] < req.num_target_tokens]
+        waiting = self.waiting
         owners = waiting[: len(plan.chunks)]  # first come first served
         assert len(owners) == len(plan.chunks)
         for index, (req, chunk) in enumerate(zip(owners, plan.chunks, strict=True)):
             assert chunk.start == self.covered[req], "a token is left out or computed twice"
             assert chunk.tokens == req.tokens[chunk.start : chunk.start + len(chunk.tokens)]
-            assert not chunk.sample
+            ends = chunk.start + len(chunk.tokens) == len(req.tokens)
+            assert chunk.sample == (req.sampling is not None and ends)
             if req in self.rows_of:
                 assert self.rows_of[req] == chunk.row
             else:
@@ -166,17 +201,22 @@ class Prompts:
     def settle(self) -> None:
         self.execute(0)
         plan, owners, _ = self.in_flight.pop(0)
-        computed = self.scheduler.settle(plan.step)
+        pairs = list(zip(owners, plan.chunks, strict=True))
+        drawn = [Drawn(token_after(req.tokens), True, True) for req, chunk in pairs if chunk.sample]
+        computed = self.scheduler.settle(plan.step, drawn)
         self.scheduler.commit(computed)
         assert computed == [req for req in owners if not req.dropped]
-        for req, chunk in zip(owners, plan.chunks, strict=True):
+        for req, chunk in pairs:
             if not req.dropped:
+                assert req.token == (token_after(req.tokens) if chunk.sample else None)
+                self.counts["drawn"] += chunk.sample
+                self.counts["drawn of many"] += len(drawn) > 1
                 assert req.num_computed_tokens == chunk.start + len(chunk.tokens)
                 self.counts["done"] += req.num_computed_tokens == req.num_target_tokens
 
     def check(self) -> None:
         self.book.check([req.hold for req in self.reqs])
-        waiting = [r for r in self.reqs if self.covered[r] < r.num_target_tokens]
+        waiting = self.waiting
         assert list(self.scheduler.waiting) == waiting
         assert len(waiting) <= self.max_waiting
         left = sum(r.num_target_tokens - self.covered[r] for r in waiting)
@@ -195,8 +235,9 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
         prompts.turn()
     counts = prompts.counts
     print(dict(sorted(counts.items())))
-    for each in ("done", "matched", "refused", "dropped early", "dropped in flight"):
+    for each in ("done", "matched", "refused", "dropped early", "dropped in flight", "drawn"):
         assert counts[each] > 20, each
+    assert counts["drawn of many"] > 20 or chunk < 16
     for _ in range(2_000):
         if not prompts.reqs and not prompts.in_flight:
             break
@@ -212,30 +253,46 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
 def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
     book = PageBook(20, 2)
     scheduler = scheduler_of(book)
-    first = scheduler.admit([1, 2, 3, 4, 5])
+    first = scheduler.admit(asked([1, 2, 3, 4, 5]))
     assert first is not None
     plan = scheduler.plan()
     assert plan is not None
-    scheduler.commit(scheduler.settle(plan.step))
-    again = scheduler.admit([1, 2, 3, 4, 9])
+    scheduler.commit(scheduler.settle(plan.step, []))
+    again = scheduler.admit(asked([1, 2, 3, 4, 9]))
     assert again is not None
     assert again.num_computed_tokens == 4 == again.num_target_tokens
     assert again.hold.pages == first.hold.pages
     assert scheduler.plan() is None
 
 
+def test_a_prompt_that_draws_computes_its_last_token_again() -> None:
+    """Even if all pages are there: the token is drawn from that one's hidden state."""
+    scheduler = scheduler_of(PageBook(20, 2))
+    for num_cached, tokens in ((0, [1, 2, 3, 4]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4, 5])):
+        req = scheduler.admit(asked(tokens, sampling=SAMPLINGS[0]))
+        assert req is not None
+        assert req.num_computed_tokens == num_cached
+        plan = scheduler.plan()
+        assert plan is not None
+        assert plan.chunks[0].tokens == tuple(tokens[num_cached:])
+        scheduler.commit(scheduler.settle(plan.step, [Drawn(7, True, True)]))
+        assert req.token == 7
+        scheduler.drop(req)
+
+
 def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
     book = PageBook(4, 2)
     scheduler = scheduler_of(book)
-    assert scheduler.admit(range(8)) is None  # 7 tokens of KV need 4 pages
-    assert scheduler.admit(range(7)) is not None
+    assert scheduler.admit(asked(range(8))) is None  # 7 tokens of KV need 4 pages
+    assert scheduler.admit(asked(range(7), sampling=SAMPLINGS[0])) is None  # and so do all 7 here
+    assert scheduler.admit(asked(range(7))) is not None
     assert book.num_available == 0
 
 
 def test_nothing_waits_behind_a_dropped_prompt() -> None:
     scheduler = scheduler_of(PageBook(50, 2), max_num_reqs=1)
-    first = scheduler.admit(range(50))
-    second = scheduler.admit(range(20))
+    first = scheduler.admit(asked(range(50)))
+    second = scheduler.admit(asked(range(20)))
     assert first is not None
     assert second is not None
     scheduler.drop(first)
@@ -248,9 +305,9 @@ def test_a_prompt_that_no_row_can_hold_is_the_user_s_mistake() -> None:
     book = PageBook(50, 16)
     scheduler = scheduler_of(book, max_len=32)
     with pytest.raises(UserError, match="33 tokens of prompt; the limit here is 32"):
-        scheduler.admit(range(33))
+        scheduler.admit(asked(range(33)))
     assert book.num_holds == 0
-    assert scheduler.admit(range(32)) is not None
+    assert scheduler.admit(asked(range(32))) is not None
 
 
 def test_steps_are_as_long_as_the_pace_says() -> None:
@@ -258,11 +315,11 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
     times = [StepTime(512, 0.013, 0.014), StepTime(2048, 0.048, 0.048)]
     for rate, longest in ((0.0, 2048), (1e11, 2048), (1e9, 512)):
         scheduler = scheduler_of(PageBook(100, 64), 2048, times=times)
-        assert scheduler.admit(range(4097), rate) is not None
+        assert scheduler.admit(asked(range(4097), rate)) is not None
         steps = []
         while (plan := scheduler.plan()) is not None:
             steps.append(sum(len(chunk.tokens) for chunk in plan.chunks))
-            scheduler.settle(plan.step)
+            scheduler.settle(plan.step, [])
         assert sum(steps) == 4096
         assert steps[0] == longest
 
@@ -282,3 +339,27 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
         assert (refused.xfer, refused.error.code) == (xfer, code)
     assert not sent
     assert not outbound.num_leases
+
+
+def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> None:
+    """A message may be lost, so a renewal says it again; no other transfer gets it."""
+    scheduler = scheduler_of(PageBook(64, 2), 4)
+    sent: list[Any] = []
+    outbound = Outbound(
+        "p", scheduler, 1, lambda _, message: sent.append(message),
+        LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
+    )  # fmt: skip
+    drawing, other = Xfer("drawing", 1, "d", "p"), Xfer("other", 1, "d", "p")
+    outbound.on_prefill("d", Prefill(drawing, (5, 6, 7, 8, 9, 10), 0, 0.0, SAMPLINGS[0], 6), 0.0)
+    outbound.on_prefill("d", Prefill(other, (1, 2, 3), 0), 0.0)
+    while (plan := scheduler.plan()) is not None:
+        drawn = [Drawn(7, True, True) for _ in plan.sampled_rows]
+        outbound.announce_settled(scheduler.settle(plan.step, drawn), 0.0)
+    told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == drawing]
+    assert told == [(False, None, 0), (False, None, 2), (True, 7, 1)]
+    told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == other]
+    assert told == [(False, None, 0), (True, None, 1)]
+    sent.clear()
+    outbound.on_renew("d", Renew(1, (drawing, other)), 0.0)
+    assert [getattr(each, "token", "") for each in sent] == [7, None, ""]
+    assert len(sent[0].pages) == 3

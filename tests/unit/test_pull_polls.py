@@ -31,7 +31,7 @@ def inbound_of(book: PageBook, sent: list[Any], link: Callable[[str], object | N
     context = FetchContext(
         book, layout, lambda _, message: sent.append(message), LeaseConfig(),
         TransportConfig(name="shm", kind="shm"),
-        WorkerMetrics(model="m", role="decode", worker="w"),
+        WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=False,
     )  # fmt: skip
     return Inbound("d", context, cast("Any", SimpleNamespace(link=link)))
 
@@ -57,7 +57,7 @@ def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
         assert xfer.prefill == prefill
         inbound.on_refused(PrefillRefused(xfer, Error(code, "")))
         ended = inbound.poll(now)
-    assert [(each.req, each.landed, each.aborted) for each in ended] == [(req, False, False)]
+    assert [(each.req, each.landed, each.ending) for each in ended] == [(req, False, None)]
     assert inbound.num_fetches == 0
 
 

@@ -74,9 +74,9 @@ class ModelRunner:
     def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
         """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
 
-        groups: the layer hook of a prefill step that samples nothing.
+        groups: the layer hook of a prefill step. Its tail is a launch of its own, behind them.
         """
-        assert groups is None or plan.tail == "none", "layer groups are for steps that draw nothing"
+        assert groups is None or not plan.decode, "layer groups are for prefill steps"
         step = Step(plan, groups)
         work = self._run_forward if plan.masked else self._run
         if self._thread is not None:

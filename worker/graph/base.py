@@ -32,7 +32,7 @@ class LoadedModel:
     buffers: BatchBuffers
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
-    decodes: bool  # the worker's loop launches decode steps and draws tokens
+    decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
     always_hooked: bool  # the loop passes a layer hook with every prefill step
 
 

@@ -16,6 +16,7 @@ from worker.graph.segments import GraphMemory
 from worker.metrics import Progress, untold
 from worker.plan import TAILS, Tail
 from worker.sampling.tail import draw
+from worker.step.state import SampledRows
 
 
 def forward(
@@ -53,8 +54,22 @@ class EagerChunks(_Eager):
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """Run the largest prefill step; all its tokens are padding."""
-        self.launch(self._loaded.buffers.blank_chunk(int(self._loaded.config.max_prefill_tokens)))
+        """Run the largest prefill step; all its tokens are padding.
+
+        On a prefill worker also the tails of first tokens, for every number of rows for which the
+        kernels differ, so that serving compiles none.
+        """
+        loaded = self._loaded
+        batch = loaded.buffers.blank_chunk(int(loaded.config.max_prefill_tokens))
+        hidden, _ = self.launch(batch)
+        if loaded.decodes:
+            return
+        most = min(int(loaded.config.max_num_reqs), int(loaded.config.max_prefill_tokens))
+        for num_rows in {*(1 << i for i in range(most.bit_length())), most}:
+            rows = torch.zeros(num_rows, dtype=torch.int64, device=hidden.device)
+            sampled = SampledRows(rows, rows, torch.zeros_like(rows, dtype=torch.bool))
+            for tail in TAILS[1:]:
+                draw(loaded.model, loaded.state, sampled, hidden[rows], tail)
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool

@@ -7,6 +7,9 @@
 Pages are bound to the request in prompt order. They stay bound when an attempt fails, since only
 our own pulls write to them. The next attempt keeps the pages from the start of the prompt up to the
 first one that lacks a layer group, and pulls from that one on.
+
+A prefill worker may draw the request's next token. That ends req.tokens as soon as it is told, most
+often before the KV has landed, and an attempt that fails later does not take it back.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker.api import AnyMessage, Candidate, KVReady, PeerId, Prefill, Release, Xfer
+from worker.api import (
+    AnyMessage,
+    Candidate,
+    FinishReason,
+    KVReady,
+    PeerId,
+    Prefill,
+    Release,
+    Xfer,
+)
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig
@@ -45,6 +57,7 @@ class FetchContext:
     lease: LeaseConfig
     transport: TransportConfig
     metrics: WorkerMetrics
+    prefill_draws: bool  # disaggregation.first_token
     bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
 
     @property
@@ -89,11 +102,12 @@ class Fetch:
         self.xfer: Xfer | None = None
         self.peer: PeerId = ""  # of the last attempt
         self.attempt = 0
-        self.aborted = False
+        self.ending: FinishReason | None = None  # the request ends so once no pull runs
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
         self._link: Link | None = None  # to `peer`
-        self._num_wanted_pages = context.book.num_pages_for(len(req.tokens) - 1)
+        self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
+        self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
         self._lease = Lease(context.lease.decode_window_s, self._began_at)
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
@@ -112,8 +126,16 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether every page of tokens[:-1] has landed within a lease window."""
-        return self.num_landed_pages == self._num_wanted_pages
+        """Whether every page of tokens[:-1] has landed within a lease window.
+
+        Not yet while a token is awaited, which needs the KV of all tokens that are there.
+        """
+        return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
+
+    @property
+    def _num_wanted_pages(self) -> int:
+        num_tokens = len(self.req.tokens) - (not self._awaits_token)
+        return self._context.book.num_pages_for(num_tokens)
 
     def uses(self, link: Link) -> bool:
         """Whether a pull over `link` runs."""
@@ -129,12 +151,19 @@ class Fetch:
         self._last_announced_at = 0.0
         self._seen_groups.clear()
         self._landed_groups.clear()
-        num_matched = self.num_landed_pages * self._context.book.page_size
-        prefill = Prefill(self.xfer, tuple(self.req.tokens), num_matched, link.bytes_per_s)
-        self._context.send(link.peer, prefill)
+        req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
+        # One token a fetch at most: the hold has pages reserved for no more.
+        is_first = len(req.tokens) == self._num_tokens
+        self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
+        sampling = req.sampling if self._awaits_token else None
+        what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
+        self._context.send(link.peer, Prefill(self.xfer, *what))
 
-    def announced(self, message: KVReady) -> None:
-        """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped."""
+    def announced(self, message: KVReady) -> bool:
+        """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
+
+        Returns whether the message has brought the awaited token, which now ends req.tokens.
+        """
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
@@ -142,14 +171,22 @@ class Fetch:
             self._last_announced_at, self._prefill_s = time.monotonic(), message.prefill_s
         announced = _bits(range(message.first_group, message.first_group + message.num_groups))
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
+        num_wanted_pages = self._num_wanted_pages
         for number, remote in enumerate(message.pages, message.first_page):
             seen = self._seen_groups.get(number, 0)
-            if announced & ~seen and self.num_landed_pages <= number < self._num_wanted_pages:
+            if announced & ~seen and self.num_landed_pages <= number < num_wanted_pages:
                 self._seen_groups[number] = seen | announced
                 fresh.setdefault(announced & ~seen, []).append((number, remote))
         for new, pairs in fresh.items():
             numbers, pages = zip(*pairs, strict=True)
             self._announced.extend(_Ready(numbers, pages, groups) for groups in _bit_runs(new))
+        brings_token = self._awaits_token and message.token is not None
+        if message.last:  # without a token: the worker is of a version that draws none
+            self._awaits_token = False
+        if brings_token and message.token is not None:
+            req.tokens.append(message.token)
+            req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
+        return brings_token
 
     def renewed(self, sent_at: float) -> None:
         """Extend the lease: the renewal that we sent at `sent_at` was acknowledged."""
@@ -174,7 +211,7 @@ class Fetch:
         """End the attempt: release the peer, start no new pull, cancel the running ones."""
         if self.xfer is not None:
             self._context.send(self.peer, Release(self.xfer))
-        self.xfer = None
+        self.xfer, self._awaits_token = None, False
         self._announced.clear()
         for each in self._running:
             each.pull.cancel()
@@ -186,16 +223,17 @@ class Fetch:
         num_tokens = self.num_landed_pages * self._context.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
         if self.landed:
-            marks = self.req.marks
-            if not marks.row_at:
-                marks.announced_at, marks.prefill_s = self._last_announced_at, self._prefill_s
-                marks.prefilled_by = self.peer
-            took_s = time.monotonic() - self._began_at
-            self._context.metrics.fetch_seconds(self._context.label).observe(took_s)
+            self.req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
+            now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
+            metrics.fetch_seconds(label).observe(now - self._began_at)
+            if self._last_announced_at:
+                metrics.transfer_seconds(label).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
         """Bind pages for what was announced and pull into them, in order."""
         book, link = self._context.book, self._link
+        if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
+            return  # the token will end the request: its KV is needed only if none comes
         while self._announced and link is not None:
             ready = self._announced[0]
             try:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Candidate, KVReady, PeerId, PrefillRefused, Renew, RenewAck, Xfer
+from worker.api import (
+    Candidate,
+    FinishReason,
+    KVReady,
+    PeerId,
+    PrefillRefused,
+    Renew,
+    RenewAck,
+    Xfer,
+)
 from worker.errors import PeerLost, Revoked
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.peers import Link, PrefillPeers
@@ -54,17 +63,23 @@ class Inbound:
         self._fetches[fetch.xfer_id] = fetch
         return True
 
-    def abort(self, req: Req) -> None:
-        """Cancel the fetch of `req`; `poll` returns it as aborted once no pull of it runs."""
+    def cancel(self, req: Req, reason: FinishReason) -> None:
+        """Cancel the fetch of `req`, which ends; `poll` returns it once no pull of it runs.
+
+        The reason of the first call becomes `Fetch.ending`.
+        """
         for fetch in self._fetches.values():
-            if fetch.req is req and not fetch.aborted:
-                fetch.aborted = True
+            if fetch.req is req and fetch.ending is None:
+                fetch.ending = reason
                 fetch.drain()
 
-    def on_ready(self, message: KVReady) -> None:
-        """Pass an announcement to its fetch, or drop it if it is outdated."""
-        if (fetch := self._find(message.xfer, "KVReady")) is not None:
-            fetch.announced(message)
+    def on_ready(self, message: KVReady) -> Req | None:
+        """Pass an announcement to its fetch, or drop it if it is outdated.
+
+        Returns the request if a token came with it, which now ends `req.tokens`.
+        """
+        fetch = self._find(message.xfer, "KVReady")
+        return fetch.req if fetch is not None and fetch.announced(message) else None
 
     def on_refused(self, message: PrefillRefused) -> None:
         """End the attempt: the peer refused it, so the next candidate is tried."""
@@ -93,7 +108,7 @@ class Inbound:
     def poll(self, now: float) -> list[Fetch]:
         """Advance all fetches, send renewals that are due, and return the fetches that ended.
 
-        An ended fetch has landed, was aborted, or has nobody left to ask; no pull of it runs.
+        An ended fetch has landed, was cancelled, or has nobody left to ask; no pull of it runs.
         """
         if now >= self._renew_at:
             self._renew_at = now + self._context.lease.renew_s
@@ -104,7 +119,8 @@ class Inbound:
             if fetch.pulls_began_at:
                 continue
             draining = fetch.xfer is None
-            if fetch.landed or (draining and (fetch.aborted or not self._begin(fetch, now))):
+            cancelled = fetch.ending is not None
+            if fetch.landed or (draining and (cancelled or not self._begin(fetch, now))):
                 del self._fetches[fetch.xfer_id]
                 fetch.end()
                 ended.append(fetch)

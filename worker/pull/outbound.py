@@ -4,7 +4,8 @@ A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release`, 
 the `Prefill` of a later attempt, or when it expires. Until then its pages are not given away: a
 decode worker that has gone silent may still read them.
 A renewal makes prefill announce again all KV of settled steps. So a lost announcement is made up
-for by the first renewal after its step has settled.
+for by the first renewal after its step has settled. The token that decode asked for goes with the
+last announcement, or after it where layer groups are announced while their step computes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Outbound:
             raise UserError("nothing to prefill")
         if self.draining:
             raise Busy("draining")
-        req = self._scheduler.admit(message.tokens, message.link_bytes_per_s)
+        req = self._scheduler.admit(message)
         if req is None:
             raise Busy("no room")
         return req
@@ -145,7 +146,7 @@ class Outbound:
     def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """Announce what the settled step made final and `announce_groups` has not announced yet."""
         for req in reqs:
-            if not self._all_groups_announced(req):
+            if req.token is not None or not self._all_groups_announced(req):
                 req.prefill_s = now - req.started_at
             self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
             req.num_announced_groups = 0
@@ -169,15 +170,16 @@ class Outbound:
         req, groups = each.req, range(first_group, self._num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
         req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
-        if groups:
+        if groups or req.token is not None:
             self._send_ready(each, first_page, req.num_computed_tokens, groups)
 
     def _send_ready(self, each: _Outgoing, first_page: int, num_tokens: int, groups: range) -> None:
         req = each.req
-        pages = self._pages(req, first_page, num_tokens)
-        last = num_tokens == req.num_target_tokens and groups.stop == self._num_groups
+        pages = self._pages(req, first_page, num_tokens) if groups else ()
+        final = num_tokens == req.num_target_tokens and groups.stop == self._num_groups
+        last = final and not req.awaits_token
         cached, first_group, num_groups = req.hold.num_matched, groups.start, len(groups)
-        figures = first_group, num_groups, last, cached, req.prefill_s
+        figures = first_group, num_groups, last, cached, req.prefill_s, req.token
         self._send(each.peer, KVReady(each.xfer, first_page, pages, *figures))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Replies: sends routers one frame a turn, and final chunks again until they are acknowledged."""
+"""Replies: sends routers a turn's chunks in one frame, and finals until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.api import AnyMessage, Chunks, PeerId, TokenChunk
+import msgspec
+
+from worker.api import (
+    AnyMessage,
+    Chunks,
+    Error,
+    FinishReason,
+    PeerId,
+    TokenChunk,
+    TokenLogprob,
+)
+from worker.schedule.req import Req
 
 Key = tuple[PeerId, str, int]  # router, req_id, dispatch
 
@@ -33,8 +44,43 @@ class Replies:
         """Final chunks that a router has not confirmed."""
         return len(self._finals)
 
+    def token(
+        self,
+        req: Req,
+        now: float,
+        reason: FinishReason | None = None,
+        error: Error | None = None,
+        logprob: TokenLogprob | None = None,
+    ) -> None:
+        """Queue the last of req.tokens, which has just come; with the first one go its stages."""
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if logprob is not None and req.sampling.logprobs >= 0:
+            top = logprob.top[: req.sampling.logprobs]
+            logprobs = (msgspec.structs.replace(logprob, top=top),)
+        stages = None
+        if not req.marks.first_token_at:
+            req.marks.first_token_at = now
+            stages = req.marks.stages()
+        chunk = TokenChunk(
+            req.req_id,
+            req.dispatch,
+            len(req.tokens) - 1,
+            (req.tokens[-1],),
+            reason,
+            error,
+            req.num_cached_tokens,
+            logprobs,
+            stages,
+        )
+        self.add(req.router, chunk)
+
+    def error(self, req: Req, error: Error) -> None:
+        """Queue the end of `req` without a token."""
+        position, cached, reason = len(req.tokens), req.num_cached_tokens, FinishReason.ERROR
+        self.add(req.router, TokenChunk(*req.key, position, (), reason, error, cached))
+
     def add(self, router: PeerId, chunk: TokenChunk) -> None:
-        """Queue a chunk for this turn's frame."""
+        """Queue a chunk for the next frame."""
         self._queued.setdefault(router, []).append(chunk)
         if chunk.finish_reason is not None:
             self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk)
@@ -49,7 +95,7 @@ class Replies:
         self._finals = {key: each for key, each in self._finals.items() if key[0] != router}
 
     def flush(self, now: float, read_at: float) -> None:
-        """Send this turn's frames, and send unacknowledged final chunks again after resend_s.
+        """Send what is queued, and unacknowledged final chunks again after resend_s.
 
         read_at: when this turn read its inbox. Acknowledgements are known up to then only, so a
         long turn alone does not cause a resend.

@@ -21,7 +21,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
-from worker.schedule.req import Phase, Req
+from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.rows import RowTable
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class DecodeScheduler:
             if from_chunk:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
-            reason = _reason(req, self._eos_ids)
+            reason = finish_reason(req, self._eos_ids)
             assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
             if req.matcher is not None and req.matcher.stopped:
                 reason = FinishReason.STOP  # the grammar is complete: STOP wins over LENGTH
@@ -296,13 +296,3 @@ class DecodeScheduler:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
-
-
-def _reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
-    """Say why `req` ends with its last token, if it does, by the same rules as on the device."""
-    token, sampling = req.tokens[-1], req.sampling
-    num_output = len(req.tokens) - req.num_prompt_tokens
-    is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
-    if is_stop and num_output > sampling.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None

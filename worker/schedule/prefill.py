@@ -1,7 +1,8 @@
 """What a prefill worker computes next: chunks of prompts, first come first served.
 
 A prompt is admitted only with a reservation for all its pages, so it never waits for memory
-half-way, and announced pages are never preempted.
+half-way, and announced pages are never preempted. Where decode asks for it, the step that ends a
+prompt also draws the token that follows.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from worker.api import Prefill
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import UserError
-from worker.plan import Chunk, Plan
+from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
 
 
 class PrefillScheduler:
-    """Admission and chunking of one prefill worker; its rows have a page table and no more."""
+    """Admission and chunking of one prefill worker.
+
+    A row has a page table while chunks follow, and is started by the last one if that draws.
+    """
 
     def __init__(self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace) -> None:
         self.book = book
@@ -36,25 +41,32 @@ class PrefillScheduler:
         """Prompt tokens that are not yet in a step."""
         return sum(req.num_target_tokens - req.num_planned_tokens for req in self.waiting)
 
-    def admit(self, tokens: Sequence[int], link_bytes_per_s: float = 0.0) -> PrefillReq | None:
+    def admit(self, asked: Prefill) -> PrefillReq | None:
         """Admit a prompt of at least two tokens; None if there is no room for it now.
-
-        link_bytes_per_s: of the link to its decode worker; 0 = not known.
 
         Raises:
             UserError: it is longer than max_len.
         """
+        tokens = asked.tokens
         if len(tokens) > self._max_len:
             raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
         if len(self.waiting) >= int(self._engine.max_num_reqs) + self._engine.max_waiting:
             return None
-        target = len(tokens) - 1
-        hold = self.book.open(tokens, target, max_matched=target)
+        num_stored = len(tokens) - (asked.sampling is None)
+        hold = self.book.open(tokens, num_stored, max_matched=len(tokens) - 1)
         if hold is None:
             return None
         num = hold.num_matched
-        req = PrefillReq(tuple(tokens), hold, link_bytes_per_s, num, num)
-        if num < target:
+        req = PrefillReq(
+            tokens,
+            hold,
+            asked.link_bytes_per_s,
+            num_computed_tokens=num,
+            num_planned_tokens=num,
+            sampling=asked.sampling,
+            num_prompt_tokens=asked.num_prompt_tokens,
+        )
+        if num < req.num_target_tokens:
             self.waiting.append(req)
         return req
 
@@ -77,15 +89,16 @@ class PrefillScheduler:
             end = min(req.num_target_tokens, start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
             self._rows.queue_pages(req)
-            launched.append((req, Chunk(req.row, start, req.tokens[start:end])))
+            draws = req.sampling is not None and end == req.num_target_tokens
+            launched.append((req, Chunk(req.row, start, req.tokens[start:end], draws)))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
                 self.waiting.popleft()
             budget -= end - start
         self._step += 1
         self._launched[self._step] = launched
-        # Releases are dropped and there are no starts: the device keeps only page tables for these
-        # rows.
+        starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
+        # Releases are dropped: a row that draws ends with its token, the others were never started.
         _, _, pages = self._rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
@@ -93,8 +106,10 @@ class PrefillScheduler:
         self.book.launched(self._step)
         return Plan(
             self._step,
+            starts=starts,
             pages=pages,
             chunks=tuple(chunk for _, chunk in launched),
+            tail=tail_of(start.sampling for start in starts),
             max_seq_len_ub=max(req.num_planned_tokens for req, _ in launched),
         )
 
@@ -102,16 +117,20 @@ class PrefillScheduler:
         """Return what step `step` computes; it must not have settled."""
         return self._launched[step]
 
-    def settle(self, step: int) -> list[PrefillReq]:
+    def settle(self, step: int, drawn: Sequence[Drawn]) -> list[PrefillReq]:
         """Record that step `step` has finished; returns the requests that it computed for.
 
         Announce them before `commit`, so that decode pulls while the prefix tree is updated.
+        drawn: for each chunk with `sample`, in their order.
         """
         self.book.settled(step)
         computed: list[PrefillReq] = []
+        results = iter(drawn)
         for req, chunk in self._launched.pop(step):
+            result = next(results) if chunk.sample else None
             if not req.dropped:
                 req.num_computed_tokens = chunk.start + len(chunk.tokens)
+                req.token = None if result is None else result.token
                 computed.append(req)
         return computed
 
@@ -137,3 +156,14 @@ class PrefillScheduler:
         if req.row:
             self._rows.release(req.row)
             req.row = 0
+
+
+def _start(req: PrefillReq) -> RowStart:
+    """Start the row of a request whose last chunk is planned, to draw one token and no more."""
+    assert req.sampling is not None
+    return RowStart(
+        req.row,
+        req.sampling,
+        max_len=len(req.tokens) + 1,
+        min_len=req.num_prompt_tokens + req.sampling.min_tokens,
+    )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, PeerId, Sampling, Stages
+from worker.api import Candidate, FinishReason, PeerId, Sampling, Stages
 from worker.cache.book import Hold
-from worker.plan import TAILS, Tail
+from worker.plan import tail_index
 
 if TYPE_CHECKING:
     from worker.sampling.grammar import Matcher
@@ -29,7 +29,8 @@ class Phase(Enum):
     """
 
     NEW = auto()
-    FETCHING = auto()  # admitted; a prefill worker computes its prompt, or a pull runs
+    # Admitted; a prefill worker computes its prompt, or a pull runs. Its first token may be here.
+    FETCHING = auto()
     LOCAL = auto()  # waits for, or is in, its own prefill chunks
     READY = auto()  # waits for a row
     RUNNING = auto()  # decodes, or its last chunk is in flight
@@ -51,15 +52,24 @@ class Marks:
     """When a decode request first reached each stage; monotonic seconds, 0 = not yet."""
 
     received_at: float = 0.0  # filled by the loop
-    announced_at: float = 0.0  # the announcement of its last KV came; filled by its fetch
-    prefill_s: float = 0.0  # KVReady.prefill_s, a duration; filled by its fetch
+    announced_at: float = 0.0  # the announcement of its last KV came
+    prefill_s: float = 0.0  # KVReady.prefill_s, a duration
     prefilled_by: str = ""  # PeerId, not a time; filled by its fetch or at admission
     landed_at: float = 0.0  # all KV was here without a local prefill; by the loop, or at admission
     row_at: float = 0.0  # filled by the scheduler
-    first_token_at: float = 0.0  # filled by the loop
+    first_token_at: float = 0.0  # filled by `Replies.token`
+
+    def fetched(self, announced_at: float, prefill_s: float, peer: PeerId) -> None:
+        """Keep what its fetch found, unless it had a row before: then it was preempted."""
+        if not self.row_at:
+            self.announced_at, self.prefill_s, self.prefilled_by = announced_at, prefill_s, peer
 
     def stages(self) -> Stages:
         """The durations between the marks, once there is a first token."""
+        if not self.row_at:  # the prefill worker drew it
+            whole_s = self.first_token_at - self.received_at
+            prefill_s = min(self.prefill_s, whole_s)
+            return Stages(whole_s - prefill_s, prefill_s, 0.0, 0.0, 0.0, self.prefilled_by)
         if not self.landed_at:  # prefilled here, in the row
             queue_s = self.row_at - self.received_at
             prefill_s = self.first_token_at - self.row_at
@@ -110,7 +120,7 @@ class Req:
         sampling = self.sampling
         self.max_len = self.num_prompt_tokens + sampling.max_tokens
         self.draw = Draw(
-            TAILS.index(_tail(sampling)),
+            tail_index(sampling),
             sampling.changes_logits,
             sampling.logprobs,
             bool(sampling.grammar),
@@ -122,9 +132,19 @@ class Req:
         return self.req_id, self.dispatch
 
 
+def finish_reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
+    """Say why `req` ends with its last token, if it does, by the same rules as on the device."""
+    token, sampling = req.tokens[-1], req.sampling
+    num_output = len(req.tokens) - req.num_prompt_tokens
+    is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
+    if is_stop and num_output > sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
+
+
 @dataclass(slots=True, eq=False)
 class PrefillReq:
-    """A prompt on a prefill worker; KV of tokens[:-1] is wanted."""
+    """A prompt on a prefill worker; KV of tokens[:-1] is wanted, or of all and a token drawn."""
 
     tokens: tuple[int, ...]
     hold: Hold
@@ -136,18 +156,18 @@ class PrefillReq:
     num_announced_pages: int = 0  # that decode held, or announced with all groups by settled steps
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
-    prefill_s: float = 0.0  # from started_at until its last page was announced
+    sampling: Sampling | None = None  # to draw the token that follows; None: decode draws it
+    num_prompt_tokens: int = 0  # with `sampling`: of `tokens`, the rest is output
+    token: int | None = None  # drawn and settled
+    prefill_s: float = 0.0  # from started_at until its last page and token were announced
     dropped: bool = False  # given back; a step in flight may still compute it
 
     @property
     def num_target_tokens(self) -> int:
         """Tokens whose KV is to be computed."""
-        return len(self.tokens) - 1
+        return len(self.tokens) - (self.sampling is None)
 
-
-def _tail(sampling: Sampling) -> Tail:
-    """Choose the cheapest sampling tail that can serve a request."""
-    if sampling.temperature == 0:
-        return "greedy"
-    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return "filtered" if filters else "random"
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its token is still to be drawn, or in flight."""
+        return self.sampling is not None and self.token is None

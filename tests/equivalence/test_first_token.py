@@ -1,0 +1,321 @@
+"""The first token drawn where the prompt ends, or where it goes on: nobody can tell which.
+
+The oracle is one request at a time in one process. All in float32, where the laws hold exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+
+from tests.support.engines import Answer, Running, running
+from tests.support.lockstep import Ask, Lockstep
+from tests.support.prompts import problem_ids
+from worker.api import FinishReason, Sampling
+from worker.engine import runner
+from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
+from worker.plan import RowStart
+from worker.schedule import prefill as prefill_schedule
+
+NUM, PAGE_SIZE, EOS = 10, 16, 2
+GREEDY = Sampling(24, temperature=0.0)
+WORKERS = ("prefill", "decode")  # that draw it
+CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, TransferTimeout)]
+
+
+def sections(mode: str, first_token: str = "prefill", **engine: object) -> dict[str, Any]:
+    return {
+        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, **engine},
+        "kv": {"page_size": PAGE_SIZE},
+        "disaggregation": {"mode": mode, "first_token": first_token},
+    }
+
+
+def ended(answers: Sequence[Answer]) -> list[tuple[list[int], FinishReason | None]]:
+    for answer in answers:
+        assert answer.error is None
+        assert answer.num_finals == 1
+        assert len(answer.stages) == 1
+    return [(answer.tokens, answer.finish_reason) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Running]:
+    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def firsts(alone: Running) -> list[int]:
+    """The first greedy token after each prompt."""
+    answers = alone.client.generate(problem_ids(NUM), GREEDY)
+    return [answer.tokens[0] for answer in answers]
+
+
+def kinds(first: int) -> list[Sampling]:
+    """Every way in which a first token is drawn, or ends its request; `first` is the greedy one."""
+    return [
+        GREEDY,
+        Sampling(12, temperature=0.9, seed=5),
+        Sampling(12, temperature=1.3, top_p=0.8, top_k=30, min_p=0.01, seed=(1 << 62) + 9),
+        Sampling(1, temperature=0.0),
+        Sampling(1, temperature=1.1, seed=77),
+        msgspec.structs.replace(GREEDY, stop_ids=(first,)),
+        msgspec.structs.replace(GREEDY, stop_ids=(first,), max_tokens=1),
+        msgspec.structs.replace(GREEDY, stop_ids=(first,), min_tokens=1),
+        msgspec.structs.replace(GREEDY, stop_ids=(first, EOS), min_tokens=6, ignore_eos=True),
+        Sampling(12, temperature=0.8, seed=3, stop_ids=(first,), min_tokens=12),
+    ]
+
+
+OTHERS = [
+    msgspec.structs.replace(GREEDY, logprobs=2),
+    msgspec.structs.replace(GREEDY, repetition_penalty=1.2),
+    msgspec.structs.replace(GREEDY, logit_bias=((40, 2.0),)),
+]
+Asked = tuple[tuple[int, ...], Sampling, int]  # text, sampling, tokens of it that are the prompt
+
+
+def resumed(alone: Running) -> list[Asked]:
+    """As after the death of a decode worker; in the first the next token is the end's."""
+    (whole,) = alone.client.generate(problem_ids(1), Sampling(300, temperature=0.0))
+    assert (whole.finish_reason, whole.tokens[-1]) == (FinishReason.STOP, EOS)
+    prompt, num = problem_ids(1)[0], len(problem_ids(1)[0])
+    limit = Sampling(300, temperature=0.0)
+    num_all = len(whole.tokens)
+    late = Sampling(num_all + 20, temperature=0.0, min_tokens=num_all + 2)
+    seeded = Sampling(num_all, temperature=0.9, seed=8, min_tokens=8)
+    return [
+        ((*prompt, *whole.tokens[:-1]), limit, num),
+        ((*prompt, *whole.tokens[:-1]), late, num),
+        ((*prompt, *whole.tokens[:-1]), seeded, num),  # the last one that it may have
+        ((*prompt, *whole.tokens[:3]), seeded, num),
+    ]
+
+
+@pytest.fixture(scope="module")
+def asked(alone: Running, firsts: list[int]) -> list[Asked]:
+    prompts = problem_ids(NUM)
+    new = [
+        (prompt, sampling, len(prompt))
+        for number, prompt in enumerate(prompts)
+        for sampling in (kinds(firsts[number])[number], kinds(firsts[number])[(number + 5) % NUM])
+    ]
+    return [*new, *resumed(alone)]
+
+
+def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
+    """All at once."""
+    sent = [
+        cluster.client.submit(tokens, sampling, num_prompt_tokens=num)
+        for tokens, sampling, num in asked
+    ]
+    answers = cluster.client.wait(sent)
+    cluster.wait_idle()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], FinishReason | None]]:
+    found = [ended(answers_of(alone, [each]))[0] for each in asked]
+    lengths = [len(tokens) for tokens, _ in found]
+    assert lengths.count(1) >= 6, "requests that end with their first token"
+    assert {FinishReason.STOP, FinishReason.LENGTH} <= {
+        reason for tokens, reason in found if len(tokens) == 1
+    }
+    return found
+
+
+def drawn(cluster: Running, role: str) -> float:
+    """Tokens drawn by the workers of a role."""
+    return sum(
+        worker.engine.metrics.generated_tokens._value.get()
+        for name, worker in cluster.workers.items()
+        if name.startswith(role)
+    )
+
+
+def pulled(cluster: Running) -> float:
+    metrics = cluster.workers["decode-0"].engine.metrics
+    return metrics.pulled_bytes("shm/shm")._value.get()
+
+
+@pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
+def test_texts_reasons_and_counts_do_not_depend_on_it(
+    first_token: str,
+    max_prefill_tokens: int,
+    num_groups: int,
+    asked: list[Asked],
+    expected: list,
+) -> None:
+    """Cold, then with what the prefix trees kept."""
+    config = sections("always", first_token, max_prefill_tokens=max_prefill_tokens)
+    config["kv"]["num_groups"] = num_groups
+    with running(config) as cluster:
+        for _ in range(2):
+            before = drawn(cluster, "prefill"), drawn(cluster, "decode")
+            answers = answers_of(cluster, asked)
+            assert ended(answers) == expected
+            here, there = drawn(cluster, "prefill"), drawn(cluster, "decode")
+            num_drawn = here - before[0], there - before[1]
+            assert sum(num_drawn) == sum(len(tokens) for tokens, _ in expected)
+            assert num_drawn[0] <= (len(asked) if first_token == "prefill" else 0)
+            if before == (0, 0) and first_token == "prefill":
+                assert num_drawn[0] == len(asked), "no prompt is in decode's tree"
+        retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
+        assert not any(retries(cause)._value.get() for cause in CAUSES)
+
+
+def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
+    prompts = problem_ids(len(OTHERS))
+    wanted = alone.client.generate(prompts, OTHERS)
+    with running(sections("always")) as cluster:
+        found = cluster.client.generate(prompts, OTHERS)
+        assert ended(found) == ended(wanted)
+        assert drawn(cluster, "prefill") == 0
+        assert pulled(cluster) > 0
+        assert [len(each.logprobs) for each in found] == [len(each.logprobs) for each in wanted]
+
+
+@pytest.mark.parametrize("kind", ["max_tokens", "stop id", "end of text"])
+def test_a_request_that_ends_with_it_holds_nothing(
+    kind: str, alone: Running, firsts: list[int]
+) -> None:
+    """With one token to come nothing is pulled at all; else what was announced before it may be."""
+    end_of_text = resumed(alone)[0]
+    with running(sections("always", prefix_cache=False)) as cluster:
+        for number, prompt in enumerate(problem_ids(NUM)):
+            asked = {
+                "max_tokens": (prompt, Sampling(1, temperature=0.0), len(prompt)),
+                "stop id": (
+                    prompt, msgspec.structs.replace(GREEDY, stop_ids=(firsts[number],)), len(prompt)
+                ),
+                "end of text": end_of_text,
+            }[kind]  # fmt: skip
+            (answer,) = answers_of(cluster, [asked])
+            assert len(answer.tokens) == 1
+            reason = FinishReason.LENGTH if kind == "max_tokens" else FinishReason.STOP
+            assert answer.finish_reason is reason
+        assert drawn(cluster, "prefill") == NUM
+        assert drawn(cluster, "decode") == 0
+        # Of prompts in one step the token comes with the first announcement of pages.
+        assert pulled(cluster) == 0
+        counted = cluster.workers["decode-0"].engine.metrics.requests
+        wanted = "length" if kind == "max_tokens" else "stop"
+        assert counted(wanted)._value.get() == NUM
+        assert counted("abort")._value.get() == 0
+        for worker in cluster.workers.values():
+            assert worker.engine.metrics.lease_expired._value.get() == 0
+
+
+@pytest.mark.parametrize("first_token", WORKERS)
+def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
+    prompt = problem_ids(1)[0]
+    config = sections("always", first_token)
+    config["model"] = {"max_model_len": len(prompt) + 1}
+    only = Sampling(1, temperature=0.0)
+    with running(config) as cluster:
+        assert ended(answers_of(cluster, [(prompt, only, len(prompt))])) == ended(
+            alone.client.generate([prompt], only)
+        )
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 18, 32, 33])
+def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> None:
+    """And what their beginnings leave in the trees: the same texts, the same cached tokens."""
+    prompt = sum(problem_ids(3), ())[:num_tokens]
+    wanted = ended(alone.client.generate([prompt, (*prompt, 9, 8)], GREEDY))
+    found = []
+    for first_token in WORKERS:
+        with running(sections("always", first_token)) as cluster:
+            answers = answers_of(cluster, [(prompt, GREEDY, num_tokens)])
+            answers += answers_of(cluster, [(prompt, GREEDY, num_tokens)])
+            answers += answers_of(cluster, [((*prompt, 9, 8), GREEDY, num_tokens + 2)])
+            assert ended(answers) == [wanted[0], wanted[0], wanted[1]]
+            found.append([answer.num_cached_tokens for answer in answers])
+            for worker in cluster.workers.values():
+                worker.engine.book.check([])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("first", ["goes on", "ends with it"])
+def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Running) -> None:
+    """They wait for the prompt's KV; if the first one ends without it, they bring it themselves."""
+    prompt = next(each for each in problem_ids(9) if (len(each) - 1) % PAGE_SIZE > 2)
+    samplings = [Sampling(16, temperature=1.1, seed=70 + number) for number in range(4)]
+    if first == "ends with it":
+        samplings[0] = Sampling(1, temperature=1.1, seed=70)
+    wanted = ended(alone.client.generate([prompt] * 4, samplings))
+    with running(sections("always")) as cluster:
+        client = cluster.client
+        sent = [client.submit(prompt, samplings[0])]
+        sent += [client.submit(prompt, each, after=sent[0]) for each in samplings[1:]]
+        assert ended(client.wait(sent)) == wanted
+        cluster.wait_idle()
+        num_computed = sum(
+            worker.engine.metrics.prompt_tokens._value.get() for worker in cluster.workers.values()
+        )
+        assert num_computed == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
+
+
+def test_it_goes_out_before_the_next_step_is_launched() -> None:
+    """A turn waits for the step before, so whoever came later would wait for that too."""
+    log: list[str] = []
+    workers = Lockstep(sections("always"))
+    loop: Any = workers.decode
+
+    def logged(owner: Any, name: str, told: Callable[..., str]) -> None:
+        inner = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            log.append(told(*args))
+            return inner(*args)
+
+        setattr(owner, name, call)
+
+    def frame(_: str, message: Any) -> str:
+        return " ".join(f"{each.req_id}:{each.position}" for each in message.chunks)
+
+    logged(loop, "turn", lambda _: "turn")
+    logged(loop._engine.runner, "launch", lambda *_: "launch")
+    logged(loop._scheduler, "settle", lambda *_: "settle")
+    logged(loop._replies, "_send", frame)
+    prompt = problem_ids(2)[1]
+    running_one = Ask(problem_ids(1)[0], Sampling(40, temperature=0.0, ignore_eos=True), local=True)
+    workers.serve([running_one, Ask(prompt, GREEDY, at=8)])
+    workers.close()
+    at = log.index(f"1:{len(prompt)}")
+    assert log[at - 1] == "turn"
+    assert log[at + 1 : at + 3] == ["launch", "settle"], "beside others that decode"
+    assert log[at + 3].startswith("0:")
+
+
+# What would show if it were wrong.
+
+
+def one_later(*args: Any, **kwargs: Any) -> list[tuple[int, int, int]]:
+    """The noise of the position after."""
+    return [(at, row, position + 1) for at, row, position in SAMPLED(*args, **kwargs)]
+
+
+def without_minimum(*args: Any, **kwargs: Any) -> RowStart:
+    """A prefill worker that does not know of min_tokens."""
+    return RowStart(*args, **{**kwargs, "min_len": 0})
+
+
+SAMPLED = runner._sampled_chunks
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [(runner, "_sampled_chunks", one_later), (prefill_schedule, "RowStart", without_minimum)],
+)
+def test_the_same_check_fails_when_it_is_drawn_otherwise(
+    owner: Any, name: str, wrong: Callable[..., Any], asked: list[Asked], expected: list
+) -> None:
+    with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
+        assert ended(answers_of(cluster, asked)) != expected

@@ -1,0 +1,95 @@
+"""SIGKILL of a prefill worker whose first tokens clients have, and whose KV is on its way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
+from tests.support.engines import Running, running, worker_config
+from tests.support.prompts import problem_ids
+from worker.api import FinishReason, Member, Sampling
+from worker.errors import PeerLost
+from worker.transfer.base import Run
+from worker.transfer.shm import ShmPeer
+from worker.worker import Worker
+
+NUM = 8
+SPAWN = multiprocessing.get_context("spawn")
+SAMPLINGS = [Sampling(20, temperature=0.0), Sampling(20, temperature=0.9, top_k=30, seed=4)]
+PULL_S = 5.0  # longer than it takes to notice that a worker is gone
+SECTIONS: dict[str, dict[str, object]] = {
+    "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 24 << 20},
+    "disaggregation": {"mode": "always"},
+    "ping": {"interval_s": 0.2, "max_misses": 10},
+}
+
+
+def prefill(conn: Connection) -> None:
+    """Main function of the prefill worker's process, which ends with the other end of `conn`."""
+    config = worker_config("prefill", SECTIONS)
+    worker = Worker(config, name="prefill-0", incarnation="i0", host="127.0.0.1")
+    conn.send(worker.start())
+    conn.poll(None)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Running]:
+    with running(SECTIONS, num_prefill=0) as made:
+        yield made
+
+
+def test_the_rest_follows_on_the_token_that_was_passed_on(
+    cluster: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = problem_ids(NUM)
+    asked = [SAMPLINGS[number % 2] for number in range(NUM)]
+    decode, client = cluster.workers["decode-0"], cluster.client
+    pull = ShmPeer.pull
+
+    def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
+        return SlowPull(pull(self, runs), PULL_S)
+
+    monkeypatch.setattr(ShmPeer, "pull", slow)
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=prefill, args=(theirs,))
+    process.start()
+    try:
+        member: Member = ours.recv()
+        decode.update_members([*cluster.members, member])
+        limit = time.monotonic() + LIMIT_S
+        while not decode.num_peers():
+            assert time.monotonic() < limit, "no link"
+            time.sleep(0.05)
+        sent = [
+            client.submit(prompt, sampling, prefills=[member.peer])
+            for prompt, sampling in zip(prompts, asked, strict=True)
+        ]
+        while not all(client.answers[each].tokens for each in sent):
+            assert time.monotonic() < limit, "a first token waits for KV"
+            client.pump(0.01)
+        assert decode.counters()["fetches"] == NUM
+    finally:
+        process.kill()
+        process.join()
+    assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
+    answers = client.wait(sent)
+    cluster.wait_idle()
+    placed = decode.engine.metrics.placed
+    assert placed("remote")._value.get() == placed("fallback")._value.get() == NUM
+    assert decode.engine.metrics.fetch_retries(PeerLost.code)._value.get() == NUM
+
+    alone = client.generate(prompts, asked, prefills=[])
+    assert [(each.tokens, each.finish_reason) for each in answers] == [
+        (each.tokens, each.finish_reason) for each in alone
+    ]
+    for each in answers:
+        assert (each.num_finals, each.error, len(each.stages)) == (1, None, 1)
+        assert each.stages[0].prefilled_by == member.peer
+        assert each.finish_reason is not FinishReason.ABORT
+    decode.engine.book.check([])

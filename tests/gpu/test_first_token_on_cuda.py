@@ -1,0 +1,156 @@
+"""First tokens drawn by a prefill worker on CUDA: the CPU's, without a wait, graphs intact."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
+from tests.support.engines import running
+from tests.support.prompts import problem_ids
+from tests.support.reference import sampling_of
+from worker.api import Sampling
+from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
+
+torch = pytest.importorskip("torch")
+
+PAGE_SIZE = 16
+SAMPLINGS = [
+    Sampling(9, temperature=0.0),
+    Sampling(9, temperature=0.9, seed=4),
+    Sampling(9, temperature=1.2, top_p=0.9, top_k=40, min_p=0.01, seed=(1 << 60) + 5),
+    Sampling(9, temperature=0.0, stop_ids=tuple(range(40, 50)), min_tokens=3),
+]
+
+
+def answers(device: str, mode: str, **changes: Any) -> tuple[list[list[int]], float]:
+    """The texts, cold and cached, and how many tokens prefill workers drew."""
+    config = sections(device, mode, num_groups=changes.pop("num_groups", 1))
+    config["disaggregation"]["first_token"] = changes.pop("first_token", "prefill")
+    config["engine"] |= changes
+    sampling = [sampling_of(i, MAX_TOKENS) for i in range(NUM)]
+    texts: list[list[int]] = []
+    with running(config, num_prefill=int(mode == "always")) as cluster:
+        for _ in range(2):
+            found = cluster.client.generate(problem_ids(NUM), sampling)
+            assert not [each.error for each in found if each.error]
+            texts += [each.tokens for each in found]
+            cluster.wait_idle()
+        prefill = cluster.workers.get("prefill-0")
+        drawn = prefill.engine.metrics.generated_tokens._value.get() if prefill else 0.0
+    return texts, drawn
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    return answers("cpu", "never")[0]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+@pytest.mark.parametrize("graph", ["eager", "auto"])
+def test_texts_are_the_cpu_s_wherever_it_is_drawn(
+    graph: str, first_token: str, num_groups: int, wanted: list[list[int]]
+) -> None:
+    """In float32. With layer groups the token follows the last announcement of KV."""
+    changes = {"graph": graph, "first_token": first_token, "num_groups": num_groups}
+    texts, drawn = answers("cuda", "always", **changes)
+    assert texts == wanted
+    assert (drawn >= NUM) == (first_token == "prefill")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_step_that_draws_never_waits_for_the_device(num_groups: int) -> None:
+    """Under torch's own detector of host syncs; the token is read when the step settles."""
+    with running(sections("cuda", "always", num_groups=num_groups)) as cluster:
+        sampling = [sampling_of(i, 4) for i in range(NUM)]
+        cluster.client.generate(problem_ids(NUM), sampling)  # warm: allocator, kernels
+        runner: Any = cluster.workers["prefill-0"].engine.runner
+        run, num_drawn = runner._run, 0
+
+        def strict(step: Any) -> Any:
+            nonlocal num_drawn
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = run(step)
+            except BaseException:
+                traceback.print_exc()  # the engine ends the process next
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            num_drawn += len(step.plan.sampled_rows)
+            return result
+
+        runner._run = strict
+        reverse = [tuple(reversed(prompt)) for prompt in problem_ids(NUM)]
+        cluster.client.generate(reverse, sampling)
+        cluster.wait_idle()
+        assert num_drawn == NUM
+
+
+def plan_of(counts: Sequence[int], *, draws: bool) -> Plan:
+    """A step that ends prompts of so many tokens; row i + 1 has pages of its own."""
+    first, pages, chunks, starts = 1, [], [], []
+    for row, count in enumerate(counts, 1):
+        num = -(-count // PAGE_SIZE)
+        pages.append(RowPages(row, 0, tuple(range(first, first + num))))
+        tokens = tuple((7 * row + 11 * i) % 900 + 50 for i in range(count))
+        chunks.append(Chunk(row, 0, tokens, draws))
+        sampling = SAMPLINGS[row % len(SAMPLINGS)]
+        starts += [RowStart(row, sampling, count + 1, count + sampling.min_tokens)] * draws
+        first += num
+    return Plan(
+        1, starts=tuple(starts), pages=tuple(pages), chunks=tuple(chunks),
+        tail=tail_of(start.sampling for start in starts), max_seq_len_ub=max(counts),
+    )  # fmt: skip
+
+
+def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, list[Any]]:
+    """The tokens, how the step was launched, and all KV after it."""
+    caches = [c for i in range(engine.spec.num_layers) for c in engine.pool.layer(i)]
+    for cache in caches:
+        cache.zero_()
+    step = engine.launch(plan, engine.layer_groups(lambda: None) if hooked else None)
+    assert step is not None
+    drawn = engine.settle(step)
+    assert all(each.valid and each.finished for each in drawn)
+    assert not engine.runner.loaded.state.active.any(), "no row of a prefill worker stays active"
+    return [each.token for each in drawn], step.path, [cache[1:].clone() for cache in caches]
+
+
+def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool) -> None:
+    """A tail behind a chunk changes neither its launch nor a bit of its KV, and draws as eager."""
+    from tests.support.chunks import build
+
+    long = {"max_prefill_tokens": max(512, sum(counts))}
+    engine = build(device, graph, role="prefill", **long)
+    tokens, path, kv = launched(engine, plan_of(counts, draws=True), hooked=hooked)
+    nothing, same_path, same_kv = launched(engine, plan_of(counts, draws=False), hooked=hooked)
+    engine.close()
+    assert (len(tokens), nothing, path) == (len(counts), [], same_path)
+    assert all(torch.equal(a, b) for a, b in zip(kv, same_kv, strict=True))
+    eager = build(device, "eager", role="prefill", **long)
+    assert launched(eager, plan_of(counts, draws=True), hooked=hooked)[0] == tokens
+    eager.close()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [37],
+        [16, 1, 90, 33],
+        [40] * 9,
+        [700, 500],  # a long step: hidden states of last tokens alone
+        [1100, 20, 20, 20],
+    ],
+)
+def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -> None:
+    check_tails("cuda", "piecewise", counts, hooked=hooked)

@@ -1,0 +1,216 @@
+"""A token that comes with the KV: taken once, never asked for again, and never waited for in vain.
+
+Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from worker.api import Candidate, FinishReason, KVReady, Prefill, Release, Sampling
+from worker.cache.book import PageBook
+from worker.cache.layout import KVLayout, KVRegion
+from worker.config import LeaseConfig, TransportConfig
+from worker.metrics import WorkerMetrics
+from worker.pull.fetch import Fetch, FetchContext
+from worker.pull.inbound import Inbound
+from worker.pull.peers import Link
+from worker.schedule.req import Req
+from worker.transfer.base import PullState, Run
+from worker.transfer.layout import PoolPages
+
+PAGE_SIZE, TOKEN = 16, 700
+PEERS = ("prefill-0/p", "prefill-1/q", "prefill-2/r")
+PLAIN = Sampling(9, temperature=0.7, top_k=4, stop_ids=(3,), min_tokens=2)
+GROUPS = 2
+
+
+class Decode:
+    """One request that is fetched."""
+
+    def __init__(
+        self, num_tokens: int, sampling: Sampling = PLAIN, *, prefill_draws: bool = True
+    ) -> None:
+        self.sent: list[Any] = []
+        self.pages: list[int] = []  # of the prompt, whose groups were pulled, in order
+        self.book = PageBook(64, PAGE_SIZE)
+        layout = KVLayout((KVRegion("target", 4, 2, 8, GROUPS, PAGE_SIZE, "float32"),), "m")
+        context = FetchContext(
+            self.book, layout, lambda _, message: self.sent.append(message), LeaseConfig(),
+            TransportConfig(name="shm", kind="shm"),
+            WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=prefill_draws,
+        )  # fmt: skip
+        connection: Any = SimpleNamespace(pull=self._pull)
+        self.inbound = Inbound("d", context, cast("Any", SimpleNamespace(
+            link=lambda peer: Link(peer, connection, PoolPages(64, 64), 0.0)
+        )))  # fmt: skip
+        tokens = list(range(num_tokens))
+        hold = self.book.open(tokens, num_tokens + 1, max_matched=0)
+        assert hold is not None
+        self.req = Req("r", 1, "router", tokens, num_tokens, sampling, float("inf"), hold=hold)
+        candidates = [Candidate(peer) for peer in PEERS]
+        assert self.inbound.start(self.req, candidates, time.monotonic())
+
+    @property
+    def asked(self) -> Prefill:
+        """The last attempt's message."""
+        return [each for each in self.sent if isinstance(each, Prefill)][-1]
+
+    def tell(
+        self,
+        first: int,
+        num_pages: int,
+        *,
+        groups: range = range(GROUPS),
+        last: bool = False,
+        token: int | None = None,
+    ) -> bool:
+        """An announcement of the present attempt; whether it brought the request its token."""
+        pages = tuple(range(1 + first, 1 + first + num_pages))
+        message = KVReady(
+            self.asked.xfer, first, pages, groups.start, len(groups), last, token=token
+        )
+        return self.inbound.on_ready(message) is self.req
+
+    def poll(self) -> list[Fetch]:
+        return self.inbound.poll(time.monotonic())
+
+    def _pull(self, runs: Sequence[Run]) -> object:
+        num_bytes = sum(run.num_bytes for run in runs)
+        self.pages += [num_bytes]
+        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=num_bytes, error=None)
+
+
+def test_a_token_ends_the_text_before_its_kv_is_here() -> None:
+    decode = Decode(40)
+    assert (decode.asked.sampling, decode.asked.num_prompt_tokens) == (PLAIN, 40)
+    assert not decode.tell(0, 2)
+    assert decode.tell(2, 1, last=True, token=TOKEN)
+    assert decode.req.tokens == [*range(40), TOKEN]
+    assert not decode.tell(0, 3, last=True, token=TOKEN), "a renewal says it again"
+    (fetch,) = decode.poll()
+    assert fetch.landed
+    assert decode.req.num_computed_tokens == 40
+    assert len(decode.req.tokens) == 41
+
+
+@pytest.mark.parametrize("num_tokens", [32, 33, 34, 47])
+def test_pages_told_before_the_token_are_pulled_before_it(num_tokens: int) -> None:
+    """At 33 tokens the last one has a page of its own, which decode without a token never needs."""
+    decode = Decode(num_tokens)
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    for group in range(GROUPS):
+        decode.tell(0, num_pages, groups=range(group, group + 1))
+        assert not decode.poll(), "the token is not there"
+    page_bytes = 4 * 2 * 2 * PAGE_SIZE * 8 * 4
+    assert sum(decode.pages) == num_pages * page_bytes
+    assert decode.tell(0, 0, groups=range(GROUPS, GROUPS), last=True, token=TOKEN)
+    (fetch,) = decode.poll()
+    assert fetch.landed
+    assert decode.req.num_computed_tokens == num_tokens
+
+
+def test_an_attempt_that_fails_later_leaves_the_token() -> None:
+    """The next worker makes its KV's beginning, and draws nothing: the hold has no more pages."""
+    decode = Decode(40)
+    first = decode.asked.xfer
+    assert decode.tell(0, 0, last=True, token=TOKEN)
+    decode.inbound.on_lost(PEERS[0])
+    assert not decode.poll()
+    again = decode.asked
+    assert (again.xfer.attempt, again.tokens) == (2, (*range(40), TOKEN))
+    assert again.sampling is None
+    assert decode.inbound.on_ready(KVReady(first, 0, (), 0, GROUPS, True, token=5)) is None
+    assert not decode.tell(0, 3, last=True, token=6)
+    assert decode.req.tokens == [*range(40), TOKEN]
+    (fetch,) = decode.poll()
+    assert fetch.landed
+
+
+def test_an_attempt_that_fails_before_its_token_leaves_it_to_the_next() -> None:
+    decode = Decode(40)
+    first = decode.asked.xfer
+    decode.tell(0, 1)
+    decode.inbound.on_lost(PEERS[0])
+    decode.poll()
+    assert decode.asked.sampling == PLAIN
+    late = KVReady(first, 1, (2, 3), 0, GROUPS, True, token=5)
+    assert decode.inbound.on_ready(late) is None
+    assert decode.tell(0, 3, last=True, token=TOKEN)
+    assert decode.req.tokens == [*range(40), TOKEN]
+
+
+def test_with_all_kv_and_no_token_nobody_else_is_asked() -> None:
+    """Decode then draws it itself, as it would without a prefill worker that draws."""
+    decode = Decode(40)
+    decode.tell(0, 3)
+    assert not decode.poll()
+    decode.inbound.on_lost(PEERS[0])
+    (fetch,) = decode.poll()
+    assert fetch.landed
+    assert decode.asked.xfer.attempt == 1
+    assert (decode.req.num_computed_tokens, len(decode.req.tokens)) == (39, 40)
+
+
+def test_a_worker_of_an_older_version_draws_nothing_and_nobody_waits_for_it() -> None:
+    for num_tokens in (33, 40):
+        decode = Decode(num_tokens)
+        decode.tell(0, -(-(num_tokens - 1) // PAGE_SIZE), last=True)
+        (fetch,) = decode.poll()
+        assert fetch.landed
+        assert decode.req.num_computed_tokens == num_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prefill_draws"),
+    [
+        (PLAIN, False),
+        (msgspec.structs.replace(PLAIN, logprobs=0), True),
+        (msgspec.structs.replace(PLAIN, grammar="start: /a/"), True),
+        (msgspec.structs.replace(PLAIN, presence_penalty=0.1), True),
+        (msgspec.structs.replace(PLAIN, logit_bias=((3, 1.0),)), True),
+    ],
+)
+def test_some_tokens_are_decode_s_to_draw(sampling: Sampling, prefill_draws: bool) -> None:
+    decode = Decode(33, sampling, prefill_draws=prefill_draws)
+    assert decode.asked.sampling is None
+    decode.tell(0, 2)
+    (fetch,) = decode.poll()
+    assert fetch.landed
+
+
+def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -> None:
+    decode = Decode(40, Sampling(1))
+    decode.tell(0, 2)
+    assert not decode.poll()
+    assert decode.tell(2, 1, last=True, token=TOKEN)
+    decode.inbound.cancel(decode.req, FinishReason.LENGTH)
+    (fetch,) = decode.poll()
+    assert fetch.ending is FinishReason.LENGTH
+    assert isinstance(decode.sent[-1], Release)
+    assert decode.pages == []
+
+    older = Decode(40, Sampling(1))
+    older.tell(0, 3, last=True)
+    (fetch,) = older.poll()
+    assert fetch.landed
+    assert sum(older.pages) > 0
+
+
+def test_messages_of_older_versions_are_read() -> None:
+    """Fields that one side does not know are left out by it, or not looked at."""
+    decode = Decode(40)
+    asked = msgspec.to_builtins(decode.asked)
+    told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))
+    prefill = msgspec.convert(asked[:5], Prefill)
+    assert (prefill.tokens, prefill.sampling) == (decode.asked.tokens, None)
+    ready = msgspec.convert(told[:-1], KVReady)
+    assert (ready.prefill_s, ready.token) == (0.5, None)
+    newer = msgspec.convert([*told, "more"], KVReady)
+    assert newer.token == TOKEN
