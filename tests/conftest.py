@@ -36,8 +36,9 @@ CLUSTERS = (
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (
     CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
-    "test_piecewise", "test_compiled", "test_transfer_benchmark", "test_attention_backends",
-    "test_transport", "test_protocol_faults", "test_attention", "test_structured", "test_models",
+    "test_first_token", "test_piecewise", "test_compiled", "test_transfer_benchmark",
+    "test_attention_backends", "test_transport", "test_protocol_faults", "test_attention",
+    "test_structured", "test_models",
 )  # fmt: skip
 SPLIT = ("test_models", "test_attention_backends", "test_stages", "test_memory", "test_collective")
 

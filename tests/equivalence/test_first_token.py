@@ -144,6 +144,13 @@ def pulled(cluster: Running) -> float:
     return metrics.pulled_bytes("shm/shm")._value.get()
 
 
+def num_observed(cluster: Running, name: str) -> float | None:
+    """Of a histogram of the decode worker's."""
+    labels = {"model": "tiny", "role": "decode", "worker": "decode-0", "transport": "shm/shm"}
+    registry = cluster.workers["decode-0"].engine.metrics.registry
+    return registry.get_sample_value(f"kvlane_{name}_seconds_count", labels)
+
+
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
     first_token: str,
@@ -168,6 +175,8 @@ def test_texts_reasons_and_counts_do_not_depend_on_it(
                 assert num_drawn[0] == len(asked), "no prompt is in decode's tree"
         retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
         assert not any(retries(cause)._value.get() for cause in CAUSES)
+        counts = [num_observed(cluster, name) for name in ("kv_fetch", "kv_transfer")]
+        assert counts[0] == counts[1] > 0, "a transfer is timed wherever the token is drawn"
 
 
 def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:

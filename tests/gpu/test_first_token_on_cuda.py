@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,37 +60,6 @@ def test_texts_are_the_cpu_s_wherever_it_is_drawn(
     texts, drawn = answers("cuda", "always", **changes)
     assert texts == wanted
     assert (drawn >= NUM) == (first_token == "prefill")
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_step_that_draws_never_waits_for_the_device(num_groups: int) -> None:
-    """Under torch's own detector of host syncs; the token is read when the step settles."""
-    with running(sections("cuda", "always", num_groups=num_groups)) as cluster:
-        sampling = [sampling_of(i, 4) for i in range(NUM)]
-        cluster.client.generate(problem_ids(NUM), sampling)  # warm: allocator, kernels
-        runner: Any = cluster.workers["prefill-0"].engine.runner
-        run, num_drawn = runner._run, 0
-
-        def strict(step: Any) -> Any:
-            nonlocal num_drawn
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                result = run(step)
-            except BaseException:
-                traceback.print_exc()  # the engine ends the process next
-                raise
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            num_drawn += len(step.plan.sampled_rows)
-            return result
-
-        runner._run = strict
-        reverse = [tuple(reversed(prompt)) for prompt in problem_ids(NUM)]
-        cluster.client.generate(reverse, sampling)
-        cluster.wait_idle()
-        assert num_drawn == NUM
 
 
 def plan_of(counts: Sequence[int], *, draws: bool) -> Plan:
@@ -154,3 +122,25 @@ def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool)
 )
 def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -> None:
     check_tails("cuda", "piecewise", counts, hooked=hooked)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("graph", ["eager", "piecewise"])
+def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) -> None:
+    """Under torch's own detector of host syncs; its tokens are read when it settles."""
+    from tests.support.chunks import build
+
+    engine = build("cuda", graph, role="prefill", dtype="bfloat16")
+    plan = plan_of([16, 1, 90, 33], draws=True)
+    wanted, *_ = launched(engine, plan, hooked=hooked)  # warm: allocator, kernels
+    groups = engine.layer_groups(lambda: None) if hooked else None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = engine.launch(plan, groups)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step is not None
+    assert [each.token for each in engine.settle(step)] == wanted
+    engine.close()
