@@ -119,11 +119,8 @@ class Routes:
             Exchange.of(request.scope),
             config.sse_ping_s,
             config.keep_alive_s,
-            self._closed,
+            front.closed,
         )
-
-    def _closed(self) -> None:
-        self._front.num_open -= 1
 
     async def _body(self, request: Request) -> bytes:
         config = self._front.config

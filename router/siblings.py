@@ -1,0 +1,88 @@
+"""The routers that listen on the same port of the same node, and the metrics of all of them.
+
+Whoever asks the port reaches one of them, and never knows which. So that one asks the others, at
+the port that each has of its own, and answers with one page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import httpx
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from router.members import Members
+from worker.api import Member
+
+TIMEOUT_S = 1.0  # for another router's page; then the answer goes without it
+HELP = "# HELP "
+
+
+class Siblings:
+    """What one router knows of them.
+
+    Args:
+        members: the controller's list.
+        member: this router; its address is that of the shared port.
+    """
+
+    def __init__(self, members: Members, member: Member) -> None:
+        self._members = members
+        self._member = member
+        self._registry = CollectorRegistry()
+        self._count = Gauge(
+            "kvlane_routers",
+            "Routers of this port, by whether they answered this scrape",
+            ("model", "role", "state"),
+            registry=self._registry,
+        )
+
+    def shares(self, port: int) -> bool:
+        """Whether it is the shared port, and not the one that this router has of its own."""
+        return self._member.address.endswith(f":{port}")
+
+    async def page(self, own: bytes) -> bytes:
+        """The metrics of all of them, and how many answered.
+
+        Args:
+            own: this router's.
+        """
+        others = [
+            known.member.metrics_address
+            for known in self._members.all()
+            if known.member.address == self._member.address
+            and known.member.name != self._member.name
+        ]
+        pages = await _pages(others) if others else []
+        silent = len(others) - len(pages)
+        for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
+            self._count.labels(self._member.model, self._member.role, state).set(number)
+        return merged([own.decode(), *pages]).encode() + generate_latest(self._registry)
+
+
+def merged(pages: Iterable[str]) -> str:
+    """One exposition from several: the format wants all samples of a family in one place."""
+    families: dict[str, str] = {}
+    for page in pages:
+        for family in page.split(HELP)[1:]:
+            about, kind, samples = family.split("\n", 2)
+            head = f"{HELP}{about}\n{kind}\n"
+            families[head] = families.get(head, "") + samples
+    return "".join(head + samples for head, samples in families.items())
+
+
+async def _pages(addresses: Iterable[str]) -> list[str]:
+    """What those answer that do so in time."""
+    # Nothing here speaks TLS; to verify would load all certificates of the machine, 40 ms.
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:
+
+        async def page(address: str) -> str | None:
+            try:
+                response = await client.get(f"http://{address}/metrics")
+                return response.raise_for_status().text
+            except httpx.HTTPError:
+                return None
+
+        found = await asyncio.gather(*map(page, addresses))
+    return [each for each in found if each is not None]
