@@ -8,6 +8,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import uvicorn
 
@@ -60,12 +62,8 @@ class _Server(uvicorn.Server):
         config.encoded_headers.append(CLOSE)  # of which uvicorn makes them anew every second
         waiting = list(accept_all(listener))
         self.servers[0].close()
-
-        def protocol() -> asyncio.Protocol:
-            return config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=state, app_state=self.lifespan.state
-            )
-
+        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+        protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
         for connection in waiting:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
@@ -133,7 +131,7 @@ class RouterServer:
         # Set by the router's thread.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._front: Front | None = None
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
 
     def start(self, port: int | None = None, *, joins: bool = False) -> Member:
         """Listen, start the thread, and return once requests are accepted.
