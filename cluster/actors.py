@@ -38,6 +38,7 @@ log = logging.getLogger("kvlane.actors")
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_CONCURRENCY = 8  # run() and start() hold one thread each
 FENCE_TIMEOUT_S = 20.0
+LOCAL_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class RouterActor(ProcessActor):
         """Load tokenizer and template."""
         from router.app import RouterServer  # its libraries are needed in this process only
 
+        node = RAY.util.get_node_ip_address()
         self._part = RouterServer(
             self._config.router,
             self._config.model,
@@ -151,6 +153,7 @@ class RouterActor(ProcessActor):
             host=self._config.cluster.host,
             port=self._config.cluster.port,
             shown=self._config.shown(),
+            node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
             shared=self._config.routers.num > 1,
         )
 

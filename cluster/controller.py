@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.actors import (
+    LOCAL_HOST,
     LOG_FORMAT,
     Identity,
     ProcessActor,
@@ -41,7 +42,6 @@ log = logging.getLogger("kvlane.controller")
 
 NAME = "kvlane-controller"
 NAMESPACE = "kvlane"
-LOCAL_HOST = "127.0.0.1"
 BEAT_S = 1.0
 
 

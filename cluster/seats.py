@@ -117,9 +117,10 @@ def live_members(seats: Iterable[Seat]) -> list[Member]:
 
 def others_there(seat: Seat, seats: Iterable[Seat]) -> bool:
     """Whether others that stay are reached at the address of a seat that is ready."""
+    mine = seat.member
+    assert mine is not None
     staying = [each.member for each in seats if each is not seat and not each.leaving]
-    assert seat.member is not None
-    return seat.member.address in [member.address for member in staying if member is not None]
+    return any(m and (m.node, m.address) == (mine.node, mine.address) for m in staying)
 
 
 def last_of_its_kind(name: str, seats: Sequence[Seat]) -> str:

@@ -81,6 +81,7 @@ class RouterServer:
         incarnation: new with every start.
         host: to listen on.
         port: to listen on; 0 takes a free one.
+        node: address of this node, as others reach it; told where `host` is any address.
         shared: other routers may join it there. Then it also has a port of its own, for what
             is asked of this very router.
         shown: the resolved configuration, for GET /config.
@@ -100,6 +101,7 @@ class RouterServer:
         host: str,
         port: int,
         shown: Mapping[str, object],
+        node: str = "",
         shared: bool = False,
     ) -> None:
         self._config = config
@@ -109,6 +111,7 @@ class RouterServer:
         self._incarnation = incarnation
         self._host = host
         self._port = port
+        self._node = node or socket.gethostname()
         self._shared = shared
         self._shown = shown
         self._policy = policy(config.policy)
@@ -154,7 +157,7 @@ class RouterServer:
             message = f"cannot listen on {self._host}:{port}: {reason}"
             raise UserError(message, "cluster.port") from error
         listeners = [listener, *([listen(self._host, 0)] if self._shared else [])]
-        reachable = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        reachable = self._node if self._host in ("0.0.0.0", "::") else self._host
         reachable = f"[{reachable}]" if ":" in reachable else reachable
         addresses = [f"{reachable}:{each.getsockname()[1]}" for each in listeners]
         member = Member(

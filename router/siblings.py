@@ -48,16 +48,16 @@ class Siblings:
         Args:
             own: this router's.
         """
+        mine = self._member
         others = [
-            known.member.metrics_address
-            for known in self._members.all()
-            if known.member.address == self._member.address
-            and known.member.name != self._member.name
+            each.metrics_address
+            for each in (known.member for known in self._members.all())
+            if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
         ]
         pages = await _pages(others) if others else []
         silent = len(others) - len(pages)
         for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
-            self._count.labels(self._member.model, self._member.role, state).set(number)
+            self._count.labels(mine.model, mine.role, state).set(number)
         return merged([own.decode(), *pages]).encode() + generate_latest(self._registry)
 
 
