@@ -56,8 +56,12 @@ class _Server(uvicorn.Server):
     async def leave(self) -> None:
         """Close the first listener. A connection that is open closes after its next answer."""
         config, state, listener = self.config, self.server_state, self._listeners[0]
+        loop = asyncio.get_running_loop()
         if listener.fileno() < 0:  # it was left before
             return
+        # Whom the loop has accepted gets a transport at its next turn, while the server is open.
+        loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)
         state.default_headers = [*state.default_headers, CLOSE]
         config.encoded_headers.append(CLOSE)  # of which uvicorn makes them anew every second
         waiting = list(accept_all(listener))
@@ -65,7 +69,7 @@ class _Server(uvicorn.Server):
         made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
         protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
         for connection in waiting:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+            await loop.connect_accepted_socket(protocol, connection)
 
 
 class RouterServer:
@@ -237,6 +241,7 @@ class RouterServer:
         wire.start()
         try:
             members, metrics = Members(), RouterMetrics(self._model.name, self._name)
+            siblings = Siblings(members, member)
             self._front = Front(
                 config=self._config,
                 text=self._text,
@@ -246,7 +251,7 @@ class RouterServer:
                 members=members,
                 metrics=metrics,
                 shown=self._shown,
-                siblings=Siblings(members, member),
+                siblings=siblings,
                 defaults=self._defaults,
                 cors_origins=origins(self._config, self._host),
                 api_keys=self._api_keys,
@@ -255,6 +260,7 @@ class RouterServer:
             self._apply_members()
             self._beat(loop, wire)
             await self._serve(listeners)
+            await siblings.close()
         finally:
             self._loop = None
             wire.close()

@@ -30,6 +30,8 @@ class Siblings:
     def __init__(self, members: Members, member: Member) -> None:
         self._members = members
         self._member = member
+        # Nothing here speaks TLS, and to verify would load all certificates of the machine.
+        self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
         self._registry = CollectorRegistry()
         self._count = Gauge(
             "kvlane_routers",
@@ -54,11 +56,24 @@ class Siblings:
             for each in (known.member for known in self._members.all())
             if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
         ]
-        pages = await _pages(others) if others else []
+        found = await asyncio.gather(*map(self._asked, others))
+        pages = [page for page in found if page is not None]
         silent = len(others) - len(pages)
         for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
         return merged([own.decode(), *pages]).encode() + generate_latest(self._registry)
+
+    async def close(self) -> None:
+        """End the connections to them."""
+        await self._client.aclose()
+
+    async def _asked(self, address: str) -> str | None:
+        """Another one's metrics, if it answers in time."""
+        try:
+            response = await self._client.get(f"http://{address}/metrics")
+            return response.raise_for_status().text
+        except httpx.HTTPError:
+            return None
 
 
 def merged(pages: Iterable[str]) -> str:
@@ -70,19 +85,3 @@ def merged(pages: Iterable[str]) -> str:
             head = f"{HELP}{about}\n{kind}\n"
             families[head] = families.get(head, "") + samples
     return "".join(head + samples for head, samples in families.items())
-
-
-async def _pages(addresses: Iterable[str]) -> list[str]:
-    """What those answer that do so in time."""
-    # Nothing here speaks TLS; to verify would load all certificates of the machine, 40 ms.
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:
-
-        async def page(address: str) -> str | None:
-            try:
-                response = await client.get(f"http://{address}/metrics")
-                return response.raise_for_status().text
-            except httpx.HTTPError:
-                return None
-
-        found = await asyncio.gather(*map(page, addresses))
-    return [each for each in found if each is not None]

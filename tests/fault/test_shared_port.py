@@ -155,18 +155,27 @@ def pair(directory: Path) -> Iterator[tuple[RouterServer, Member, RouterServer, 
         yield first, one, second, other
 
 
-def test_a_router_that_leaves_serves_whoever_waits_at_its_port(
-    pair: tuple[RouterServer, Member, RouterServer, Member], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_router_that_leaves_serves_whoever_has_come_to_its_port(
+    pair: tuple[RouterServer, Member, RouterServer, Member],
+    monkeypatch: pytest.MonkeyPatch,
+    accepted: bool,
 ) -> None:
     monkeypatch.setattr(app, "LAST_REQUEST_S", HANG_S)
     first, one, _, other = pair
     host, port = one.address.removeprefix("http://").split(":")
     go_on, tasks = threading.Event(), list[asyncio.Future[None]]()
 
-    def leave_after_a_while() -> None:
-        """Its loop is busy; then it leaves before it looks who has come."""
-        go_on.wait(HANG_S)
+    def leave() -> None:
         tasks.append(asyncio.ensure_future(first._begin_drain(others=True)))
+
+    def leave_after_a_while() -> None:
+        """Its loop is busy; then it leaves before or after it looks who has come."""
+        go_on.wait(HANG_S)
+        if accepted:
+            asyncio.get_running_loop().call_soon(leave)
+        else:
+            leave()
 
     with ExitStack() as stack:
         old = stack.enter_context(httpx.Client(base_url=f"http://{one.metrics_address}"))
