@@ -63,7 +63,7 @@ def _with_routers(config: Config, note: Note) -> Config:
         return config
     num_gpus = float(config.decode.num_gpus) * config.decode.replicas
     num_routers = max(1, math.ceil(num_gpus / DECODE_GPUS_PER_ROUTER))
-    note("routers.replicas", num_routers, f"{num_gpus:g} GPUs decode")
+    note("routers.replicas", num_routers, f"decode workers have {num_gpus:g} GPUs")
     return _changed(config, {"routers": {"replicas": num_routers}})
 
 
