@@ -295,15 +295,19 @@ class RouterServer:
         self._front.dispatcher.update_members(self._members)
 
     async def _begin_drain(self, others: bool) -> None:
-        assert self._front is not None
-        assert self._server is not None
-        if others:
-            # Counted as a request for a while, or whoever has just connected would be cut off.
-            self._front.num_open += 1
-            asyncio.get_running_loop().call_later(LAST_REQUEST_S, self._front.closed)
-            await self._server.leave()
-        else:
-            self._front.draining = True
+        front, server = self._front, self._server
+        assert front is not None
+        assert server is not None
+        if not others:
+            front.draining = True
+            return
+
+        def over() -> None:
+            front.num_open -= 1
+
+        front.num_open += 1  # or it would be idle, and whoever has just connected be cut off
+        asyncio.get_running_loop().call_later(LAST_REQUEST_S, over)
+        await server.leave()
 
     def _begin_stop(self) -> None:
         assert self._front is not None

@@ -119,8 +119,11 @@ class Routes:
             Exchange.of(request.scope),
             config.sse_ping_s,
             config.keep_alive_s,
-            front.closed,
+            self._closed,
         )
+
+    def _closed(self) -> None:
+        self._front.num_open -= 1
 
     async def _body(self, request: Request) -> bytes:
         config = self._front.config

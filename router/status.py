@@ -58,10 +58,6 @@ class Front:
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
 
-    def closed(self) -> None:
-        """A generation request has ended."""
-        self.num_open -= 1
-
     @property
     def max_model_len(self) -> int:
         """Prompt + output tokens that every live decode worker can serve."""
