@@ -143,6 +143,7 @@ class RouterActor(ProcessActor):
         """Load tokenizer and template."""
         from router.app import RouterServer  # its libraries are needed in this process only
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
         node = RAY.util.get_node_ip_address()
         self._part = RouterServer(
             self._config.router,

@@ -178,6 +178,7 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     own = f"http://{row['metrics_address']}"
     while not total(own, "kvlane_requests_total"):  # as about every second connection
         assert httpx.post(f"{serve.url}/v1/completions", json={}).status_code == 400
+    assert "HTTP Request" not in serve.output, "routers log that they ask each other"
 
     serve.interrupt()
     assert serve.wait() == 0, serve.output

@@ -102,7 +102,7 @@ def test_connections_are_shared_evenly_and_one_scrape_shows_all(routers: Routers
     listed = {group["labels"]["worker"]: group["targets"] for group in targets}
     for name, member in routers.members.items():
         assert listed[name] == [member.metrics_address]
-    for path in ("/health", "/ready", "/metrics/targets"):
+    for path in ("/health", "/ready", "/config", "/metrics/targets"):
         answers = {httpx.get(f"{routers.own_url(name)}{path}").text for name in routers.members}
         assert len(answers) == 1, path
 
