@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.config import Config
+from cluster.door import Door
 from cluster.placement import Group
 from cluster.process import Report, Stage
 from cluster.ray_private import RAY
@@ -37,6 +38,7 @@ log = logging.getLogger("kvlane.actors")
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_CONCURRENCY = 8  # run() and start() hold one thread each
 FENCE_TIMEOUT_S = 20.0
+LOCAL_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class ProcessActor:
                 self._version = version
                 self._part.update_members(members)
 
-    def drain(self) -> None:
-        """Take no new requests."""
+    def drain(self, others: bool) -> None:
+        """Take no new requests; `others`: processes at the same address do."""
         self._part.drain()
 
 
@@ -130,32 +132,39 @@ class WorkerActor(ProcessActor):
 
 
 class RouterActor(ProcessActor):
-    """One router: the OpenAI API on a port of its own."""
+    """One router: the OpenAI API, on the port that all routers of its node share."""
 
-    def __init__(
-        self, config: Config, name: str, incarnation: str, host: str, port: int, level: str
-    ) -> None:
-        super().__init__(name, incarnation, level)
+    def __init__(self, config: Config, name: str, incarnation: str) -> None:
+        super().__init__(name, incarnation, config.cluster.log_level)
         self._config = config
-        self._host = host
-        self._port = port
         self._stopped = threading.Event()
 
-    def start(self) -> Member:
-        """Load tokenizer and template, listen."""
+    def load(self) -> None:
+        """Load tokenizer and template."""
         from router.app import RouterServer  # its libraries are needed in this process only
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
+        node = RAY.util.get_node_ip_address()
         self._part = RouterServer(
             self._config.router,
             self._config.model,
             self._config.ping,
             name=self._name,
             incarnation=self._incarnation,
-            host=self._host,
-            port=self._port,
+            host=self._config.cluster.host,
+            port=self._config.cluster.port,
             shown=self._config.shown(),
+            node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
+            shared=self._config.routers.num > 1,
         )
-        return cast("Member", self._part.start())
+
+    def start(self, port: int, joins: bool) -> Member:
+        """Listen; `joins`: others of this cluster do so there."""
+        return cast("Member", self._part.start(port, joins=joins))
+
+    def drain(self, others: bool) -> None:
+        """Take no new requests; leave the port if others stay there."""
+        self._part.drain(others=others)
 
     def run(self) -> None:
         """Returns once it was stopped."""
@@ -202,9 +211,9 @@ class RayProcess:
         """See process.Process."""
         await call(self.actor.tell, version, members)
 
-    async def drain(self) -> None:
+    async def drain(self, others: bool) -> None:
         """See process.Process."""
-        await call(self.actor.drain)
+        await call(self.actor.drain, others)
 
     async def report(self) -> Report:
         """See process.Process."""
@@ -213,6 +222,29 @@ class RayProcess:
     async def stop(self) -> None:
         """See process.Process."""
         await call(self.actor.stop)
+
+
+class RouterProcess(RayProcess):
+    """`process.Process` of a router.
+
+    Args:
+        door: of its node.
+    """
+
+    def __init__(self, actor: Any, identity: Identity, door: Door) -> None:
+        super().__init__(actor, identity)
+        self.door = door
+
+    async def start(self) -> Member:
+        """See process.Process."""
+        await call(self.actor.load)
+        return await self.door.enter(self, lambda port, joins: call(self.actor.start, port, joins))
+
+    async def drain(self, others: bool) -> None:
+        """See process.Process."""
+        if others:
+            self.door.leave(self)
+        await super().drain(others)
 
 
 async def call(method: Any, *args: object) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import socket
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from cluster.seats import seats_of
 from router.defaults import defaults_of
 from router.keys import read_keys
 from router.policy import POLICIES
+from router.port import listen
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError
 from worker.models.config import read_model_spec
@@ -52,7 +52,7 @@ def check_before_ray(config: Config, num_gpus: int) -> None:
     _raise_all(
         *_names(config),
         lambda: _keys(config),
-        lambda: _ports(config),
+        lambda: _port(config),
         lambda: _cpus(decided),
         lambda: _gpus(decided, num_gpus),
         lambda: _torch(decided, num_gpus),
@@ -68,7 +68,7 @@ def check_before_joining(config: Config) -> None:
         UserError: as `check_before_ray`.
     """
     beside_serve = not config.routers.num_cpus and not config.routers.resources
-    here = (lambda: _keys(config), lambda: _ports(config)) if beside_serve else ()
+    here = (lambda: _keys(config), lambda: _port(config)) if beside_serve else ()
     _raise_all(*_names(config), *here)
 
 
@@ -157,21 +157,19 @@ def _keys(config: Config) -> None:
         raise UserError(f"router.api_key_file: {error}", error.param) from error
 
 
-def _ports(config: Config) -> None:
-    """Each router's address is bound for a moment, in the way the router does it."""
-    host, first = config.cluster.host, config.cluster.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in range(first, first + config.routers.replicas) if first else [0]:
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            reason = (error.strerror or str(error)).partition(" (while")[0]
-            if error.errno == errno.EADDRINUSE:
-                remedy = "end what listens there, or choose --port N (0: any free one)"
-                reason = f"{reason}; {remedy}"
-            of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            path = "cluster.port" if of_port else "cluster.host"
-            raise UserError(f"{path}: {host}:{port}: {reason}", path) from error
+def _port(config: Config) -> None:
+    """The routers' address is bound for a moment, as the first of them does it."""
+    host, port = config.cluster.host, config.cluster.port
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        if error.errno == errno.EADDRINUSE:
+            remedy = "end what listens there, or choose --port N (0: any free one)"
+            reason = f"{reason}; {remedy}"
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        path = "cluster.port" if of_port else "cluster.host"
+        raise UserError(f"{path}: {host}:{port}: {reason}", path) from error
 
 
 def _cpus(decided: Config) -> None:

@@ -169,9 +169,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers")
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--router", type=int, metavar="N", help="routers, on ports from --port on")
+    parser.add_argument("--router", type=int, metavar="N", help="routers, all on one port")
     parser.add_argument("--host", help="address that the routers listen on")
-    parser.add_argument("--port", type=int, help="port of the first router; 0: any free one")
+    parser.add_argument("--port", type=int, help="port of the routers; 0: any free one")
     parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
     parser.add_argument(

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.actors import (
+    LOCAL_HOST,
     LOG_FORMAT,
     Identity,
     ProcessActor,
     RayProcess,
     RouterActor,
+    RouterProcess,
     WorkerActor,
     call,
     create,
     fence,
 )
 from cluster.config import Config
+from cluster.door import Door
 from cluster.monitor import Monitor
 from cluster.placement import Ask, Group, live_nodes, place, remove
 from cluster.process import Process, Stage
@@ -39,7 +42,6 @@ log = logging.getLogger("kvlane.controller")
 
 NAME = "kvlane-controller"
 NAMESPACE = "kvlane"
-LOCAL_HOST = "127.0.0.1"
 BEAT_S = 1.0
 
 
@@ -59,7 +61,7 @@ class Progress:
     events: tuple[Event, ...]  # those that `serve` has not seen
     starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
-    urls: tuple[str, ...]  # of the routers that are ready
+    urls: tuple[str, ...]  # of the routers that are ready: one for each node that has some
     drained: bool  # nothing is left to serve
 
 
@@ -72,7 +74,8 @@ class RaySite:
         self.closing = False
         self._home = home
         self._groups: dict[str, Group] = {}
-        self._seats = {seat.name: seat for seat in seats_of(config)}
+        self._seats: dict[str, Seat] = {}
+        self._doors: dict[str, Door] = {}  # by id of the node
 
     async def open(self) -> None:
         """Reserve room for all seats, and decide what depends on where they are.
@@ -88,6 +91,7 @@ class RaySite:
             has_gpus=num_gpus > 0,
             local_gpus=num_gpus if self._home.local else None,
         )
+        self._seats = {seat.name: seat for seat in seats_of(self.config)}
         self._groups = await self._place(list(self._seats.values()))
         if self.closing:
             for name in list(self._groups):
@@ -116,12 +120,17 @@ class RaySite:
         except BaseException:
             RAY.kill(actor)
             raise
+        if seat.role == "router":
+            door = self._doors.setdefault(identity.node_id, Door(self.config.cluster.port))
+            return RouterProcess(actor, identity, door)
         return RayProcess(actor, identity)
 
     async def fence(self, process: Process) -> None:
         """See process.Site."""
         assert isinstance(process, RayProcess)
         await fence(process)
+        if isinstance(process, RouterProcess):
+            process.door.leave(process)
 
     async def release(self, name: str) -> None:
         """See process.Site."""
@@ -180,25 +189,14 @@ class RaySite:
         self, seat: Seat, incarnation: str, group: Group | None
     ) -> tuple[type[ProcessActor], list[object]]:
         """Class and arguments of a seat's actor."""
-        cluster = self.config.cluster
         if seat.role == "router":
-            number = int(seat.name.rpartition("-")[2])
-            port = cluster.port + number if cluster.port else 0
-            args: list[object] = [
-                self.config,
-                seat.name,
-                incarnation,
-                cluster.host,
-                port,
-                cluster.log_level,
-            ]
-            return RouterActor, args
+            return RouterActor, [self.config, seat.name, incarnation]
         assert seat.role != "controller"
         host = group.node.address if group is not None else self._home.address
         if self._home.local:
             host = LOCAL_HOST
         worker = self.config.worker(seat.role)
-        return WorkerActor, [worker, seat.name, incarnation, host, cluster.log_level]
+        return WorkerActor, [worker, seat.name, incarnation, host, self.config.cluster.log_level]
 
 
 class Controller:
@@ -236,7 +234,7 @@ class Controller:
                     loop.call_soon_threadsafe(monitor.lost, peer, message.reason)
 
         wire = Wire(f"controller/{secrets.token_hex(4)}", self._config.ping, deliver)
-        seats = seats_of(self._config)
+        seats = seats_of(self._site.config)
         monitor = Monitor(seats, self._site, wire, self._config.cluster)
         self._wire, self._monitor = wire, monitor
         wire.start()
@@ -258,9 +256,11 @@ class Controller:
             starting={s.name: s.stage for s in monitor.seats() if s.state is State.STARTING},
             waiting=self._site.waiting,
             urls=tuple(
-                s.member.address
-                for s in monitor.seats()
-                if s.role == "router" and s.member is not None
+                dict.fromkeys(
+                    s.member.address
+                    for s in monitor.seats()
+                    if s.role == "router" and s.member is not None
+                )
             ),
             drained=self._drained,
         )

@@ -162,6 +162,6 @@ def over(reference: Any, timeout_s: float) -> bool:
 
 def num_cpus(config: Config) -> int:
     """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
-    config = with_devices(config, has_gpus=False)
+    config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
     needed = sum(bundle_of(config, seat).get("CPU", 0.0) for seat in seats_of(config))
     return max(os.cpu_count() or 1, int(-(-needed // 1)))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from cluster.config import ClusterConfig
 from cluster.process import Links, Process, Report, Site
-from cluster.seats import Event, Seat, SeatStatus, State, backoff_s, live_members
+from cluster.seats import Event, Seat, SeatStatus, State, backoff_s, live_members, others_there
 from worker.api import Member, PeerId
 from worker.errors import KvlaneError, Placement, UserError, WorldError
 
@@ -101,6 +101,8 @@ class Monitor:
             known = ", ".join(sorted(self._seats)) or "none left"
             raise UserError(f"no worker or router is called {unknown[0]} (there are: {known})")
         seats = [self._seats[name] for name in names]
+        for seat in seats:  # all of them, before the first is told which others go on
+            seat.leaving = True
         idle = await asyncio.gather(*(self._finish(seat, timeout_s) for seat in seats))
         await asyncio.gather(*(self._remove(seat) for seat in seats))
         return all(idle)
@@ -191,7 +193,6 @@ class Monitor:
 
     async def _finish(self, seat: Seat, timeout_s: float | None) -> bool:
         """Drain; False if it did not become idle in time."""
-        seat.leaving = True
         process = seat.reachable
         if process is None:
             return True
@@ -199,7 +200,8 @@ class Monitor:
         self._note(seat, "draining")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            await in_time(process.drain(), REPORT_TIMEOUT_S, "drain")
+            others = others_there(seat, self._seats.values())
+            await in_time(process.drain(others), REPORT_TIMEOUT_S, "drain")
             while seat.reachable is process:
                 if (await in_time(process.report(), REPORT_TIMEOUT_S, "report")).idle:
                     return True

@@ -52,8 +52,11 @@ class Process(Protocol):
         """Give it the list of members; a version older than the last one is ignored."""
         ...
 
-    async def drain(self) -> None:
-        """Tell it to take no new work and to finish what it has."""
+    async def drain(self, others: bool) -> None:
+        """Tell it to take no new work and to finish what it has.
+
+        others: processes at the same address go on, as routers that share a port.
+        """
         ...
 
     async def report(self) -> Report:

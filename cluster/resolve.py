@@ -15,6 +15,7 @@ from cluster.seats import Seat
 from worker.config import MEMORY_FRACTION, Note, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
+DECODE_GPUS_PER_ROUTER = 1  # by the speeds in RoutersConfig.replicas
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
@@ -25,8 +26,8 @@ def with_devices(
     local_gpus: float | None = None,
     note: Note = log_choice,
 ) -> Config:
-    """Decide `num_gpus`; also `engine.device` where no GPU is reserved, and
-    `engine.memory_fraction` where a part of a GPU is.
+    """Decide `num_gpus`; also `engine.device` where no GPU is reserved,
+    `engine.memory_fraction` where a part of a GPU is, and `routers.replicas`.
 
     Args:
         config: as the user wrote it.
@@ -53,7 +54,17 @@ def with_devices(
             note(f"{role}.engine.memory_fraction", fraction, "it shares its GPU")
         changed = {"num_gpus": num_gpus, "engine": engine}
         config = _changed(config, {role: changed})
-    return config
+    return _with_routers(config, note)
+
+
+def _with_routers(config: Config, note: Note) -> Config:
+    """Decide `routers.replicas`; all of its processes share one port."""
+    if config.routers.replicas != "auto":
+        return config
+    num_gpus = float(config.decode.num_gpus) * config.decode.replicas
+    num_routers = max(1, math.ceil(num_gpus / DECODE_GPUS_PER_ROUTER))
+    note("routers.replicas", num_routers, f"decode workers have {num_gpus:g} GPUs")
+    return _changed(config, {"routers": {"replicas": num_routers}})
 
 
 def _share(config: Config, local_gpus: float) -> float:

@@ -98,11 +98,14 @@ class Seat:
 
 
 def seats_of(config: Config) -> list[Seat]:
-    """The names that a config asks for: prefill-0, …, decode-0, …, router-0, …"""
+    """The names that a config asks for: prefill-0, …, decode-0, …, router-0, …
+
+    config: with devices decided.
+    """
     counts: list[tuple[Role, int]] = [
         ("prefill", config.prefill.replicas),
         ("decode", config.decode.replicas),
-        ("router", config.routers.replicas),
+        ("router", config.routers.num),
     ]
     return [Seat(f"{role}-{i}", role) for role, count in counts for i in range(count)]
 
@@ -110,6 +113,14 @@ def seats_of(config: Config) -> list[Seat]:
 def live_members(seats: Iterable[Seat]) -> list[Member]:
     """Those that are ready. A draining one is among them: it still serves what it has begun."""
     return [seat.member for seat in seats if seat.member is not None]
+
+
+def others_there(seat: Seat, seats: Iterable[Seat]) -> bool:
+    """Whether others that stay are reached at the address of a seat that is ready."""
+    mine = seat.member
+    assert mine is not None
+    staying = [each.member for each in seats if each is not seat and not each.leaving]
+    return any(m and (m.node, m.address) == (mine.node, mine.address) for m in staying)
 
 
 def last_of_its_kind(name: str, seats: Sequence[Seat]) -> str:

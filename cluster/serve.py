@@ -82,7 +82,7 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
 
 
 def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str, ...], int]:
-    """Show progress until everything is ready; the routers' URLs, and the events shown."""
+    """Show progress until everything is ready; the cluster's URLs, and the events shown."""
     reference = controller.start.remote()
     stages = Stages(screen)
     num_seen = 0

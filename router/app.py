@@ -8,6 +8,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import uvicorn
 
@@ -20,7 +22,9 @@ from router.members import Members
 from router.metrics import RouterMetrics
 from router.origins import origins
 from router.policy import policy
+from router.port import accept_all, listen
 from router.routes import application
+from router.siblings import Siblings
 from router.status import Front
 from router.text import Text
 from worker.api import Member
@@ -31,19 +35,41 @@ from worker.wire import Event, Wire
 log = logging.getLogger("kvlane.router")
 
 BEAT_S = 1.0
-BACKLOG = 2048
+DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
+LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
+CLOSE = (b"connection", b"close")
 
 
 class _Server(uvicorn.Server):
-    """Sets `ready` when it accepts connections."""
+    """Sets `ready` when it accepts connections; can leave a port that others listen on, too."""
 
     def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
         super().__init__(config)
         self._ready = ready
+        self._listeners: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listeners = sockets or []
         await super().startup(sockets)
         self._ready.set()
+
+    async def leave(self) -> None:
+        """Close the first listener. A connection that is open closes after its next answer."""
+        config, state, listener = self.config, self.server_state, self._listeners[0]
+        loop = asyncio.get_running_loop()
+        if listener.fileno() < 0:  # it was left before
+            return
+        # Whom the loop has accepted gets a transport at its next turn, while the server is open.
+        loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)
+        state.default_headers = [*state.default_headers, CLOSE]
+        config.encoded_headers.append(CLOSE)  # of which uvicorn makes them anew every second
+        waiting = list(accept_all(listener))
+        self.servers[0].close()
+        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+        protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
+        for connection in waiting:
+            await loop.connect_accepted_socket(protocol, connection)
 
 
 class RouterServer:
@@ -58,7 +84,10 @@ class RouterServer:
         name: stays the same when the router is started again.
         incarnation: new with every start.
         host: to listen on.
-        port: to listen on, alone; 0 takes a free one.
+        port: to listen on; 0 takes a free one.
+        node: address of this node, as others reach it; told where `host` is any address.
+        shared: other routers may join it there. Then it also has a port of its own, for what
+            is asked of this very router.
         shown: the resolved configuration, for GET /config.
 
     Raises:
@@ -76,6 +105,8 @@ class RouterServer:
         host: str,
         port: int,
         shown: Mapping[str, object],
+        node: str = "",
+        shared: bool = False,
     ) -> None:
         self._config = config
         self._model = model
@@ -84,6 +115,8 @@ class RouterServer:
         self._incarnation = incarnation
         self._host = host
         self._port = port
+        self._node = node or socket.gethostname()
+        self._shared = shared
         self._shown = shown
         self._policy = policy(config.policy)
         self._text = Text(model.directory)
@@ -98,10 +131,14 @@ class RouterServer:
         # Set by the router's thread.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._front: Front | None = None
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
 
-    def start(self) -> Member:
+    def start(self, port: int | None = None, *, joins: bool = False) -> Member:
         """Listen, start the thread, and return once requests are accepted.
+
+        Args:
+            port: instead of the one that it was made with.
+            joins: other routers of this cluster listen there; else nobody may.
 
         Returns:
             This router as a member; its address is that of its HTTP socket.
@@ -109,44 +146,52 @@ class RouterServer:
         Raises:
             UserError: the address cannot be bound.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:  # without SO_REUSEPORT: the kernel would divide requests between two owners of a port
-            listener = socket.create_server(
-                (self._host, self._port), family=family, backlog=BACKLOG
-            )
+        port = self._port if port is None else port
+        try:
+            listener = listen(self._host, port, shared=self._shared, joins=joins)
         except OSError as error:
             reason = (error.strerror or str(error)).partition(" (while")[0]
-            message = f"cannot listen on {self._host}:{self._port}: {reason}"
+            message = f"cannot listen on {self._host}:{port}: {reason}"
             raise UserError(message, "cluster.port") from error
-        self._port = listener.getsockname()[1]
+        listeners = [listener, *([listen(self._host, 0)] if self._shared else [])]
+        reachable = self._node if self._host in ("0.0.0.0", "::") else self._host
+        reachable = f"[{reachable}]" if ":" in reachable else reachable
+        addresses = [f"{reachable}:{each.getsockname()[1]}" for each in listeners]
+        member = Member(
+            name=self._name,
+            role="router",
+            incarnation=self._incarnation,
+            address=f"http://{addresses[0]}",
+            metrics_address=addresses[-1],
+            model=self._model.name,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+        )
         self._thread = threading.Thread(
-            target=self._run, args=(listener,), name="kvlane-router", daemon=True
+            target=self._run, args=(listeners, member), name="kvlane-router", daemon=True
         )
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
-        reachable = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
-        reachable = f"[{reachable}]" if ":" in reachable else reachable
-        return Member(
-            name=self._name,
-            role="router",
-            incarnation=self._incarnation,
-            address=f"http://{reachable}:{self._port}",
-            metrics_address=f"{reachable}:{self._port}",
-            model=self._model.name,
-            node=socket.gethostname(),
-            pid=os.getpid(),
-        )
+        return member
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; a worker that is no longer on it is lost at once."""
         self._members = tuple(members)
         self._post(self._apply_members)
 
-    def drain(self) -> None:
-        """Answer new requests with 503; running ones finish."""
-        self._post(self._begin_drain)
+    def drain(self, *, others: bool = False) -> None:
+        """Take no new work; running requests finish.
+
+        Args:
+            others: routers that stay listen on the same port. Then this one leaves it, having
+                taken who waits there, and serves its clients until they connect to another one.
+                Else new requests are answered with 503.
+        """
+        if self._loop is not None:
+            begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self._loop)
+            begun.result(DRAIN_TIMEOUT_S)
 
     def num_inflight(self) -> int:
         """HTTP generation requests that have not ended."""
@@ -169,9 +214,9 @@ class RouterServer:
 
     # Everything below runs in the router's thread.
 
-    def _run(self, listener: socket.socket) -> None:
+    def _run(self, listeners: list[socket.socket], member: Member) -> None:
         try:
-            asyncio.run(self._main(listener))
+            asyncio.run(self._main(listeners, member))
         except BaseException as error:
             self._failure = error
             if self._ready.is_set():
@@ -179,7 +224,7 @@ class RouterServer:
         finally:
             self._ready.set()
 
-    async def _main(self, listener: socket.socket) -> None:
+    async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
         wire = Wire(
             f"{self._name}/{self._incarnation}",
@@ -188,7 +233,8 @@ class RouterServer:
         )
         wire.start()
         try:
-            members, metrics = Members(), RouterMetrics(self._model.name)
+            members, metrics = Members(), RouterMetrics(self._model.name, self._name)
+            siblings = Siblings(members, member)
             self._front = Front(
                 config=self._config,
                 text=self._text,
@@ -198,6 +244,7 @@ class RouterServer:
                 members=members,
                 metrics=metrics,
                 shown=self._shown,
+                siblings=siblings,
                 defaults=self._defaults,
                 cors_origins=origins(self._config, self._host),
                 api_keys=self._api_keys,
@@ -205,12 +252,13 @@ class RouterServer:
             self._loop = loop
             self._apply_members()
             self._beat(loop, wire)
-            await self._serve(listener)
+            await self._serve(listeners)
+            await siblings.close()
         finally:
             self._loop = None
             wire.close()
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self._front is not None
         config = uvicorn.Config(
             application(self._front),
@@ -225,7 +273,7 @@ class RouterServer:
             timeout_graceful_shutdown=max(1, round(self._config.stop_timeout_s)),
         )
         self._server = _Server(config, self._ready)
-        await self._server.serve(sockets=[listener])
+        await self._server.serve(sockets=listeners)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop, events: Sequence[Event]) -> None:
         assert self._front is not None
@@ -239,9 +287,20 @@ class RouterServer:
         assert self._front is not None
         self._front.dispatcher.update_members(self._members)
 
-    def _begin_drain(self) -> None:
-        assert self._front is not None
-        self._front.draining = True
+    async def _begin_drain(self, others: bool) -> None:
+        front, server = self._front, self._server
+        assert front is not None
+        assert server is not None
+        if not others:
+            front.draining = True
+            return
+
+        def over() -> None:
+            front.num_open -= 1
+
+        front.num_open += 1  # or it would be idle, and whoever has just connected be cut off
+        asyncio.get_running_loop().call_later(LAST_REQUEST_S, over)
+        await server.leave()
 
     def _begin_stop(self) -> None:
         assert self._front is not None

@@ -21,7 +21,7 @@ class RouterConfig(Section):
     queue_timeout_s: float = Field(default=60.0, ge=0)
     """Wait for a decode worker; then 429 or 503."""
     max_inflight: int = Field(default=4096, ge=1)
-    """Choices that have not ended; beyond, requests get 429 at once."""
+    """Choices of one router that have not ended; beyond, requests get 429 at once."""
     keep_alive_s: float = Field(default=120.0, gt=0)
     """An HTTP connection is closed when it is idle, or its client reads nothing, for so long."""
     header_timeout_s: float = Field(default=30.0, gt=0)

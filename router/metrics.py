@@ -35,6 +35,7 @@ STAGES = (
 )  # fmt: skip
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
 WORKER_ROLES = ("prefill", "decode")
+LABELS = ("model", "role", "worker")  # worker is the name of the process, a router's here
 
 
 def by_stage(spent: Spent) -> dict[str, float]:
@@ -52,16 +53,17 @@ def by_stage(spent: Spent) -> dict[str, float]:
 
 
 class RouterMetrics:
-    """Every family has the labels model and role="router"; no label grows with requests.
+    """Every family has the labels in LABELS; none grows with requests.
 
     Args:
         model: the served name.
+        worker: this router's name.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, worker: str) -> None:
         disable_created_metrics()  # else every counter has a twin that says when it began
         self.registry = CollectorRegistry()
-        self._values = (model, "router")
+        self._values = (model, "router", worker)
         self.requests = self._counter(
             "requests", "Choices ended, by outcome: stop, length, abort or an error code", "outcome"
         )
@@ -93,7 +95,7 @@ class RouterMetrics:
         self._stages = Histogram(
             "kvlane_request_stage_seconds",
             "Time of ended choices by stage, in the order in which they pass them",
-            ("model", "role", "stage"),
+            (*LABELS, "stage"),
             registry=self.registry,
             buckets=STAGE_BUCKETS,
         )
@@ -135,13 +137,11 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kvlane_{name}", text, ("model", "role", *labels), registry=self.registry)
+        return Counter(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"kvlane_{name}", text, ("model", "role", *labels), registry=self.registry)
+        return Gauge(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(
-            f"kvlane_{name}", text, ("model", "role"), registry=self.registry, buckets=buckets
-        )
+        family = Histogram(f"kvlane_{name}", text, LABELS, registry=self.registry, buckets=buckets)
         return family.labels(*self._values)

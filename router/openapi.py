@@ -189,7 +189,7 @@ OPERATIONS = (
     Operation(
         "/ready", "Whether requests can be served now", ((JSON, Status, {"status": "ready"}),)
     ),
-    Operation("/metrics", "This router's metrics, for Prometheus", ((TEXT, None, "# HELP …"),)),
+    Operation("/metrics", "The routers' metrics, for Prometheus", ((TEXT, None, "# HELP …"),)),
     Operation(
         "/metrics/targets",
         "Where every member serves its metrics, for Prometheus' HTTP service discovery",

@@ -15,8 +15,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from router.config import RouterConfig
 from router.defaults import Defaults
 from router.dispatch import Dispatcher
-from router.members import Members
+from router.members import Known, Members
 from router.metrics import RouterMetrics
+from router.siblings import Siblings
 from router.text import Text
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
@@ -49,6 +50,7 @@ class Front:
     members: Members
     metrics: RouterMetrics
     shown: Mapping[str, object]
+    siblings: Siblings
     defaults: Defaults = field(default_factory=Defaults)  # of sampling
     started_at: int = field(default_factory=lambda: int(time.time()))
     cors_origins: Sequence[str] = ()  # whose pages may read answers
@@ -90,13 +92,16 @@ class StatusRoutes:
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
         return JSONResponse({"status": "ready"})
 
-    async def metrics(self) -> Response:
-        """GET /metrics: the metrics of this router."""
-        return Response(self._front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: of all routers of this port; on a router's own port, those of that one."""
+        page, siblings = self._front.metrics.render(), self._front.siblings
+        if siblings.shares(request.scope["server"][1]):
+            page = await siblings.page(page)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def targets(self) -> Response:
         """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""
-        listed = [known.member for known in self._front.members.all()]
+        listed = [known.member for known in self._by_name()]
         targets = [
             {
                 "targets": [member.metrics_address],
@@ -121,7 +126,7 @@ class StatusRoutes:
                 "live": known.live,
                 "num_requests": known.num_requests,
             }
-            for known in self._front.members.all()
+            for known in self._by_name()
         ]
         body = {
             "config": dict(self._front.shown),
@@ -131,6 +136,10 @@ class StatusRoutes:
             "notes": [RDMA_NOTE],
         }
         return JSONResponse(body)
+
+    def _by_name(self) -> list[Known]:
+        """All members, in the order in which every router of the cluster shows them."""
+        return sorted(self._front.members.all(), key=lambda known: known.member.name)
 
 
 def version() -> str:

@@ -52,7 +52,7 @@ class Serve:
 
     Args:
         root: that directory.
-        port: of the first router.
+        port: of the routers.
         ray: address of a Ray that it is to join; "": it starts one.
         watch: a process that is connected to that Ray.
         program: what is run.
@@ -69,7 +69,7 @@ class Serve:
 
     @property
     def url(self) -> str:
-        """Of the first router."""
+        """Of the routers."""
         return f"http://127.0.0.1:{self.port}"
 
     @property

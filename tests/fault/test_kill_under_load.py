@@ -1,4 +1,7 @@
-"""kill -9 of workers under load: retried unseen or one typed error, then everything at baseline."""
+"""kill -9 under load: of workers, retried unseen or one typed error; of a router, its streams end.
+
+Then everything is at its baseline.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import httpx
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve, shared_memory
 from tests.e2e.shared import Clusters
-from tests.support.asking import Outcome, ask_all
+from tests.support.asking import CUT, Outcome, ask_all
 from tests.support.reference import body_of, reference_texts
 
 NUM = 64
@@ -24,8 +27,9 @@ DRAWN = "kvlane_generation_tokens_total{"
 SOME = 250  # tokens that the victim has drawn: most of its streams are to go on from there
 NUM_FROZEN = 3  # streams that are to stand still when it does
 FROZEN_S = 0.5  # for so long; the others move in that time
+NUM_ROUTER = 24  # requests while a router is killed
 ARGUMENTS = (
-    "--prefill", "2", "--decode", "2",
+    "--router", "2", "--prefill", "2", "--decode", "2",
     "--set", "transport.name=mooncake",
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
@@ -72,6 +76,23 @@ async def load_and_kill(
                 assert time.monotonic() < deadline, "its streams end before clients read them"
                 time.sleep(0.02)
                 os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+
+    await asyncio.to_thread(kill)
+    assert not load.done()
+    return await load
+
+
+async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
+    """Kill -9 router-0 while streams are read."""
+    pid, before = serve.status()["router-0"]["pid"], total(serve.url, FIRST_TOKENS)
+    questions = [problem.question for problem in held_out_problems(NUM_ROUTER)]
+    load = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+
+    def kill() -> None:
+        deadline = time.monotonic() + HANG_S
+        while total(serve.url, FIRST_TOKENS) < before + NUM_ROUTER / 3:
+            assert time.monotonic() < deadline
         os.kill(pid, signal.SIGKILL)
 
     await asyncio.to_thread(kill)
@@ -140,7 +161,29 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     )
     assert check_outcomes([*again, *outcomes[8:]]) <= num_errors
     assert {each.error for each in again} == {None}
+    outcomes = asyncio.run(load_and_kill_a_router(serve))
+    num_cut = sum(each.error == CUT for each in outcomes)
+    assert 0 < num_cut < NUM_ROUTER, "its own, and no others"
+    for outcome, (text, reason) in zip(outcomes, reference_texts(NUM, MAX_TOKENS), strict=False):
+        if outcome.error is None:
+            assert (outcome.text, outcome.finish_reason) == (text, reason)
+        else:
+            assert outcome.error == CUT
+            assert text.startswith(outcome.text)
+    died_at = time.monotonic()
+    row = serve.wait_status("router-0", restarts=1, state="ready")
+    serve.wait_idle(15.0 - (time.monotonic() - died_at))
+    assert row["address"] == serve.url
+    assert total(serve.url, 'kvlane_routers{model="tiny",role="router",state="answered"') == 2
+    own = f"http://{row['metrics_address']}"
+    while not total(own, "kvlane_requests_total"):  # as about every second connection
+        assert httpx.post(f"{serve.url}/v1/completions", json={}).status_code == 400
+    assert "HTTP Request" not in serve.output, "routers log that they ask each other"
+
     serve.interrupt()
     assert serve.wait() == 0, serve.output
     assert shared_memory() == shm_before
-    print(f"{num_errors} of {NUM} requests ended with worker_lost")
+    print(
+        f"{num_errors} of {NUM} requests ended with worker_lost, "
+        f"{num_cut} of {NUM_ROUTER} with their router"
+    )

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import httpx
 import openai
 
 from tests.support.reference import body_of
+
+CUT = "connection"
 
 
 @dataclass
@@ -17,7 +20,7 @@ class Outcome:
 
     text: str = ""
     finish_reason: str | None = None
-    error: str | None = None  # the error's code
+    error: str | None = None  # the error's code; CUT: the connection was lost
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_chunks: int = 0
@@ -48,6 +51,9 @@ async def ask(
             if chunk.usage is not None:
                 outcome.num_prompt_tokens = chunk.usage.prompt_tokens
                 outcome.num_cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+    except (openai.APIConnectionError, httpx.TransportError):  # before the answer, and within it
+        assert outcome.error is None
+        outcome.error = CUT
     except openai.APIError as error:
         assert outcome.error is None
         outcome.error = str(error.code)

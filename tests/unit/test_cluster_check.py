@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import shutil
 import socket
 import subprocess
@@ -101,27 +99,18 @@ def test_every_mistake_is_told_at_once() -> None:
     ]  # fmt: skip
 
 
-def neighbour_of_a_free_port() -> socket.socket:
-    """A server below the ports that the kernel gives away, whose lower neighbour nobody has."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):
-            return socket.create_server(("127.0.0.1", port))
-
-
-def test_a_port_in_use_is_told_for_any_of_the_routers() -> None:
-    with neighbour_of_a_free_port() as taken:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_in_use_is_told_even_if_it_could_be_shared(shared: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=shared) as taken:
         port = taken.getsockname()[1]
-        first = [f"cluster.port={port - 1}", "routers.replicas=2"]
-        for sets in ([f"cluster.port={port}"], first):
-            message = refused(*sets)
-            assert message.startswith(f"cluster.port: 127.0.0.1:{port}: Address already in use")
-            assert "--port" in message
+        message = refused(f"cluster.port={port}", "routers.replicas=2")
+        assert message.startswith(f"cluster.port: 127.0.0.1:{port}: Address already in use")
+        assert "--port" in message
         config = load(None, [f"cluster.port={port}"])
         with pytest.raises(UserError, match="already in use"):
             check_before_joining(config)
         check_before_joining(load(None, [f"cluster.port={port}", "routers.num_cpus=1"]))
-    check_before_ray(load(None, first), 0)
+    check_before_ray(config, 0)
 
 
 def test_gpus_are_counted_over_both_roles() -> None:

@@ -55,7 +55,9 @@ def test_every_leaf_is_described_in_the_schema() -> None:
     assert not silent, "write a text below the field"
     schema = Config.model_json_schema()
     port = schema["$defs"]["ClusterConfig"]["properties"]["port"]
-    assert port["description"] == "Port of the first router; 0: any free one."
+    assert (
+        port["description"] == "Port of all routers, on each node that has some; 0: any free one."
+    )
     for path in leaves():
         node = schema
         for name in path.split("."):
@@ -85,6 +87,7 @@ def test_every_leaf_is_explained_once_with_its_source(tmp_path: Path) -> None:
 def test_what_auto_is_on_gpus_is_explained_as_well() -> None:
     rows = explained(num_gpus=1)
     assert rows["decode.num_gpus"].startswith("0.5 # auto: ")
+    assert rows["routers.replicas"] == "1 # auto: decode workers have 0.5 GPUs"
     assert rows["decode.engine.graph.decode"] == "full # auto: CUDA"
     assert rows["prefill.engine.graph.decode"].startswith("eager # auto: a prefill worker ")
     assert rows["kv.page_size"] == "64 # auto: CUDA"

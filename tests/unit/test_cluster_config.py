@@ -148,6 +148,26 @@ def test_workers_share_what_gpus_there_are(
     assert with_devices(config, has_gpus=True, local_gpus=local_gpus) == config
 
 
+@pytest.mark.parametrize(
+    ("sets", "has_gpus", "num"),
+    [
+        ([], False, 1),
+        ([], True, 1),
+        (["decode.replicas=3"], True, 3),
+        (["decode.replicas=3", "decode.num_gpus=0.5"], True, 2),
+        (["decode.replicas=3"], False, 1),
+        (["decode.replicas=3", "routers.replicas=2"], True, 2),
+    ],
+)
+def test_there_are_as_many_routers_as_gpus_that_decode(
+    sets: list[str], has_gpus: bool, num: int
+) -> None:
+    config = with_devices(load(None, sets), has_gpus=has_gpus)
+    assert config.routers.replicas == num
+    assert with_devices(config, has_gpus=has_gpus) == config
+    assert sum(seat.role == "router" for seat in seats_of(config)) == num
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     config = with_devices(load(path), has_gpus=True)

@@ -34,7 +34,9 @@ class FakeProcess:
     async def start(self) -> Member:
         if self.start_error is not None:
             raise self.start_error
-        return Member(self.name, "decode", self.incarnation, f"tcp://{self.name}")
+        role = "router" if self.name.startswith("router") else "decode"
+        address = "tcp://routers" if role == "router" else f"tcp://{self.name}"
+        return Member(self.name, role, self.incarnation, address)
 
     async def stage(self) -> Stage:
         return Stage("load", 0.5)
@@ -48,8 +50,8 @@ class FakeProcess:
         self.told = [member.name for member in members]
         self.log.append(f"tell {self.name} {' '.join(self.told)}")
 
-    async def drain(self) -> None:
-        self.log.append(f"drain {self.name}")
+    async def drain(self, others: bool) -> None:
+        self.log.append(f"drain {self.name}" + (" others" if others else ""))
 
     async def report(self) -> Report:
         return Report(self.idle, {"pages": 0})
@@ -209,6 +211,22 @@ def test_stop_ends_routers_first_and_what_does_not_listen_is_fenced() -> None:
         assert log.index("release router-0") < log.index("drain decode-0")
         assert log.index("stop decode-0") < log.index("fence decode-0")
         assert cluster.monitor.seats() == []
+
+    run(body)
+
+
+def test_a_drained_process_is_told_whether_others_stay_at_its_address() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1", "router-0", "router-1", "router-2")
+        await cluster.monitor.start()
+        await cluster.monitor.drain(["router-1"], None)
+        await cluster.monitor.drain(["decode-1"], None)
+        await cluster.monitor.stop(None)
+        drains = [line for line in cluster.site.log if line.startswith("drain")]
+        assert drains == [
+            "drain router-1 others", "drain decode-1",
+            "drain router-0", "drain router-2", "drain decode-0",
+        ]  # fmt: skip
 
     run(body)
 

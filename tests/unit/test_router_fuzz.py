@@ -21,6 +21,7 @@ from router.members import Members
 from router.metrics import RouterMetrics
 from router.policy import policy
 from router.routes import application
+from router.siblings import Siblings
 from router.status import Front
 from router.text import Text
 from tests.fault.router_doubles import make_model, scores
@@ -127,7 +128,7 @@ def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
     config, members, metrics = (
         RouterConfig(max_body_bytes=max_body_bytes),
         Members(),
-        RouterMetrics("small"),
+        RouterMetrics("small", "router-0"),
     )
     dispatcher = Dispatcher(config, wire, members, policy(config.policy), metrics)  # type: ignore[arg-type]
     wire.dispatcher = dispatcher
@@ -135,7 +136,9 @@ def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
     stats = WorkerStats(max_num_reqs=10_000, num_free_pages=100_000, num_pages=100_000)
     dispatcher.deliver([(WORKER.peer, Pong(WORKER.peer, stats))])
     text = Text(directory)
-    return Front(config, text, "small", 1024, dispatcher, members, metrics, {})
+    return Front(
+        config, text, "small", 1024, dispatcher, members, metrics, {}, Siblings(members, WORKER)
+    )
 
 
 async def rounds(

@@ -1,0 +1,41 @@
+"""The port of a router, which it may share with other routers of its node (SO_REUSEPORT)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+BACKLOG = 2048
+
+
+def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -> socket.socket:
+    """A listening socket. The kernel divides connections evenly among all that share a port.
+
+    The first one listens alone before it shares. So a port on which somebody listens is refused,
+    whether that one shares it or not, and of two clusters that start at once one is.
+
+    Args:
+        host: to listen on.
+        port: 0 takes a free one.
+        shared: let others of this user join.
+        joins: they listen there already.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=joins)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return listener
+
+
+def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait for a listener; the kernel resets those that do when it closes."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # none waits, or we have no descriptor left
+            return
+        connection.setblocking(False)
+        yield connection

@@ -1,0 +1,30 @@
+"""A router in a process of its own; what it imports is in the process that it is forked from."""
+
+from __future__ import annotations
+
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from router.app import RouterServer
+from router.config import RouterConfig
+from worker.config import ModelConfig, PingConfig
+
+PING = PingConfig(interval_s=0.1, max_misses=50)
+
+
+def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True) -> RouterServer:
+    """A router that is not started yet."""
+    return RouterServer(
+        RouterConfig(access_log=False), ModelConfig(path=str(directory), served_name="small"), PING,
+        name=name, incarnation=uuid.uuid4().hex[:8], host="127.0.0.1", port=port, shown={},
+        shared=shared,
+    )  # fmt: skip
+
+
+def serve_until_killed(pipe: Connection, directory: Path, name: str, port: int) -> None:
+    """The target of a process; joins the port unless it is 0."""
+    router = router_at(directory, name, port)
+    pipe.send(router.start(joins=port > 0))
+    while True:
+        router.update_members(pipe.recv())
