@@ -10,6 +10,7 @@ from router.errors import invalid
 from router.logprobs import BytesOf, chat_logprobs
 from router.mailbox import Delta
 from router.parsers import Parsed, Parser
+from router.prepared import Said
 from router.reply import (
     AssistantMessage,
     ChatChoice,
@@ -50,17 +51,26 @@ class ChatWriter:
         delta = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
         parsed = self._parsed(delta)
-        if not parsed and not delta.scored and delta.finish_reason is None:
-            return None
+        if not delta.scored and delta.finish_reason is None and not parsed.calls:
+            if not parsed.reasoning:
+                return Said("content", parsed.content) if parsed.content else None
+            if not parsed.content:
+                return Said("reasoning", parsed.reasoning)
         return ChunkChoice(
             index=delta.index,
             delta=_delta(parsed),
             logprobs=self._logprobs(delta),
             finish_reason=self._reason(delta),
         )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.prepared.AnswerWriter`."""
+        parsed = Parsed(said.text) if said.field == "content" else Parsed(reasoning=said.text)
+        delta = _delta(parsed)
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from router.logprobs import BytesOf, text_logprobs
 from router.mailbox import Delta
+from router.prepared import Said
 from router.reply import Choice, TextChoice, TextLogprobs
 from router.schema import CompletionBody
 from router.text import Text
@@ -35,14 +36,20 @@ class TextWriter:
             return None
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
+        if delta.finish_reason is None and not delta.scored:
+            return Said("text", delta.text)
         return TextChoice(
             index=delta.index,
             text=delta.text,
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
         )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.prepared.AnswerWriter`."""
+        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=None)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from router.mailbox import Delta
 from router.output import OutputText
 from router.reply import Choice
 from worker.api import Sampling
+
+
+class Said(NamedTuple):
+    """Text that is all a chunk adds to a choice; `field` is where it stands in the chunk."""
+
+    field: str
+    text: str
 
 
 class AnswerWriter(Protocol):
@@ -23,8 +30,12 @@ class AnswerWriter(Protocol):
         """What the endpoint sends of a choice before its first text, if anything."""
         ...
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunk(self, delta: Delta) -> Choice | Said | None:
         """What a chunk says of a delta; None when nothing is certain yet."""
+        ...
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """The choice of a chunk that says only this."""
         ...
 
     def whole(self, index: int, delta: Delta) -> Choice:
