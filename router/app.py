@@ -249,6 +249,7 @@ class RouterServer:
             http=limited(self._config),
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing here looks at the client's address
             log_level=logging.WARNING,  # start and end are logged by the monitor
             server_header=False,
             lifespan="off",

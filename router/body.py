@@ -15,7 +15,9 @@ from router.prepared import Prepared, Said
 from router.reply import Choice, Completion, StageTimes, Usage, to_json
 from router.waiting import counted
 
-PLACE = secrets.token_hex(16)  # where the text stands in a prepared event
+# Stand in an event's form for what differs: id, created, model, index, text; in this order.
+PLACES = secrets.token_hex(16), 7 * 10**17, secrets.token_hex(16), 8 * 10**17, secrets.token_hex(16)
+_forms: dict[tuple[str, str, str | None, bool], tuple[bytes, ...]] = {}  # see `Body._form`
 
 
 class Body:
@@ -32,7 +34,7 @@ class Body:
         self._id = f"{prepared.writer.prefix}-{exchange.unique_id}"
         self._created = int(time.time())
         self._opened = set[int]()  # choices that have their first event
-        self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}  # see `_said`
+        self._frames: dict[tuple[int, str, str | None], tuple[bytes, bytes]] = {}  # see `_said`
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         """An answer that is not streamed; `answers` are its choices."""
@@ -50,45 +52,75 @@ class Body:
                 self._opened.add(delta.index)
                 opening = writer.opening(delta.index)
                 if opening is not None:
-                    events.append(self._chunk([opening]))
+                    events.append(self._said(delta, opening))
             chunk = writer.chunk(delta)
             if isinstance(chunk, Said):
-                events.append(self._said(delta.index, chunk))
+                events.append(self._said(delta, chunk))
             elif chunk is not None:
-                self._account(chunk, delta)
-                events.append(self._chunk([chunk]))
+                events.append(self._chunk(chunk, delta))
         return b"".join(events) if len(events) != 1 else events[0]
 
     def usage(self) -> bytes:
         """The last event, if it was asked for."""
-        return self._chunk([], self._usage()) if self._prepared.include_usage else b""
+        return self._event([], self._usage()) if self._prepared.include_usage else b""
 
-    def _said(self, index: int, said: Said) -> bytes:
+    def _said(self, delta: Delta, said: Said) -> bytes:
         """An event of which only the text differs from others of its choice: the rest is kept."""
-        if self._prepared.continuous_usage:
-            return self._chunk([self._prepared.writer.saying(index, said)])
-        frame = self._frames.get((index, said.field))
+        prepared, index = self._prepared, delta.index
+        if prepared.continuous_usage or (said.reason and prepared.return_stages):
+            return self._chunk(prepared.writer.saying(index, said), delta)
+        frame = self._frames.get((index, said.field, said.reason))
         if frame is None:
-            place = self._prepared.writer.saying(index, said._replace(text=PLACE))
-            before, _, after = self._chunk([place]).partition(b'"%b"' % PLACE.encode())
-            frame = self._frames[index, said.field] = before, after
-        return b"%b%b%b" % (frame[0], msgspec.json.encode(said.text), frame[1])
+            known = (self._id, self._created, prepared.model, index)
+            before, *parts, after = self._form(said)
+            for value, part in zip(known, parts, strict=True):
+                before += msgspec.json.encode(value) + part
+            frame = self._frames[index, said.field, said.reason] = before, after
+        before, after = frame
+        return b"%b%b%b" % (before, msgspec.json.encode(said.text), after) if after else before
 
-    def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
-        if usage is None and self._prepared.continuous_usage:
-            usage = self._usage()
-        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
-        return b"data: %s\n\n" % to_json(completion)
+    def _form(self, said: Said) -> tuple[bytes, ...]:
+        """What stands around PLACES in such an event; the last is empty if there is no text.
+
+        Taken from an event that the models of `router.reply` have written, once.
+        """
+        prepared = self._prepared
+        key = prepared.writer.chunk_object, said.field, said.reason, prepared.include_usage
+        form = _forms.get(key)
+        if form is None:
+            answer_id, created, model, index, text = PLACES
+            choice = prepared.writer.saying(index, said._replace(text=text))
+            rest = self._event([choice], named=(answer_id, created, model))
+            parts: list[bytes] = []
+            for place in PLACES:
+                part, _, rest = rest.partition(msgspec.json.encode(place))
+                parts.append(part)
+            form = _forms[key] = (*parts, rest)
+        return form
+
+    def _chunk(self, choice: Choice, delta: Delta) -> bytes:
+        self._account(choice, delta)
+        return self._event([choice], self._usage() if self._prepared.continuous_usage else None)
+
+    def _event(
+        self,
+        choices: Sequence[Choice],
+        usage: Usage | None = None,
+        named: tuple[str, int, str] | None = None,
+    ) -> bytes:
+        kind = self._prepared.writer.chunk_object
+        return b"data: %s\n\n" % to_json(self._completion(kind, choices, usage, named))
 
     def _completion(
-        self, kind: str, choices: Sequence[Choice], usage: Usage | None
+        self,
+        kind: str,
+        choices: Sequence[Choice],
+        usage: Usage | None,
+        named: tuple[str, int, str] | None = None,
     ) -> Completion[Choice]:
+        answer_id, created, model = named or (self._id, self._created, self._prepared.model)
         completion = Completion[Choice](
-            id=self._id,
-            object=kind,
-            created=self._created,
-            model=self._prepared.model,
-            choices=choices,
+            id=answer_id, object=kind, created=created, model=model, choices=choices
         )
         if usage is not None or self._prepared.include_usage:
             completion.usage = usage

@@ -46,31 +46,39 @@ class ChatWriter:
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, index: int) -> Said | None:
         """The role comes first, in a chunk of its own."""
-        delta = DeltaMessage(role="assistant", content="", refusal=None)
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        return Said("role")
 
     def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
         parsed = self._parsed(delta)
-        if not delta.scored and delta.finish_reason is None and not parsed.calls:
-            if not parsed.reasoning:
-                return Said("content", parsed.content) if parsed.content else None
-            if not parsed.content:
-                return Said("reasoning", parsed.reasoning)
+        reason = self._reason(delta)
+        if not delta.scored and not parsed.calls and not (parsed.reasoning and parsed.content):
+            if parsed.content:
+                return Said("content", parsed.content, reason)
+            if parsed.reasoning:
+                return Said("reasoning", parsed.reasoning, reason)
+            return None if reason is None else Said("", "", reason)
         return ChunkChoice(
             index=delta.index,
             delta=_delta(parsed),
             logprobs=self._logprobs(delta),
-            finish_reason=self._reason(delta),
+            finish_reason=reason,
         )
 
     def saying(self, index: int, said: Said) -> Choice:
         """See `router.prepared.AnswerWriter`."""
-        parsed = Parsed(said.text) if said.field == "content" else Parsed(reasoning=said.text)
-        delta = _delta(parsed)
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        match said.field:
+            case "role":
+                delta = DeltaMessage(role="assistant", content="", refusal=None)
+            case "content":
+                delta = DeltaMessage(content=said.text)
+            case "reasoning":
+                delta = DeltaMessage(reasoning_content=said.text)
+            case _:
+                delta = DeltaMessage()
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=said.reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -30,16 +30,14 @@ class TextWriter:
         self._bytes_of = bytes_of
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, index: int) -> Said | None:
         """The prompt, if it is to be echoed."""
-        if not self._echoes:
-            return None
-        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
+        return Said("text", self._echoes[index]) if self._echoes else None
 
     def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
-        if delta.finish_reason is None and not delta.scored:
-            return Said("text", delta.text)
+        if not delta.scored:
+            return Said("text", delta.text, delta.finish_reason)
         return TextChoice(
             index=delta.index,
             text=delta.text,
@@ -49,7 +47,7 @@ class TextWriter:
 
     def saying(self, index: int, said: Said) -> Choice:
         """See `router.prepared.AnswerWriter`."""
-        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=None)
+        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=said.reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -40,10 +41,12 @@ class Outlet:
 
     Args:
         cycle: uvicorn's, which writes the response.
+        connection: on which it is written.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
         self._cycle = cycle
+        self._connection = connection
         self._transport = cycle.transport
         self._holds = False
         self._held = b""
@@ -80,6 +83,20 @@ class Outlet:
             or not cycle.chunked_encoding  # to HTTP/1.0, or not begun
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next part waits for the client to read."""
+        return self._cycle.flow.write_paused
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        return self._cycle.disconnected
+
+    def watch(self, leave: Callable[[], None] | None) -> None:
+        """Call `leave` when the client closes the connection; None: no more."""
+        self._connection.leave = leave
+
     def write_now(self, part: bytes) -> None:
         """Write a part of the body, past ASGI; only if `is_open`."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
@@ -99,6 +116,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     header_timeout_s: float
     body_timeout_s: float
+    leave: Callable[[], None] | None = None  # of the answer that is being written
     _state = _Awaited.ANYTHING
     _head_bytes = 0  # of the head that is arriving, beyond its first segment
     _refused = ""  # why what came after the last whole request is no request
@@ -116,6 +134,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """It is gone, or was cut."""
         self._stop()
         super().connection_lost(exc)
+        if self.leave is not None:
+            self.leave()
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, maybe the end of it and more."""
@@ -159,7 +179,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._state = _Awaited.BODY
         cycle: Any = self.cycle
-        cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle)
+        cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
         if version == "1.0":
             cycle.send = _without_chunks(self.cycle)
 

@@ -13,10 +13,14 @@ from worker.api import Sampling
 
 
 class Said(NamedTuple):
-    """Text that is all a chunk adds to a choice; `field` is where it stands in the chunk."""
+    """A chunk that adds no more to a choice than a text, and maybe ends it.
+
+    `field` is where the text stands; the writer knows what its names mean.
+    """
 
     field: str
-    text: str
+    text: str = ""
+    reason: str | None = None
 
 
 class AnswerWriter(Protocol):
@@ -26,7 +30,7 @@ class AnswerWriter(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, index: int) -> Said | None:
         """What the endpoint sends of a choice before its first text, if anything."""
         ...
 
@@ -35,7 +39,7 @@ class AnswerWriter(Protocol):
         ...
 
     def saying(self, index: int, said: Said) -> Choice:
-        """The choice of a chunk that says only this."""
+        """The choice of a chunk that says this."""
         ...
 
     def whole(self, index: int, delta: Delta) -> Choice:

@@ -75,14 +75,13 @@ class Answer(Response):
         self._error: Exception | None = None
         self._started = False
         self._wrote_at = 0.0  # the last part of a stream
-        self._outlet: Outlet | None = None
         self._pinger: asyncio.TimerHandle | None = None
         self._body = Body(prepared, exchange)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request from submission to the last byte, as an ASGI application."""
-        self._outlet = scope.get("outlet")
-        watcher = asyncio.create_task(self._watch(receive))
+        self._outlet: Outlet = scope["outlet"]
+        self._outlet.watch(self._leave)
         try:
             for index, choice in enumerate(self._prepared.choices):
                 leader = None if choice.leader is None else self._reqs[choice.leader]
@@ -97,6 +96,8 @@ class Answer(Response):
                         leader,
                     )
                 )
+            if self._outlet.is_gone:  # it has left before it was watched
+                self._leave()
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
         except _Gone:
             self._exchange.failure = "client_gone"
@@ -106,14 +107,12 @@ class Answer(Response):
             await self._fail(ApiError.of("internal_error", "internal error"), scope, receive, send)
             raise
         finally:
-            watcher.cancel()
-            for req in self._reqs:
-                self._dispatcher.give_up(req)
+            self._outlet.watch(None)
+            self._leave()
             self._closed()
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
+        """The client is gone, or has all that it will get."""
         for req in self._reqs:
             self._dispatcher.give_up(req)
 
@@ -171,17 +170,18 @@ class Answer(Response):
                 events = await _written(deltas, self._body.events)
                 if not events and self._silent_s >= self._ping_s:  # nothing certain yet
                     events = PING
-                if events:
+                if not self._num_open:
+                    await self._write(send, events + self._body.usage() + DONE, more=False)
+                elif events:
                     await self._write(send, events)
         finally:
             if self._pinger is not None:
                 self._pinger.cancel()
-        await self._write(send, self._body.usage() + DONE, more=False)
 
     def _write_now(self, deltas: list[Delta]) -> bool:
         """Write text without the task, if all before it has left and the client keeps up."""
         outlet = self._outlet
-        if outlet is None or not outlet.is_open or num_scored(deltas) > THREAD_SCORED:
+        if not outlet.is_open or num_scored(deltas) > THREAD_SCORED:
             return False
         try:
             events = self._body.events(deltas)
@@ -207,8 +207,7 @@ class Answer(Response):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        if self._outlet is not None:
-            self._outlet.hold()
+        self._outlet.hold()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,11 +226,15 @@ class Answer(Response):
         Raises:
             _Gone: the client has read too little of what came before for too long.
         """
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise _Gone from None
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if self._outlet.is_full:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await send(message)
+            except TimeoutError:
+                raise _Gone from None
+        else:
+            await send(message)
         self._wrote_at = time.monotonic()
 
 

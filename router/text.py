@@ -164,8 +164,10 @@ class Text:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
-        with contained("the tokenizer"):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with contained("the tokenizer"):  # the fast one leaves out where each token stands
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         return tuple(encoding.ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:

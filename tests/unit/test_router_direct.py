@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from router.body import Body
 from router.completions import TextWriter
 from router.connection import Outlet
+from router.mailbox import Delta
 from router.metrics import ITL_BUCKETS
 from router.output import ByteDetokenizer
 from router.prepared import Said
@@ -41,6 +43,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"n": 2, "stop": ["zzz", "the e"], "stream_options": {"include_usage": True}},
     {"logprobs": True, "top_logprobs": 2},
 ]
+Served = tuple[DecodeDouble, str, Any]
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
@@ -52,7 +55,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 @pytest.fixture(scope="module")
-def served(text: Text) -> Iterator[tuple[DecodeDouble, str, Any]]:
+def served(text: Text) -> Iterator[Served]:
     double = DecodeDouble()
     with serving(text.directory, double, reasoning_parser="qwen3") as (router, url):
         yield double, url, router
@@ -99,7 +102,9 @@ class Raw:
             size, _, rest = rest.partition(b"\r\n")
             body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
         body = re.sub(rb'"id":"(cmpl|chatcmpl)-[0-9a-f]+"', b'"id":""', body)
-        return re.sub(rb'"id":"call_[0-9a-f]+"', b'"id":""', re.sub(rb'"created":\d+', b'"created":0', body))
+        return re.sub(
+            rb'"id":"call_[0-9a-f]+"', b'"id":""', re.sub(rb'"created":\d+', b'"created":0', body)
+        )
 
 
 def generally(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +113,9 @@ def generally(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Body,
         "_said",
-        lambda self, index, said: self._chunk([self._prepared.writer.saying(index, said)]),
+        lambda self, delta, said: self._chunk(
+            self._prepared.writer.saying(delta.index, said), delta
+        ),
     )
 
 
@@ -127,29 +134,34 @@ def spoken(text: Text, rng: random.Random) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def in_step(double: DecodeDouble, url: str, body: dict[str, Any], said: list[Any]) -> bytes:
-    """The answer, whose chunks are sent one frame after the other, each once the last was read.
+def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
+    """The answer, whose frames are sent one after the other, each once the last was dealt with.
 
     `said` are the frames: of each choice, in order, the tokens or None.
     """
+    double, url, router = served
     client = Raw(url, body)
     taken = [double.take() for _ in range(body.get("n", 1))]
     taken.sort(key=lambda item: item[1].req_id)
     at = [0] * len(taken)
-    for frame in said:
-        chunks = []
-        for i, tokens in enumerate(frame):
-            if tokens:
-                chunks.append(chunk(taken[i][1], tokens, at[i]))
-                at[i] += len(tokens)
+    stale = router._front.metrics.stale_chunks._value
+
+    async def a_few_turns() -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    for frame in [*said, None]:
+        chunks = [TokenChunk("nobody's", 1, 0)]  # it is counted when the frame is looked at
+        for i, (_, each) in enumerate(taken):
+            if frame is None:
+                chunks.insert(0, chunk(each, (), at[i], last=True))
+            elif frame[i]:
+                chunks.insert(0, chunk(each, frame[i], at[i]))
+                at[i] += len(frame[i])
+        before = stale.get()
         double._wire.send(taken[0][0], Chunks(tuple(chunks)))
-        client.read_more(1, 0.05)  # a frame may add nothing
-    double._wire.send(
-        taken[0][0],
-        Chunks(
-            tuple(chunk(each, (), n, last=True) for (_, each), n in zip(taken, at, strict=True))
-        ),
-    )
+        wait_until(lambda before=before: stale.get() > before)
+        asyncio.run_coroutine_threadsafe(a_few_turns(), router._loop).result(HANG_S)
     return client.body()
 
 
@@ -168,13 +180,12 @@ def chunk(each: Generate, tokens: tuple[int, ...], at: int, *, last: bool = Fals
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["chat", "tools", "completion"])
 def test_what_is_written_directly_is_what_the_general_way_writes(
-    served: tuple[DecodeDouble, str, Any],
+    served: Served,
     text: Text,
     options: dict[str, Any],
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    double, url, _ = served
     rng = random.Random(f"{options}{kind}")
     body: dict[str, Any] = {"prompt": "a"} if kind == "completion" else dict(CHAT)
     body |= {"tools": TOOLS} if kind == "tools" else {}
@@ -194,11 +205,11 @@ def test_what_is_written_directly_is_what_the_general_way_writes(
         said = [[c[i] if i < len(c) else None for c in choices] for i in range(longest)]
         with monkeypatch.context() as patch:
             patch.setattr(Outlet, "write_now", count)
-            direct = in_step(double, url, body, said)
+            direct = in_step(served, body, said)
         with monkeypatch.context() as patch:
             generally(patch)
             patch.setattr(Outlet, "write_now", lambda *_: pytest.fail("not the general way"))
-            general = in_step(double, url, body, said)
+            general = in_step(served, body, said)
         assert direct == general
         assert direct.endswith(b"data: [DONE]\n\n")
     assert written, "nothing was written directly"
@@ -206,7 +217,7 @@ def test_what_is_written_directly_is_what_the_general_way_writes(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_client_that_pauses_gets_everything_in_order(
-    served: tuple[DecodeDouble, str, Any],
+    served: Served,
     text: Text,
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +266,7 @@ def test_a_client_that_pauses_gets_everything_in_order(
 
 
 def test_head_and_first_chunk_are_one_write(
-    served: tuple[DecodeDouble, str, Any], text: Text, monkeypatch: pytest.MonkeyPatch
+    served: Served, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double, url, _ = served
     writes: list[bytes] = []
@@ -272,6 +283,7 @@ def test_head_and_first_chunk_are_one_write(
     peer, generate = double.take()
     double.chunk(peer, generate, text.encode("hello", add_special_tokens=False))
     client.read(lambda data: b"hello" in data)
+    wait_until(lambda: bool(writes))
     (first,) = writes
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert first.count(b"data: ") == 2  # the role, then the text
@@ -281,7 +293,7 @@ def test_head_and_first_chunk_are_one_write(
 
 
 def test_an_answer_that_cannot_be_written_fails_alone(
-    served: tuple[DecodeDouble, str, Any], monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double, url, _ = served
     clients = [Raw(url, {"prompt": "a"}) for _ in range(2)]
@@ -292,10 +304,10 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     broken = taken[0][1].req_id.rpartition("-")[0]
     said = Body._said
 
-    def fail(body: Body, index: int, what: Any) -> bytes:
+    def fail(body: Body, delta: Delta, what: Said) -> bytes:
         if body._id.endswith(broken):
             raise ZeroDivisionError
-        return said(body, index, what)
+        return said(body, delta, what)
 
     monkeypatch.setattr(Body, "_said", fail)
     double._wire.send(taken[0][0], Chunks(tuple(chunk(each, (65,), 1) for _, each in taken)))
