@@ -4,7 +4,7 @@ A real router (`router.app.RouterServer`) stands in a process of its own between
 without an engine, which speaks the wire and sends one frame of chunks a step, and clients that do
 little more than count bytes. Everything is on loopback. CPU is user and system time of the router's
 process, all threads, divided by chunks or requests, and scaled by the time that a fixed loop of
-Python takes on this machine (CALIBRATION_S on the one where the marks were set).
+Python takes meanwhile (CALIBRATION_S on the machine where the marks were set).
 
     cost       CPU of a chunk at 256 and 1,024 streams, of a request with 40 and with 4,096 tokens
     steady     4,000 tokens/s: ms from the worker's send to the client's read, of chunks and of the
@@ -17,6 +17,7 @@ Python takes on this machine (CALIBRATION_S on the one where the marks were set)
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import multiprocessing as mp
 import select
@@ -46,34 +47,22 @@ from worker.wire import Event, Wire
 PARTS = ("cost", "steady", "arrivals", "fast", "full")
 TINY = Path(__file__).parents[1] / "worker" / "assets" / "tiny"
 PING = PingConfig(interval_s=1.0, max_misses=20)
-CALIBRATION_S = 0.070  # of the machine where the marks were set
+CALIBRATION_S = 0.0088  # of the machine where the marks were set
 MARK = "@"  # the text of a marked stream's tokens: counting it counts tokens, in any chunks
 STEP_S = 0.012
 PROBE_S = 0.005
+PARTS_OF_WINDOW = 20  # calibrated after each: on a shared machine it changes from second to second
 ROOM = WorkerStats(max_num_reqs=4096, num_free_pages=1 << 20, num_pages=1 << 20)
 REQUEST = "POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-request-id: {}\r\ncontent-length: {}"
 END = b"0\r\n\r\n"
 
 
 def calibration_s() -> float:
-    """CPU seconds of a fixed loop of Python; the median of five."""
-    times: list[float] = []
-    for _ in range(5):
-        began, table = time.process_time(), dict[int, int]()
-        for i in range(400_000):
-            table[i & 1023] = table.get(i & 511, 0) + (i ^ 7)
-        times.append(time.process_time() - began)
-    return statistics.median(times)
-
-
-@dataclass(slots=True)
-class Running:
-    """One request at the worker; `times`: when each token was sent."""
-
-    peer: str
-    asked: Generate
-    tokens: Iterator[tuple[int, ...]]
-    times: list[float]
+    """CPU seconds of a fixed loop of Python."""
+    began, table = time.process_time(), dict[int, int]()
+    for i in range(50_000):
+        table[i & 1023] = table.get(i & 511, 0) + (i ^ 7)
+    return time.process_time() - began
 
 
 class Worker:
@@ -85,12 +74,12 @@ class Worker:
         words = text.encode(held_out_problems(1, 5)[0].question, add_special_tokens=False)
         self._words = [(token,) for token in words]
         self._inbox: deque[Event] = deque()
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, tuple[str, Generate, Iterator[tuple[int, ...]]]] = {}
         self._wire = Wire("decode-0/1", PING, self._inbox.extend, lambda: ROOM)
         pipe.send(self._wire.start("127.0.0.1"))
         self._step_s = STEP_S
         self._num_sent = 0
-        self._sent: dict[str, list[float]] = {}
+        self._sent: dict[str, list[float]] = {}  # when each token of a client's id was sent
         self._run(pipe)
 
     def _run(self, pipe: Connection) -> None:
@@ -101,8 +90,8 @@ class Worker:
                 match pipe.recv():
                     case "counts", _:
                         pipe.send((self._num_sent, len(self._running)))
-                    case "times", _:  # of every token, by the client's id
-                        pipe.send(self._sent)
+                    case "times", _:
+                        pipe.send({name: s for name, s in self._sent.items() if name[0] != "u"})
                     case "step_s", value:
                         self._step_s, due = value, time.monotonic()
                         pipe.send(None)
@@ -118,23 +107,21 @@ class Worker:
             if isinstance(message, Generate):
                 name = message.req_id.partition("-")[0]
                 tokens = itertools.cycle(self._words if name[0] == "u" else [self._mark])
-                times = self._sent.setdefault(name, [])
-                self._running[message.req_id] = Running(peer, message, tokens, times)
+                self._running[message.req_id] = peer, message, tokens
+                self._sent[name] = []
         frames: dict[str, list[TokenChunk]] = {}
-        for each in list(self._running.values() if self._step_s else ()):
-            frames.setdefault(each.peer, []).append(self._next(each))
+        for peer, asked, tokens in list(self._running.values() if self._step_s else ()):
+            times = self._sent[asked.req_id.partition("-")[0]]
+            position, reason = asked.num_prompt_tokens + len(times), None
+            times.append(time.monotonic())
+            if len(times) == asked.sampling.max_tokens:
+                reason = FinishReason.LENGTH
+                del self._running[asked.req_id]
+            chunk = TokenChunk(asked.req_id, asked.dispatch, position, next(tokens), reason)
+            frames.setdefault(peer, []).append(chunk)
         for peer, chunks in frames.items():
             self._num_sent += len(chunks)
             self._wire.send(peer, Chunks(tuple(chunks)))
-
-    def _next(self, each: Running) -> TokenChunk:
-        asked, reason = each.asked, None
-        position = asked.num_prompt_tokens + len(each.times)
-        each.times.append(time.monotonic())
-        if len(each.times) == asked.sampling.max_tokens:
-            reason = FinishReason.LENGTH
-            del self._running[asked.req_id]
-        return TokenChunk(asked.req_id, asked.dispatch, position, next(each.tokens), reason)
 
 
 def route(pipe: Connection, directory: Path) -> None:
@@ -143,6 +130,8 @@ def route(pipe: Connection, directory: Path) -> None:
     named = {"name": "router-0", "incarnation": "1", "host": "127.0.0.1"}
     router = RouterServer(config, model, PING, port=0, shown={}, **named)
     member = router.start()
+    gc.collect()
+    gc.freeze()  # as in a cluster
     pipe.send(member.address)
     router.update_members([member, Member("decode-0", "decode", "1", pipe.recv())])
     loop: Any = router._loop  # pyright: ignore[reportPrivateUsage]
@@ -173,7 +162,7 @@ class Stream:
     """A connection and what arrived on it of the present answer."""
 
     sock: socket.socket
-    name: str = ""  # u…: unmarked, m…: marked, f…: marked, of one token
+    name: str  # u…: unmarked, m…: marked, f…: marked, of one token
     head: bytes | None = b""  # until the body's first byte
     tail: bytes = b""
     reads: list[tuple[float, int]] = field(default_factory=list)  # when, and how many marks
@@ -186,14 +175,14 @@ class Clients:
         host, _, port = address.removeprefix("http://").rpartition(":")
         self._address = host, int(port)
         self._poll = select.epoll()
-        self._idle: list[socket.socket] = []
+        self.idle: list[socket.socket] = []
         self._ids = itertools.count()
         self.open: dict[int, Stream] = {}
         self.ended: list[Stream] = []
 
     def ask(self, prompt: str, num_tokens: int, kind: str = "u") -> None:
         """Begin a stream of so many tokens."""
-        sock = self._idle.pop() if self._idle else socket.create_connection(self._address)
+        sock = self.idle.pop() if self.idle else socket.create_connection(self._address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"{kind}{next(self._ids)}"
         body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
@@ -212,7 +201,6 @@ class Clients:
     def drain(self) -> None:
         """Read until no stream is open."""
         self.read(120, lambda: not self.open)
-        assert not self.open, "streams have not ended"
 
     def _take(self, stream: Stream) -> None:
         part, now = stream.sock.recv(1 << 16), time.monotonic()
@@ -230,7 +218,7 @@ class Clients:
         if stream.tail == END:
             del self.open[stream.sock.fileno()]
             self._poll.unregister(stream.sock)
-            self._idle.append(stream.sock)
+            self.idle.append(stream.sock)
             self.ended.append(stream)
 
 
@@ -249,25 +237,34 @@ class Bench:
         self._clients.ask(self.short, 1)  # answered as soon as the worker answers the router
         self._clients.drain()
 
+    def close(self) -> None:
+        """Close the clients' connections."""
+        for sock in self._clients.idle:
+            sock.close()
+
     def chunk_us(self, num: int, rate: float, seconds: float) -> float:
         """CPU of a chunk with `num` streams and `rate` chunks a second."""
         self._begin(num, num / rate, round(seconds * rate / num) + 4, "u")
-        cpu, sent = _told(self._router, "cpu"), _told(self._worker, "counts")[0]
-        self._clients.read(seconds)
+        cpu, sent, scales = _told(self._router, "cpu"), _told(self._worker, "counts")[0], []
+        for _ in range(PARTS_OF_WINDOW):
+            self._clients.read(seconds / PARTS_OF_WINDOW)
+            scales.append(CALIBRATION_S / calibration_s())
         cpu, sent = _told(self._router, "cpu") - cpu, _told(self._worker, "counts")[0] - sent
         self._clients.drain()
-        return 1e6 * cpu / sent
+        return 1e6 * statistics.fmean(scales) * cpu / sent
 
     def request_us(self, prompt: str, num: int, at_once: int = 8) -> float:
         """CPU of a request with one token."""
         _told(self._worker, "step_s", 0.002)
-        began = 0.0
+        began, scales = 0.0, list[float]()
         for i in range(-at_once, num):  # the first ones open the connections
             began = _told(self._router, "cpu") if i == 0 else began
             self._clients.ask(prompt, 1)
             self._clients.read(30, lambda: len(self._clients.open) < at_once)
+            if i % max(1, num // PARTS_OF_WINDOW) == 0:
+                scales.append(CALIBRATION_S / calibration_s())
         self._clients.drain()
-        return 1e6 * (_told(self._router, "cpu") - began) / num
+        return 1e6 * statistics.fmean(scales) * (_told(self._router, "cpu") - began) / num
 
     def late_ms(self, num: int, seconds: float, prompt: str) -> dict[str, float]:
         """Delays with `num` streams, while `prompt` arrives 20 times a second."""
@@ -322,13 +319,12 @@ def parties(source: Path) -> Iterator[Bench]:
     """Router and worker in processes of their own; both end with it."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        directory = Path(folder)
+        directory, pipes = Path(folder), list[Connection]()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(source / name, directory)
         config = msgspec.json.decode((source / "config.json").read_bytes())
         config["max_position_embeddings"] = 32768
         (directory / "config.json").write_bytes(msgspec.json.encode(config))
-        pipes: list[Connection] = []
         for target in (route, Worker):
             mine, theirs = context.Pipe()
             pipes.append(mine)
@@ -336,18 +332,18 @@ def parties(source: Path) -> Iterator[Bench]:
             process.start()
             stack.callback(process.join, 10)
             stack.callback(mine.send, ("stop", None))
-        yield Bench(directory, *pipes)
+        bench = Bench(directory, *pipes)
+        stack.callback(bench.close)
+        yield bench
 
 
-def run(bench: Bench, part: str, seconds: float, num: int) -> Iterator[tuple[str, float]]:
+def run(bench: Bench, part: str, seconds: float, num: int = 1024) -> Iterator[tuple[str, float]]:
     """Figures of a part by name; `num` streams stand for 1,024."""
     if part == "cost":
-        scale = CALIBRATION_S / calibration_s()
         for each in (num // 4, num):
-            yield f"chunk, {each} streams, us", scale * bench.chunk_us(each, 5000.0, seconds)
+            yield f"chunk, {each} streams, us", bench.chunk_us(each, 5000.0, seconds)
         for name, prompt in (("40", bench.short), ("4096", bench.long)):
-            figure = scale * bench.request_us(prompt, round(40 * seconds))
-            yield f"request, {name} tokens, us", figure
+            yield f"request, {name} tokens, us", bench.request_us(prompt, round(40 * seconds))
     elif part == "full":
         yield f"{num} streams, tokens/s", bench.full(num, round(seconds / STEP_S))
     else:
@@ -362,13 +358,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=8.0, help="each measurement")
-    parser.add_argument("--streams", type=int, default=1024, help="that stand for 1,024")
     parser.add_argument("--model", type=Path, default=TINY, help="directory with a tokenizer")
     asked = parser.parse_args()
-    print(f"calibration {1e3 * calibration_s():.1f} ms, scaled to {1e3 * CALIBRATION_S:.1f}")
+    now_s = statistics.median(calibration_s() for _ in range(21))
+    print(f"calibration {1e3 * now_s:.1f} ms; CPU is scaled to {1e3 * CALIBRATION_S:.1f}")
     with parties(asked.model) as bench:
         for part in asked.parts:
-            for name, value in run(bench, part, asked.seconds, asked.streams):
+            for name, value in run(bench, part, asked.seconds):
                 print(f"{part:9s} {name:28s} {value:10.1f}", flush=True)
 
 

@@ -7,6 +7,7 @@ monitor decides what follows. `run` blocks one of the actor's threads until the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -155,7 +156,10 @@ class RouterActor(ProcessActor):
             port=self._port,
             shown=self._config.shown(),
         )
-        return cast("Member", self._part.start())
+        member = cast("Member", self._part.start())
+        gc.collect()
+        gc.freeze()  # else a collection walks through all libraries, and every stream waits
+        return member
 
     def run(self) -> None:
         """Returns once it was stopped."""

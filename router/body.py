@@ -58,7 +58,7 @@ class Body:
                 events.append(self._said(delta, chunk))
             elif chunk is not None:
                 events.append(self._chunk(chunk, delta))
-        return b"".join(events) if len(events) != 1 else events[0]
+        return b"".join(events)
 
     def usage(self) -> bytes:
         """The last event, if it was asked for."""

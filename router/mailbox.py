@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from router.errors import ApiError
 from worker.api import FinishReason, PeerId, Stages, TokenLogprob
 
@@ -23,9 +25,12 @@ class Spent:
     decoded_by: PeerId
 
 
-@dataclass(slots=True)
-class Delta:
-    """What is new of one choice. The last has a finish reason; if that is ERROR, also the error."""
+class Delta(msgspec.Struct, gc=False):
+    """What is new of one choice. The last has a finish reason; if that is ERROR, also the error.
+
+    There is one a chunk: a Struct is made in a quarter of a dataclass's time, and wakes no
+    garbage collection.
+    """
 
     index: int
     text: str = ""

@@ -67,12 +67,11 @@ class ByteDetokenizer:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """See `Detokenizer`."""
-        shown = self._shown(tokens)
-        if len(shown) == 1 and not self._holds:  # most often
-            text = self._text_of(shown[0])
+        if len(tokens) == 1 and not self._holds:  # most often
+            text = "" if tokens[0] in self._skip else self._text_of(tokens[0])
             if text is not None:
                 return text
-        text = self._decoder.decode(b"".join([self._bytes_of(token) for token in shown]))
+        text = self._decoder.decode(b"".join(self._bytes_of(t) for t in self._shown(tokens)))
         self._holds = bool(self._decoder.getstate()[0])
         return text
 

@@ -181,7 +181,7 @@ class Answer(Response):
     def _write_now(self, deltas: list[Delta]) -> bool:
         """Write text without the task, if all before it has left and the client keeps up."""
         outlet = self._outlet
-        if not outlet.is_open or num_scored(deltas) > THREAD_SCORED:
+        if not outlet.is_open or (deltas[0].scored and num_scored(deltas) > THREAD_SCORED):
             return False
         try:
             events = self._body.events(deltas)
