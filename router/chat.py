@@ -9,7 +9,7 @@ from typing import Any, cast
 from router.errors import invalid
 from router.logprobs import BytesOf, chat_logprobs
 from router.mailbox import Delta
-from router.parsers import Parsed, Parser
+from router.parsers import Parsed, Parser, Plain
 from router.prepared import Said
 from router.reply import (
     AssistantMessage,
@@ -52,6 +52,8 @@ class ChatWriter:
 
     def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
+        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
+            return Said("content", delta.text)
         parsed = self._parsed(delta)
         reason = self._reason(delta)
         if not delta.scored and not parsed.calls and not (parsed.reasoning and parsed.content):

@@ -96,6 +96,8 @@ class Outlet:
     def watch(self, leave: Callable[[], None] | None) -> None:
         """Call `leave` when the client closes the connection; None: no more."""
         self._connection.leave = leave
+        if leave is not None:  # a large body may have left it paused, and then nobody notices
+            self._cycle.flow.resume_reading()
 
     def write_now(self, part: bytes) -> None:
         """Write a part of the body, past ASGI; only if `is_open`."""
@@ -198,7 +200,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
+        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
 
     def _decline(self, rest: bytes) -> None:
         """Read a request that asks for another protocol, such as h2c, as one that does not.

@@ -46,6 +46,7 @@ log = logging.getLogger("kvlane.router")
 MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
+DETOKENIZER = contained("the detokenizer")
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 
 
@@ -193,7 +194,7 @@ class Dispatcher:
             if failed:
                 self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
             elif chunk.finish_reason is not None:
-                with contained("the detokenizer"):
+                with DETOKENIZER:
                     rest = req.output.finish()
                 self._end(req, chunk.finish_reason, rest)
         except LibraryError as error:
@@ -209,7 +210,7 @@ class Dispatcher:
             req.first_token_at = now
             self._metrics.ttft.observe(now - req.arrived_at)
         req.last_token_at = now
-        with contained("the detokenizer"):
+        with DETOKENIZER:
             piece = req.output.feed(tokens)
         tokens = tokens[: piece.num_tokens]
         req.tokens.extend(tokens)

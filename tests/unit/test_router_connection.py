@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -10,29 +11,37 @@ from typing import Any
 import pytest
 
 from router.connection import MAX_HEAD_BYTES
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
-from worker.api import FinishReason
+from tests.fault.router_doubles import (
+    HANG_S,
+    DecodeDouble,
+    make_model,
+    serving,
+    speak,
+    wait_until,
+)
+from worker.api import Abort, FinishReason
 
+Served = tuple[DecodeDouble, str, Any]
 BODY = b'{"prompt": "hello", "stream": true}'
 HEAD = b"POST /v1/completions HTTP/%b\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DecodeDouble, str, Any]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     double = DecodeDouble()
     with serving(make_model(tmp_path_factory.mktemp("model")), double) as (router, url):
         yield double, url, router
 
 
 @pytest.fixture
-def double(served: tuple[DecodeDouble, str, Any]) -> DecodeDouble:
+def double(served: Served) -> DecodeDouble:
     served[0].script = speak([65, 66])
     return served[0]
 
 
 @pytest.fixture
-def client(served: tuple[DecodeDouble, str, Any], double: DecodeDouble) -> Iterator[socket.socket]:
+def client(served: Served, double: DecodeDouble) -> Iterator[socket.socket]:
     host, port = served[1].removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=HANG_S) as found:
         yield found
@@ -150,7 +159,7 @@ def test_a_head_without_end_is_400(client: socket.socket) -> None:
     assert found.startswith(b"HTTP/1.1 400 ")
 
 
-def test_what_is_written_leaves_at_once(served: tuple[DecodeDouble, str, Any]) -> None:
+def test_what_is_written_leaves_at_once(served: Served) -> None:
     """Else Nagle's algorithm waits for the client's acknowledgement, which it delays by 40 ms."""
     _, url, router = served
     host, port = url.removeprefix("http://").split(":")
@@ -163,3 +172,20 @@ def test_what_is_written_leaves_at_once(served: tuple[DecodeDouble, str, Any]) -
             if each.client == client.getsockname()
         ]
         assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_a_client_that_leaves_after_a_large_body_is_noticed(
+    served: Served, client: socket.socket, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn stops reading when much of a body has come at once."""
+    monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 10)
+    double.script = None
+    connections = served[2]._server.server_state.connections
+    client.sendall(asked()[: -len(BODY)])
+    wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
+    turns = asyncio.sleep(0.05)  # until the route waits for the body
+    asyncio.run_coroutine_threadsafe(turns, served[2]._loop).result(HANG_S)
+    client.sendall(BODY)
+    _, generate = double.take()
+    client.close()
+    assert double.expect(Abort).req_id == generate.req_id
