@@ -146,9 +146,9 @@ class Dispatcher:
                     self._on_lost(peer, message.reason)
                 case _:
                     log.warning("%s sent a %s to a router", peer, type(message).__name__)
-        touched, self._touched = self._touched, []
-        for mailbox in touched:
-            mailbox.flush()
+        if self._touched:  # behind the tasks that were woken: first chunks leave first
+            self._loop.call_soon(_flush, self._touched)
+            self._touched = []
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
@@ -305,6 +305,11 @@ class Dispatcher:
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
+
+
+def _flush(mailboxes: Sequence[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.flush()
 
 
 def _failure(error: Error | None) -> ApiError:

@@ -43,9 +43,10 @@ class Delta(msgspec.Struct, gc=False):
 class Mailbox:
     """Deltas of all choices of a request, in order. Loop thread only.
 
-    Text of a stream is handed to `write_now` once all of a frame is here. The task that answers
-    the request is woken for all else: the end of a choice, and text that could not be written. Then
-    deltas pile up here until it takes all at once, so a slow client never slows anyone else.
+    Text of a stream that has begun is handed to `write_now` once all of a frame is here. The task
+    that answers the request is woken for all else: the first text, the end of a choice, and text
+    that could not be written. Then deltas pile up here until it takes all at once, so a slow client
+    never slows anyone else.
 
     Args:
         write_now: takes deltas without waiting, or says that it cannot. None: the answer is not
@@ -54,6 +55,7 @@ class Mailbox:
 
     def __init__(self, write_now: Callable[[list[Delta]], bool] | None) -> None:
         self._write_now = write_now
+        self.has_begun = write_now is None  # else the first text wakes the task
         self._deltas: list[Delta] = []
         self._ready = asyncio.Event()
         self._is_awaited = False  # the task has nothing in hand that would have to go out first
@@ -61,7 +63,7 @@ class Mailbox:
     def put(self, delta: Delta) -> None:
         """Add a delta; `flush` follows unless it is the last one of a choice."""
         self._deltas.append(delta)
-        if delta.finish_reason is not None:
+        if delta.finish_reason is not None or not self.has_begun:
             self._ready.set()
 
     def flush(self) -> None:

@@ -206,7 +206,7 @@ class Answer(Response):
         return time.monotonic() - self._wrote_at
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._started = True
+        self._started = self._mailbox.has_begun = True
         self._outlet.hold()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
