@@ -20,22 +20,19 @@ import argparse
 import gc
 import itertools
 import multiprocessing as mp
-import select
 import shutil
-import socket
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from benchmarks.calibration import CALIBRATION_S, calibration_s
+from benchmarks.counting import MARK, Clients
 from benchmarks.train.problems import held_out_problems
 from router.app import RouterServer
 from router.config import RouterConfig
@@ -47,22 +44,11 @@ from worker.wire import Event, Wire
 PARTS = ("cost", "steady", "arrivals", "fast", "full")
 TINY = Path(__file__).parents[1] / "worker" / "assets" / "tiny"
 PING = PingConfig(interval_s=1.0, max_misses=20)
-CALIBRATION_S = 0.0088  # of the machine where the marks were set
-MARK = "@"  # the text of a marked stream's tokens: counting it counts tokens, in any chunks
+CONFIG = b'{"vocab_size": 1024, "max_position_embeddings": 32768}'
 STEP_S = 0.012
 PROBE_S = 0.005
 PARTS_OF_WINDOW = 20  # calibrated after each: on a shared machine it changes from second to second
 ROOM = WorkerStats(max_num_reqs=4096, num_free_pages=1 << 20, num_pages=1 << 20)
-REQUEST = "POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-request-id: {}\r\ncontent-length: {}"
-END = b"0\r\n\r\n"
-
-
-def calibration_s() -> float:
-    """CPU seconds of a fixed loop of Python."""
-    began, table = time.process_time(), dict[int, int]()
-    for i in range(50_000):
-        table[i & 1023] = table.get(i & 511, 0) + (i ^ 7)
-    return time.process_time() - began
 
 
 class Worker:
@@ -157,71 +143,6 @@ def route(pipe: Connection, directory: Path) -> None:
     router.stop()
 
 
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A connection and what arrived on it of the present answer."""
-
-    sock: socket.socket
-    name: str  # u…: unmarked, m…: marked, f…: marked, of one token
-    head: bytes | None = b""  # until the body's first byte
-    tail: bytes = b""
-    reads: list[tuple[float, int]] = field(default_factory=list)  # when, and how many marks
-
-
-class Clients:
-    """Connections of one process, read by one thread that looks at nothing but counts."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("http://").rpartition(":")
-        self._address = host, int(port)
-        self._poll = select.epoll()
-        self.idle: list[socket.socket] = []
-        self._ids = itertools.count()
-        self.open: dict[int, Stream] = {}
-        self.ended: list[Stream] = []
-
-    def ask(self, prompt: str, num_tokens: int, kind: str = "u") -> None:
-        """Begin a stream of so many tokens."""
-        sock = self.idle.pop() if self.idle else socket.create_connection(self._address)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        name = f"{kind}{next(self._ids)}"
-        body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
-        raw = msgspec.json.encode(body | {"max_tokens": num_tokens})
-        sock.sendall(f"{REQUEST.format(name, len(raw))}\r\n\r\n".encode() + raw)
-        self.open[sock.fileno()] = Stream(sock, name)
-        self._poll.register(sock, select.EPOLLIN)
-
-    def read(self, seconds: float, until: Callable[[], bool] = bool) -> None:
-        """Read what comes for so long, or until something holds."""
-        end = time.monotonic() + seconds
-        while not until() and (left := end - time.monotonic()) > 0:
-            for fd, _ in self._poll.poll(min(left, 0.05)):
-                self._take(self.open[fd])
-
-    def drain(self) -> None:
-        """Read until no stream is open."""
-        self.read(120, lambda: not self.open)
-
-    def _take(self, stream: Stream) -> None:
-        part, now = stream.sock.recv(1 << 16), time.monotonic()
-        assert part, "the router has closed a connection"
-        if stream.head is not None:
-            stream.head += part
-            head, end, body = stream.head.partition(b"\r\n\r\n")
-            assert not end or head.startswith(b"HTTP/1.1 200"), stream.head
-            if not body:
-                return
-            stream.head, part = None, body
-        if stream.name[0] != "u":
-            stream.reads.append((now, part.count(MARK.encode())))
-        stream.tail = (stream.tail + part)[-len(END) :]
-        if stream.tail == END:
-            del self.open[stream.sock.fileno()]
-            self._poll.unregister(stream.sock)
-            self.idle.append(stream.sock)
-            self.ended.append(stream)
-
-
 class Bench:
     """The three parties, and what is measured."""
 
@@ -269,9 +190,10 @@ class Bench:
     def late_ms(self, num: int, seconds: float, prompt: str) -> dict[str, float]:
         """Delays with `num` streams, while `prompt` arrives 20 times a second."""
         self._clients.ended.clear()
-        self._begin(num, STEP_S, round(seconds / STEP_S), "m")
+        self._begin(num, STEP_S, round((seconds + 2) / STEP_S), "m")
+        self._clients.read(1.0)  # all have begun in one step, and will end in one: neither counts
         _told(self._router, "lags")
-        end = time.monotonic() + seconds - 0.5
+        began, end = time.monotonic(), time.monotonic() + seconds
         while time.monotonic() < end:
             self._clients.ask(prompt, 1, "f")
             self._clients.read(0.05)
@@ -280,7 +202,8 @@ class Bench:
         sent = _told(self._worker, "times")  # of all requests until now
         for each in self._clients.ended:
             times = iter(sent[each.name])
-            late = [at - next(times) for at, marks in each.reads for _ in range(marks)]
+            pairs = [(next(times), at) for at, marks in each.reads for _ in range(marks)]
+            late = [at - sent_at for sent_at, at in pairs if began < sent_at < end]
             figures["first" if each.name[0] == "f" else "chunk"] += late
         return {
             f"{name} p{point}, ms": 1e3 * statistics.quantiles(found, n=100)[point - 1]
@@ -290,10 +213,9 @@ class Bench:
 
     def full(self, num: int, num_tokens: int) -> float:
         """Tokens a second that pass with `num` streams."""
-        sent = _told(self._worker, "counts")[0]
         began = self._begin(num, STEP_S, num_tokens, "u")
         self._clients.drain()
-        return (_told(self._worker, "counts")[0] - sent) / (time.monotonic() - began)
+        return num * num_tokens / (time.monotonic() - began)
 
     def _begin(self, num: int, step_s: float, num_tokens: int, kind: str) -> float:
         """Start streams; the worker sends nothing until it has all. Returns when it begins."""
@@ -315,16 +237,14 @@ def _told(pipe: Connection, name: str, value: Any = None) -> Any:
 
 
 @contextmanager
-def parties(source: Path) -> Iterator[Bench]:
+def parties() -> Iterator[Bench]:
     """Router and worker in processes of their own; both end with it."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory, pipes = Path(folder), list[Connection]()
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(source / name, directory)
-        config = msgspec.json.decode((source / "config.json").read_bytes())
-        config["max_position_embeddings"] = 32768
-        (directory / "config.json").write_bytes(msgspec.json.encode(config))
+            shutil.copy(TINY / name, directory)
+        (directory / "config.json").write_bytes(CONFIG)
         for target in (route, Worker):
             mine, theirs = context.Pipe()
             pipes.append(mine)
@@ -358,11 +278,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=8.0, help="each measurement")
-    parser.add_argument("--model", type=Path, default=TINY, help="directory with a tokenizer")
     asked = parser.parse_args()
     now_s = statistics.median(calibration_s() for _ in range(21))
     print(f"calibration {1e3 * now_s:.1f} ms; CPU is scaled to {1e3 * CALIBRATION_S:.1f}")
-    with parties(asked.model) as bench:
+    with parties() as bench:
         for part in asked.parts:
             for name, value in run(bench, part, asked.seconds):
                 print(f"{part:9s} {name:28s} {value:10.1f}", flush=True)
