@@ -7,6 +7,7 @@ monitor decides what follows. `run` blocks one of the actor's threads until the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -160,7 +161,10 @@ class RouterActor(ProcessActor):
 
     def start(self, port: int, joins: bool) -> Member:
         """Listen; `joins`: others of this cluster do so there."""
-        return cast("Member", self._part.start(port, joins=joins))
+        member = cast("Member", self._part.start(port, joins=joins))
+        gc.collect()
+        gc.freeze()  # else a collection walks through all libraries, and every stream waits
+        return member
 
     def drain(self, others: bool) -> None:
         """Take no new requests; leave the port if others stay there."""

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
@@ -70,6 +71,33 @@ class _Server(uvicorn.Server):
         protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
         for connection in waiting:
             await loop.connect_accepted_socket(protocol, connection)
+
+
+class _Arrivals:
+    """Events on their way from the wire's thread to the loop.
+
+    Frames that come while the loop is busy are taken together, so that what a stream got of several
+    steps leaves in one chunk.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Event]], None]
+    ) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._events: deque[Event] = deque()
+        self._is_due = False  # a `_take` is to come
+
+    def put(self, events: Sequence[Event]) -> None:
+        """For the wire's thread."""
+        self._events.extend(events)
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_due = False  # before the events are taken: what comes from now on posts again
+        self._deliver([self._events.popleft() for _ in range(len(self._events))])
 
 
 class RouterServer:
@@ -226,11 +254,8 @@ class RouterServer:
 
     async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
-        wire = Wire(
-            f"{self._name}/{self._incarnation}",
-            self._ping,
-            lambda events: self._deliver(loop, events),
-        )
+        arrivals = _Arrivals(loop, self._deliver)
+        wire = Wire(f"{self._name}/{self._incarnation}", self._ping, arrivals.put)
         wire.start()
         try:
             members, metrics = Members(), RouterMetrics(self._model.name, self._name)
@@ -265,6 +290,7 @@ class RouterServer:
             http=limited(self._config),
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing here looks at the client's address
             log_level=logging.WARNING,  # start and end are logged by the monitor
             server_header=False,
             lifespan="off",
@@ -275,9 +301,9 @@ class RouterServer:
         self._server = _Server(config, self._ready)
         await self._server.serve(sockets=listeners)
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         assert self._front is not None
-        loop.call_soon_threadsafe(self._front.dispatcher.deliver, events)
+        self._front.dispatcher.deliver(events)
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()

@@ -9,7 +9,8 @@ from typing import Any, cast
 from router.errors import invalid
 from router.logprobs import BytesOf, chat_logprobs
 from router.mailbox import Delta
-from router.parsers import Parsed, Parser
+from router.parsers import Parsed, Parser, Plain
+from router.prepared import Said
 from router.reply import (
     AssistantMessage,
     ChatChoice,
@@ -45,22 +46,41 @@ class ChatWriter:
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, index: int) -> Said | None:
         """The role comes first, in a chunk of its own."""
-        delta = DeltaMessage(role="assistant", content="", refusal=None)
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        return Said("role")
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
+        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
+            return Said("content", delta.text)
         parsed = self._parsed(delta)
-        if not parsed and not delta.scored and delta.finish_reason is None:
-            return None
+        reason = self._reason(delta)
+        if not delta.scored and not parsed.calls and not (parsed.reasoning and parsed.content):
+            if parsed.content:
+                return Said("content", parsed.content, reason)
+            if parsed.reasoning:
+                return Said("reasoning", parsed.reasoning, reason)
+            return None if reason is None else Said("", "", reason)
         return ChunkChoice(
             index=delta.index,
             delta=_delta(parsed),
             logprobs=self._logprobs(delta),
-            finish_reason=self._reason(delta),
+            finish_reason=reason,
         )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.prepared.AnswerWriter`."""
+        match said.field:
+            case "role":
+                delta = DeltaMessage(role="assistant", content="", refusal=None)
+            case "content":
+                delta = DeltaMessage(content=said.text)
+            case "reasoning":
+                delta = DeltaMessage(reasoning_content=said.text)
+            case _:
+                delta = DeltaMessage()
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=said.reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from router.logprobs import BytesOf, text_logprobs
 from router.mailbox import Delta
+from router.prepared import Said
 from router.reply import Choice, TextChoice, TextLogprobs
 from router.schema import CompletionBody
 from router.text import Text
@@ -29,20 +30,24 @@ class TextWriter:
         self._bytes_of = bytes_of
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, index: int) -> Said | None:
         """The prompt, if it is to be echoed."""
-        if not self._echoes:
-            return None
-        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
+        return Said("text", self._echoes[index]) if self._echoes else None
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunk(self, delta: Delta) -> Choice | Said | None:
         """See `router.prepared.AnswerWriter`."""
+        if not delta.scored:
+            return Said("text", delta.text, delta.finish_reason)
         return TextChoice(
             index=delta.index,
             text=delta.text,
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
         )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.prepared.AnswerWriter`."""
+        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=said.reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.prepared.AnswerWriter`."""

@@ -1,16 +1,29 @@
-"""uvicorn's HTTP protocol with limits on how long a request may take to arrive.
+"""uvicorn's HTTP protocol, with what serving streams needs beside it.
 
-uvicorn limits only how long a connection may be idle between two requests. Without more a client
-that sends half a request, or a byte now and then, keeps its connection and our memory for ever.
+- Limits on how long a request may take to arrive. uvicorn limits only how long a connection may be
+  idle between two requests. Without more a client that sends half a request, or a byte now and
+  then, keeps its connection and our memory for ever.
+- `Outlet`: the head leaves with the first part of the body, and further parts leave without ASGI.
+- What h11 does and httptools leaves to others: HTTP/1.0 without chunks, a `Host` header, an upper
+  limit for heads, requests that ask for an upgrade, and no 400 into the middle of an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, cast
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from router.config import RouterConfig
 from router.errors import ApiError
@@ -18,67 +31,242 @@ from router.errors import ApiError
 log = logging.getLogger("kvlane.router")
 
 GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers of all responses
+MAX_HEAD_BYTES = 16 << 10  # of a request's head, beyond its first segment; as in h11
+INVALID = "Invalid HTTP request received."
+UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
 
-class LimitedProtocol(H11Protocol):
+class Outlet:
+    """The way out of one response, in place of its transport. The loop's; routes get it by scope.
+
+    Args:
+        cycle: uvicorn's, which writes the response.
+        connection: on which it is written.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
+        self._cycle = cycle
+        self._connection = connection
+        self._transport = cycle.transport
+        self._holds = False
+        self._held = b""
+
+    def hold(self) -> None:
+        """Keep what is written next, which is the head, until something follows it."""
+        self._holds = True
+
+    def write(self, part: bytes) -> None:
+        """What uvicorn's cycle writes."""
+        if self._holds and not self._held:
+            self._held = part
+        else:
+            self._transport.write(self._held + part)
+            self._holds, self._held = False, b""
+
+    def close(self) -> None:
+        """Close the connection; what is held was not meant to leave alone."""
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._transport.is_closing()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the body may leave now: its head has, and the client reads."""
+        cycle = self._cycle
+        return not (
+            self._holds
+            or cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.chunked_encoding  # to HTTP/1.0, or not begun
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next part waits for the client to read."""
+        return self._cycle.flow.write_paused
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        return self._cycle.disconnected
+
+    def watch(self, leave: Callable[[], None] | None) -> None:
+        """Call `leave` when the client closes the connection; None: no more."""
+        self._connection.leave = leave
+        if leave is not None:  # a large body may have left it paused, and then nobody notices
+            self._cycle.flow.resume_reading()
+
+    def write_now(self, part: bytes) -> None:
+        """Write a part of the body, past ASGI; only if `is_open`."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class _Awaited(Enum):
+    """What a client is to send next."""
+
+    ANYTHING = auto()  # it has connected, and sent nothing
+    HEAD = auto()
+    BODY = auto()
+    NOTHING = auto()  # a request is here; another one may come
+
+
+class LimitedProtocol(HttpToolsProtocol):
     """One connection. `limited` makes the subclass whose limits are those of a configuration."""
 
     header_timeout_s: float
     body_timeout_s: float
-    _awaited: tuple[object, object] = (None, None)  # h11's state, and the request before or now
+    leave: Callable[[], None] | None = None  # of the answer that is being written
+    _state = _Awaited.ANYTHING
+    _head_bytes = 0  # of the head that is arriving, beyond its first segment
+    _refused = ""  # why what came after the last whole request is no request
+    _timed: tuple[object, object] = (None, None)  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        # asyncio does this only for sockets that name their protocol, which accepted ones do not.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone, or was cut."""
         self._stop()
         super().connection_lost(exc)
+        if self.leave is not None:
+            self.leave()
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, maybe the end of it and more."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        if self._refused:
+            return
+        began = self._state is _Awaited.HEAD
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline(data[cast("int", upgrade.args[0]) :])
+        except httptools.HttpParserError:
+            self.send_400_response(INVALID)
+        if began and self._state is _Awaited.HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(INVALID)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, behind the answers to those before it."""
+        log.debug("%s: %s", self.client, msg)
+        if self._is_answering and self._state is not _Awaited.BODY:
+            self._refused = msg
+            self.flow.pause_reading()
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request is here."""
+        self._state, self._head_bytes = _Awaited.HEAD, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A request's head is here."""
+        if self.parser.should_upgrade():
+            return  # `_decline` sees to it
+        version = self.parser.get_http_version()
+        if version != "1.0" and (version != "1.1" or b"host" not in dict(self.headers)):
+            raise ValueError("another version, or no Host")  # the parser makes it a 400
+        super().on_headers_complete()
+        self._state = _Awaited.BODY
+        cycle: Any = self.cycle
+        cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
+        if version == "1.0":
+            cycle.send = _without_chunks(self.cycle)
+
+    def on_message_complete(self) -> None:
+        """All of a request is here."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+            self._state = _Awaited.NOTHING
 
     def on_response_complete(self) -> None:
         """The next request on this connection may be here already, or a part of it."""
         super().on_response_complete()
+        if self._refused and not self._is_answering and not self.transport.is_closing():
+            super().send_400_response(self._refused)
         self._watch()
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
+        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
+
+    def _decline(self, rest: bytes) -> None:
+        """Read a request that asks for another protocol, such as h2c, as one that does not.
+
+        The parser takes nothing after such a head for HTTP, so a new one gets the head without it.
+        """
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
+        kept = [(name, value) for name, value in self.headers if name not in UPGRADING]
+        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines)
+        self.parser = httptools.HttpRequestParser(self)
+        if method == b"CONNECT":
+            self.send_400_response(INVALID)
+        else:
+            self.data_received(head + rest)
 
     def _watch(self) -> None:
         """Start the timer of what is awaited now, if that is something else than before."""
-        state = self.conn.their_state
-        # Between two requests nothing is awaited: uvicorn has a timer for that.
-        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
-        awaited = state is h11.SEND_BODY or (state is h11.IDLE and not idle)
+        state = self._state
+        # A head is not awaited behind a request that is being answered: reading may be paused.
+        awaited = not self.pipeline and (
+            state is _Awaited.BODY or (state is not _Awaited.NOTHING and not self._is_answering)
+        )
         if not awaited or self.transport.is_closing():
             self._stop()
-        elif self._awaited != (state, self.cycle):
+        elif self._timed != (state, self.cycle):
             self._stop()
-            self._awaited = state, self.cycle
-            head = state is h11.IDLE
-            limit_s = self.header_timeout_s if head else self.body_timeout_s + GRACE_S
-            self._timer = self.loop.call_later(limit_s, self._cut, head)
+            self._timed = state, self.cycle
+            body = state is _Awaited.BODY
+            limit_s = self.body_timeout_s + GRACE_S if body else self.header_timeout_s
+            self._timer = self.loop.call_later(limit_s, self._cut)
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._awaited = None, (None, None)
+        self._timer, self._timed = None, (None, None)
 
-    def _cut(self, head: bool) -> None:
+    def _cut(self) -> None:
         """Close the connection; a client that has sent a part of a head learns why."""
-        log.debug("%s: cut, its %s took too long", self.client, "head" if head else "body")
-        if head and self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+        part = "body" if self._state is _Awaited.BODY else "head"
+        log.debug("%s: cut, its %s took too long", self.client, part)
+        if self._state is _Awaited.HEAD:
             message = f"the request's head did not arrive within {self.header_timeout_s:g} s"
             response = ApiError(408, "timeout", message).response
-            reply = h11.Response(status_code=408, headers=response.raw_headers)
-            for event in (reply, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
+            lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
+            self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
         self.transport.close()
         self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Send:
+    """`cycle.send` for HTTP/1.0: a body of unknown length ends with the connection."""
+    unknown = False
+
+    async def send(message: Any) -> None:
+        nonlocal unknown
+        if message["type"] == "http.response.start":
+            unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if unknown else None
+        elif unknown:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await RequestResponseCycle.send(cycle, message)
+
+    return send
 
 
 def limited(config: RouterConfig) -> type[LimitedProtocol]:

@@ -46,6 +46,7 @@ log = logging.getLogger("kvlane.router")
 MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
+DETOKENIZER = contained("the detokenizer")
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 
 
@@ -75,6 +76,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
+        self._touched: list[Mailbox] = []  # have got text since the last flush
         self._closed = False
         metrics.watch(
             lambda: len(self._reqs) - len(self._queue),
@@ -128,12 +130,13 @@ class Dispatcher:
             self._end(req, reason, error=error)
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """What arrived on the wire, in order."""
+        """What arrived on the wire, in order; each stream that got text is flushed once."""
+        now = time.monotonic()
         for peer, message in events:
             match message:
                 case Chunks():
                     for chunk in message.chunks:
-                        self._on_chunk(peer, chunk)
+                        self._on_chunk(peer, chunk, now)
                 case Pong():
                     self._members.pong(peer, message.stats)
                     self._queue.place()
@@ -143,6 +146,9 @@ class Dispatcher:
                     self._on_lost(peer, message.reason)
                 case _:
                     log.warning("%s sent a %s to a router", peer, type(message).__name__)
+        if self._touched:  # behind the tasks that were woken: first chunks leave first
+            self._loop.call_soon(_flush, self._touched)
+            self._touched = []
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
@@ -159,7 +165,7 @@ class Dispatcher:
         for req in list(self._reqs.values()):
             self.give_up(req, _stopping())
 
-    def _on_chunk(self, peer: PeerId, chunk: TokenChunk) -> None:
+    def _on_chunk(self, peer: PeerId, chunk: TokenChunk, now: float) -> None:
         if chunk.finish_reason is not None:
             self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
         req = self._reqs.get(chunk.req_id)
@@ -169,47 +175,53 @@ class Dispatcher:
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
             return
         failed = chunk.finish_reason in FAILED
-        if chunk.position > req.position and not (failed and not chunk.tokens):
+        first = req.position - chunk.position  # of its tokens, the first that is new
+        if first < 0 and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
             self._lose(req, "gap")
             return
-        req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
+        if chunk.num_cached_tokens > req.num_cached_tokens:
+            req.num_cached_tokens = chunk.num_cached_tokens
         if chunk.stages is not None:
             req.stages, req.decoded_by = chunk.stages, peer
-        first = max(0, req.position - chunk.position)
-        tokens = chunk.tokens[first:]
+        tokens, logprobs = chunk.tokens, chunk.logprobs
+        if first > 0:
+            tokens, logprobs = tokens[first:], logprobs[first:]
         try:
-            if tokens and self._emit(req, tokens, chunk.logprobs[first:]):
+            if tokens and self._emit(req, tokens, logprobs, now):
                 return
             if failed:
                 self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
             elif chunk.finish_reason is not None:
-                with contained("the detokenizer"):
+                with DETOKENIZER:
                     rest = req.output.finish()
                 self._end(req, chunk.finish_reason, rest)
         except LibraryError as error:
             self.give_up(req, ApiError.of(error.code, str(error)))
 
-    def _emit(self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
+    def _emit(
+        self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], now: float
+    ) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
-        now = time.monotonic()
         if req.tokens:
             self._metrics.itl.observe(now - req.last_token_at)
         else:
             req.first_token_at = now
             self._metrics.ttft.observe(now - req.arrived_at)
         req.last_token_at = now
-        with contained("the detokenizer"):
+        with DETOKENIZER:
             piece = req.output.feed(tokens)
-        req.tokens.extend(tokens[: piece.num_tokens])
-        scored = tuple(zip(tokens[: piece.num_tokens], logprobs, strict=False))
+        tokens = tokens[: piece.num_tokens]
+        req.tokens.extend(tokens)
+        scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
         if piece.stopped:
             assert req.choice is not None
             self._wire.send(req.choice.decode, Stop(req.req_id, req.dispatch, req.position))
             self._end(req, FinishReason.STOP, piece.text, scored=scored)
         elif piece.text or scored:
             req.mailbox.put(Delta(req.index, piece.text, scored=scored))
+            self._touched.append(req.mailbox)
         return piece.stopped
 
     def _on_refused(self, peer: PeerId, refused: Refused) -> None:
@@ -293,6 +305,11 @@ class Dispatcher:
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
+
+
+def _flush(mailboxes: Sequence[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.flush()
 
 
 def _failure(error: Error | None) -> ApiError:

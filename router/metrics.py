@@ -8,12 +8,12 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
 
 from router.mailbox import Spent
+from router.tally import Tallies, Tally
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -92,15 +92,14 @@ class RouterMetrics:
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Spent waiting for a decode worker", E2E_BUCKETS
         )
-        self._stages = Histogram(
+        stages = Tallies(
             "kvlane_request_stage_seconds",
             "Time of ended choices by stage, in the order in which they pass them",
             (*LABELS, "stage"),
-            registry=self.registry,
-            buckets=STAGE_BUCKETS,
+            STAGE_BUCKETS,
+            self.registry,
         )
-        for stage in STAGES:
-            self._stages.labels(*self._values, stage)
+        self._stages = {stage: stages.labels(*self._values, stage) for stage in STAGES}
         for cause in RETRY_CAUSES:
             self.retries.labels(*self._values, cause)
 
@@ -111,7 +110,7 @@ class RouterMetrics:
     def spent(self, spent: Spent) -> None:
         """Observe where one choice's time went."""
         for stage, seconds in by_stage(spent).items():
-            self._stages.labels(*self._values, stage).observe(seconds)
+            self._stages[stage].observe(seconds)
 
     def retried(self, cause: str) -> None:
         """Count one re-dispatch or return to the queue."""
@@ -142,6 +141,6 @@ class RouterMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"kvlane_{name}", text, LABELS, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+        family = Tallies(f"kvlane_{name}", text, LABELS, buckets, self.registry)
         return family.labels(*self._values)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 5  # of the prompt's end: they decide whether the answer's first space is kept
@@ -50,17 +49,31 @@ class ByteDetokenizer:
 
     Args:
         bytes_of: the bytes of a token.
+        text_of: the text of a token whose bytes are whole characters; of others None.
         skip: tokens that leave no text.
     """
 
-    def __init__(self, bytes_of: Callable[[int], bytes], skip: frozenset[int]) -> None:
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        text_of: Callable[[int], str | None],
+        skip: frozenset[int],
+    ) -> None:
         self._bytes_of = bytes_of
+        self._text_of = text_of
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False  # bytes of an unfinished character
 
     def feed(self, tokens: Sequence[int]) -> str:
         """See `Detokenizer`."""
-        return self._decoder.decode(b"".join(self._bytes_of(t) for t in self._shown(tokens)))
+        if len(tokens) == 1 and not self._holds:  # most often
+            text = "" if tokens[0] in self._skip else self._text_of(tokens[0])
+            if text is not None:
+                return text
+        text = self._decoder.decode(b"".join(self._bytes_of(t) for t in self._shown(tokens)))
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """See `Detokenizer`."""
@@ -180,8 +193,7 @@ class StopMatcher:
         return held
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What some tokens added to the text; `num_tokens` of them count, fewer only if `stopped`."""
 
     text: str

@@ -12,20 +12,18 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from router.body import Body, merged, num_scored
+from router.connection import Outlet
 from router.dispatch import Dispatcher
 from router.errors import ApiError, of_grammar
 from router.exchange import Exchange
 from router.logprobs import mean
 from router.mailbox import Delta, Mailbox
-from router.metrics import by_stage
 from router.prepared import Prepared
-from router.reply import Choice, Completion, StageTimes, Usage, to_json
-from router.waiting import counted
 from worker.api import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -71,17 +69,19 @@ class Answer(Response):
         self._ping_s = ping_s
         self._patience_s = patience_s
         self._closed = closed
-        self._mailbox = Mailbox(streamed=prepared.streamed)
+        self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
         self._reqs = exchange.reqs
         self._num_open = len(prepared.choices)
-        self._error: ApiError | None = None
+        self._error: Exception | None = None
         self._started = False
-        self._id = f"{prepared.writer.prefix}-{exchange.unique_id}"
-        self._created = int(time.time())
+        self._wrote_at = 0.0  # the last part of a stream
+        self._pinger: asyncio.TimerHandle | None = None
+        self._body = Body(prepared, exchange)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request from submission to the last byte, as an ASGI application."""
-        watcher = asyncio.create_task(self._watch(receive))
+        self._outlet: Outlet = scope["outlet"]
+        self._outlet.watch(self._leave)
         try:
             for index, choice in enumerate(self._prepared.choices):
                 leader = None if choice.leader is None else self._reqs[choice.leader]
@@ -96,6 +96,8 @@ class Answer(Response):
                         leader,
                     )
                 )
+            if self._outlet.is_gone:  # it has left before it was watched
+                self._leave()
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
         except _Gone:
             self._exchange.failure = "client_gone"
@@ -105,14 +107,12 @@ class Answer(Response):
             await self._fail(ApiError.of("internal_error", "internal error"), scope, receive, send)
             raise
         finally:
-            watcher.cancel()
-            for req in self._reqs:
-                self._dispatcher.give_up(req)
+            self._outlet.watch(None)
+            self._leave()
             self._closed()
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
+        """The client is gone, or has all that it will get."""
         for req in self._reqs:
             self._dispatcher.give_up(req)
 
@@ -123,9 +123,9 @@ class Answer(Response):
             ApiError: a choice has failed, and with it the request.
             _Gone: the client has closed the connection.
         """
-        if self._error is not None:
+        deltas = await self._mailbox.get() if self._error is None else []
+        if self._error is not None:  # of the deltas before, or of `_write_now`
             raise self._error
-        deltas = await self._mailbox.get()
         for i, delta in enumerate(deltas):
             if delta.error is not None:
                 self._error = of_grammar(delta.error, self._prepared.grammar_param)
@@ -139,15 +139,8 @@ class Answer(Response):
         found: list[Delta] = []
         while self._num_open:
             found += await self._deltas()
-        writer, answers = self._prepared.writer, self._kept(_merged(found))
-
-        def write() -> bytes:
-            choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
-            for choice, answer in zip(choices, answers, strict=True):
-                self._account(choice, answer)
-            return to_json(self._completion(writer.whole_object, choices, self._usage()))
-
-        body = await _written(answers, write)
+        answers = self._kept(merged(found))
+        body = await _written(answers, self._body.whole)
         length = str(len(body)).encode()
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
@@ -167,42 +160,54 @@ class Answer(Response):
         return found
 
     async def _stream(self, send: Send) -> None:
-        opened = set[int]()
-        loop = asyncio.get_running_loop()
-        ping_at = loop.time() + self._ping_s
-        while self._num_open:
-            pinger = loop.call_at(ping_at, self._mailbox.nudge)
-            try:
+        self._wrote_at = time.monotonic()
+        self._ping()
+        try:
+            while self._num_open:
                 deltas = await self._deltas()
-            finally:
-                pinger.cancel()
-            if not self._started:
-                await self._start(send, SSE_HEADERS)
-            events = await _written(deltas, partial(self._events, deltas, opened))
-            if not events and loop.time() >= ping_at:  # deltas may hold nothing certain yet
-                events = PING
-            if events:
-                await self._write(send, events)
-                ping_at = loop.time() + self._ping_s
-        last = self._chunk([], self._usage()) if self._prepared.include_usage else b""
-        await self._write(send, last + DONE, more=False)
+                if not self._started:
+                    await self._start(send, SSE_HEADERS)
+                events = await _written(deltas, self._body.events)
+                if not events and self._silent_s >= self._ping_s:  # nothing certain yet
+                    events = PING
+                if not self._num_open:
+                    await self._write(send, events + self._body.usage() + DONE, more=False)
+                elif events:
+                    await self._write(send, events)
+        finally:
+            if self._pinger is not None:
+                self._pinger.cancel()
 
-    def _events(self, deltas: Sequence[Delta], opened: set[int]) -> bytes:
-        """The chunks of `deltas`; choices that get their first chunk are added to `opened`."""
-        writer, events = self._prepared.writer, list[bytes]()
-        for delta in _merged(deltas):
-            opening = None if delta.index in opened else writer.opening(delta.index)
-            opened.add(delta.index)
-            if opening is not None:
-                events.append(self._chunk([opening]))
-            chunk = writer.chunk(delta)
-            if chunk is not None:
-                self._account(chunk, delta)
-                events.append(self._chunk([chunk]))
-        return b"".join(events)
+    def _write_now(self, deltas: list[Delta]) -> bool:
+        """Write text without the task, if all before it has left and the client keeps up."""
+        outlet = self._outlet
+        if not outlet.is_open or (deltas[0].scored and num_scored(deltas) > THREAD_SCORED):
+            return False
+        try:
+            events = self._body.events(deltas)
+        except Exception as error:  # the task raises it: other requests have no part in it
+            self._error = error
+            return False
+        if events:
+            outlet.write_now(events)
+            self._wrote_at = time.monotonic()
+        return True
+
+    def _ping(self) -> None:
+        """Wake the task when the stream has been silent for too long; one timer for all chunks."""
+        left_s = self._ping_s - self._silent_s
+        if left_s <= 0:
+            self._mailbox.nudge()
+            left_s = self._ping_s
+        self._pinger = asyncio.get_running_loop().call_later(left_s, self._ping)
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._wrote_at
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._started = True
+        self._started = self._mailbox.has_begun = True
+        self._outlet.hold()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,64 +226,20 @@ class Answer(Response):
         Raises:
             _Gone: the client has read too little of what came before for too long.
         """
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise _Gone from None
-
-    def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
-        if usage is None and self._prepared.continuous_usage:
-            usage = self._usage()
-        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
-        return b"data: %s\n\n" % to_json(completion)
-
-    def _completion(
-        self, kind: str, choices: Sequence[Choice], usage: Usage | None
-    ) -> Completion[Choice]:
-        completion = Completion[Choice](
-            id=self._id,
-            object=kind,
-            created=self._created,
-            model=self._prepared.model,
-            choices=choices,
-        )
-        if usage is not None or self._prepared.include_usage:
-            completion.usage = usage
-        return completion
-
-    def _account(self, choice: Choice, delta: Delta) -> None:
-        """Add the time of each stage, if that was asked for and is known."""
-        if not self._prepared.return_stages or delta.spent is None:
-            return
-        spent = delta.spent
-        choice.stages = StageTimes(
-            **{f"{stage}_s": seconds for stage, seconds in by_stage(spent).items()},
-            first_token_s=spent.first_token_s,
-            prefilled_by=spent.stages.prefilled_by.partition("/")[0] or None,
-            decoded_by=spent.decoded_by.partition("/")[0],
-        )
-
-    def _usage(self) -> Usage:
-        return Usage.of(*counted(self._reqs))
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if self._outlet.is_full:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await send(message)
+            except TimeoutError:
+                raise _Gone from None
+        else:
+            await send(message)
+        self._wrote_at = time.monotonic()
 
 
-async def _written(deltas: Sequence[Delta], write: Callable[[], bytes]) -> bytes:
-    """What `write` makes of `deltas`, from a thread if they hold many logprobs."""
-    num_scored = sum(len(delta.scored) for delta in deltas)
-    return await asyncio.to_thread(write) if num_scored > THREAD_SCORED else write()
-
-
-def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """One delta for each choice: the sum of its deltas."""
-    piled: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        piled.setdefault(delta.index, []).append(delta)
-    return [_sum(found) if len(found) > 1 else found[0] for found in piled.values()]
-
-
-def _sum(deltas: Sequence[Delta]) -> Delta:
-    text = "".join(delta.text for delta in deltas)
-    scored = tuple(each for delta in deltas for each in delta.scored)
-    last = deltas[-1]
-    return Delta(last.index, text, last.finish_reason, None, scored, last.spent)
+async def _written(deltas: list[Delta], write: Callable[[list[Delta]], bytes]) -> bytes:
+    """What `write` makes of `deltas`, in a thread if they hold many logprobs."""
+    if num_scored(deltas) > THREAD_SCORED:
+        return await asyncio.to_thread(write, deltas)
+    return write(deltas)

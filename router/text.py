@@ -160,11 +160,14 @@ class Text:
         decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
-        with contained("the tokenizer"):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with contained("the tokenizer"):  # the fast one leaves out where each token stands
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         return tuple(encoding.ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -227,7 +230,7 @@ class Text:
 
     def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:
         if self._is_byte_level:
-            return ByteDetokenizer(self._token_bytes, skip)
+            return ByteDetokenizer(self._token_bytes, self._token_text, skip)
         return WindowDetokenizer(self._decode_all, prompt, skip)
 
     def _token_bytes(self, token: int) -> bytes:
@@ -235,6 +238,19 @@ class Text:
         if found is None:
             found = self._bytes[token] = token_bytes(self.piece(token))
         return found
+
+    def _token_text(self, token: int) -> str | None:
+        """The text of a token whose bytes are whole characters."""
+        try:
+            return self._texts[token]
+        except KeyError:
+            pass
+        try:
+            text = self._token_bytes(token).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token] = text
+        return text
 
     def _decode_all(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)

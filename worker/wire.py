@@ -69,6 +69,7 @@ class Wire:
         self._links = _Links(me, ping, self._pong)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._is_woken = False  # the I/O thread will look into the outbox: no need to wake it
         self._beat_at = time.monotonic()
         self._closing = False
         self._posting = threading.Lock()  # close() must not take the eventfd away under a post
@@ -121,7 +122,9 @@ class Wire:
         with self._posting:
             if not self._closing:
                 self._outbox.append(action)
-                os.eventfd_write(self._wake_fd, 1)
+                if not self._is_woken:
+                    self._is_woken = True
+                    os.eventfd_write(self._wake_fd, 1)
 
     def _pong(self) -> Pong | None:
         """The answer to a ping, or None while our own loop is stalled."""
@@ -152,6 +155,7 @@ class Wire:
             for socket, _ in self._links.poller.poll(int(wait_ms) + 1):
                 if socket == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
+                    self._is_woken = False  # before it looks: what is posted later wakes it again
                 else:
                     self._links.receive(socket)
             while self._outbox:

@@ -120,7 +120,7 @@ def test_many_logprobs_are_written_off_the_loop(
         threads.add(threading.current_thread().name)
         return reply.to_json(body)
 
-    monkeypatch.setattr("router.sse.to_json", to_json)
+    monkeypatch.setattr("router.body.to_json", to_json)
     for size in (100, 300):
         served[0].script = speak([64] * size, sizes=[size])
         threads.clear()

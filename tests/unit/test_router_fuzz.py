@@ -86,6 +86,18 @@ class LoopWire:
         asyncio.get_running_loop().call_soon(self.dispatcher.deliver, [(peer, Chunks((chunk,)))])
 
 
+class NoOutlet:
+    """In place of a connection: all of an answer goes through `send`."""
+
+    is_open = is_full = is_gone = False
+
+    def hold(self) -> None:
+        pass
+
+    def watch(self, leave: object) -> None:
+        pass
+
+
 def check(*values: float) -> None:
     for value in values:
         struct.pack("f", value)  # raises beyond float32
@@ -107,7 +119,8 @@ async def ask(app: App, path: str, raw: bytes) -> tuple[int, bytes]:
         sent.append(message)
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "outlet": NoOutlet(), "type": "http", "asgi": {"version": "3.0"},
+        "http_version": "1.1", "method": "POST",
         "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
         "root_path": "", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
     }  # fmt: skip

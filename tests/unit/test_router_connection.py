@@ -1,0 +1,191 @@
+"""What `router.connection` adds to httptools, seen through a raw socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from router.connection import MAX_HEAD_BYTES
+from tests.fault.router_doubles import (
+    HANG_S,
+    DecodeDouble,
+    make_model,
+    serving,
+    speak,
+    wait_until,
+)
+from worker.api import Abort, FinishReason
+
+Served = tuple[DecodeDouble, str, Any]
+BODY = b'{"prompt": "hello", "stream": true}'
+HEAD = b"POST /v1/completions HTTP/%b\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    double = DecodeDouble()
+    with serving(make_model(tmp_path_factory.mktemp("model")), double) as (router, url):
+        yield double, url, router
+
+
+@pytest.fixture
+def double(served: Served) -> DecodeDouble:
+    served[0].script = speak([65, 66])
+    return served[0]
+
+
+@pytest.fixture
+def client(served: Served, double: DecodeDouble) -> Iterator[socket.socket]:
+    host, port = served[1].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as found:
+        yield found
+
+
+def asked(version: bytes = b"1.1", headers: bytes = b"") -> bytes:
+    return HEAD % (version, headers, len(BODY)) + BODY
+
+
+def until(client: socket.socket, end: bytes) -> bytes:
+    found = b""
+    while end not in found:
+        part = client.recv(4096)
+        assert part, found
+        found += part
+    return found
+
+
+def all_of(client: socket.socket) -> bytes:
+    found = b""
+    while part := client.recv(4096):
+        found += part
+    return found
+
+
+def test_http_1_0_gets_a_stream_without_chunks(client: socket.socket) -> None:
+    client.sendall(asked(b"1.0", b"connection: keep-alive\r\n"))
+    head, _, body = all_of(client).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert body.startswith(b'data: {"id":')
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_http_1_0_gets_a_whole_answer_with_its_length(client: socket.socket) -> None:
+    raw = BODY.replace(b"true", b"false")
+    client.sendall(HEAD % (b"1.0", b"", len(raw)) + raw)
+    head, _, body = all_of(client).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert json.loads(body)["choices"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+def test_a_request_that_would_rather_speak_another_protocol_is_answered(
+    client: socket.socket, protocol: bytes, split: bool
+) -> None:
+    """Java's HTTP client asks every server without TLS for h2c."""
+    headers = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\nhttp2-settings: AAM\r\n"
+    request = asked(headers=headers % protocol)
+    if split:
+        client.sendall(request[:-20])
+        client.sendall(request[-20:])
+    else:
+        client.sendall(request)
+    assert until(client, b"[DONE]\n\n\r\n0\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
+    client.sendall(HEALTH)
+    assert b'{"status":"ok"}' in until(client, b"}")
+
+
+def test_connect_is_refused(client: socket.socket) -> None:
+    client.sendall(b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert all_of(client).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_no_request_is_refused_behind_the_answers_before_it(
+    client: socket.socket, double: DecodeDouble, late: bool
+) -> None:
+    double.script = None
+    client.sendall(asked() + asked() + (b"" if late else b"\x00 rubbish\r\n\r\n"))
+    peer, generate = double.take()
+    double.chunk(peer, generate, [65])
+    until(client, b"data: ")
+    if late:
+        client.sendall(b"\x00 rubbish\r\n\r\n")
+    double.script = speak([65, 66])
+    double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
+    rest = all_of(client)
+    assert rest.count(b"data: [DONE]") == 2
+    assert rest.count(b"HTTP/1.1 200 OK") == 1
+    assert rest.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"GET /h\xc3\xa9alth HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_heads_that_are_wrong_are_400(client: socket.socket, head: bytes) -> None:
+    client.sendall(head)
+    assert all_of(client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_head_without_end_is_400(client: socket.socket) -> None:
+    client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx-long: ")
+    found, line = b"", b"a" * 1024
+    client.settimeout(0.02)
+    for _ in range(50 * MAX_HEAD_BYTES // len(line)):
+        try:
+            client.sendall(line)
+            found = client.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+        if found:
+            break
+    assert found.startswith(b"HTTP/1.1 400 ")
+
+
+def test_what_is_written_leaves_at_once(served: Served) -> None:
+    """Else Nagle's algorithm waits for the client's acknowledgement, which it delays by 40 ms."""
+    _, url, router = served
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
+        client.sendall(HEALTH)
+        until(client, b"}")
+        (mine,) = [
+            each.transport.get_extra_info("socket")
+            for each in router._server.server_state.connections
+            if each.client == client.getsockname()
+        ]
+        assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_a_client_that_leaves_after_a_large_body_is_noticed(
+    served: Served, client: socket.socket, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn stops reading when much of a body has come at once."""
+    monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 10)
+    double.script = None
+    connections = served[2]._server.server_state.connections
+    client.sendall(asked()[: -len(BODY)])
+    wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
+    turns = asyncio.sleep(0.05)  # until the route waits for the body
+    asyncio.run_coroutine_threadsafe(turns, served[2]._loop).result(HANG_S)
+    client.sendall(BODY)
+    _, generate = double.take()
+    client.close()
+    assert double.expect(Abort).req_id == generate.req_id
