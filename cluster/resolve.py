@@ -15,7 +15,7 @@ from cluster.seats import Seat
 from worker.config import MEMORY_FRACTION, Note, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
-DECODE_GPUS_PER_ROUTER = 1  # by the speeds in RoutersConfig.replicas
+DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 

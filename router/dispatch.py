@@ -198,6 +198,7 @@ class Dispatcher:
                     rest = req.output.finish()
                 self._end(req, chunk.finish_reason, rest)
         except LibraryError as error:
+            error.log(req.req_id)
             self.give_up(req, ApiError.of(error.code, str(error)))
 
     def _emit(

@@ -26,7 +26,7 @@ from router.sse import Answer
 from router.status import Front, StatusRoutes, version
 from router.structured import Validator
 from router.tokens import Tokens
-from worker.errors import KvlaneError, UserError, contained
+from worker.errors import KvlaneError, LibraryError, UserError, contained
 
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
@@ -167,6 +167,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case UserError():
             failure, headers = ApiError(400, error.code, str(error), param=error.param), {}
         case KvlaneError():
+            if isinstance(error, LibraryError):
+                error.log(Exchange.of(request.scope).unique_id)
             failure, headers = ApiError.of(error.code, str(error)), {}
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")

@@ -29,7 +29,7 @@ from worker.api import (
 )
 from worker.engine.engine import Engine
 from worker.engine.runner import Step
-from worker.errors import Busy, DeadlinePassed, KvlaneError, UserError
+from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound
@@ -189,6 +189,8 @@ class DecodeLoop:
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
+            if isinstance(error, LibraryError):
+                error.log(message.req_id)
             self._thread.send(router, Refused(*key, _told(error), retry_after_s))
             return
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
@@ -245,8 +247,10 @@ class DecodeLoop:
         self._engine.metrics.generated_tokens.inc(len(settled))
         for req, each, reason in settled:
             error = None
-            if req.matcher is not None and req.matcher.error is not None:
-                reason, error = FinishReason.ERROR, _told(req.matcher.error)
+            if req.matcher is not None and (found := req.matcher.error) is not None:
+                reason, error = FinishReason.ERROR, _told(found)
+                if isinstance(found, LibraryError):
+                    found.log(req.req_id)
             self._replies.token(req, now, reason, error, each.logprob)
             if reason is not None:
                 self._end(req, reason)

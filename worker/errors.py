@@ -27,8 +27,6 @@ from typing import Literal
 
 log = logging.getLogger("kvlane.errors")
 
-MAX_MESSAGE = 1000  # characters of what a library said
-
 
 class KvlaneError(Exception):
     """Root of the tree; `code` is the stable word for metrics and for error bodies."""
@@ -129,7 +127,14 @@ class Placement(WorldError):
 
 
 class LibraryError(KvlaneError):
-    """A library raised what nobody expected of it, over what one request brought."""
+    """A library raised what nobody expected of it, over what one request brought.
+
+    Its cause is for the log: it may tell what no client should know.
+    """
+
+    def log(self, req_id: str) -> None:
+        """Write it down with its cause; `req_id`: of the request that ends."""
+        log.error("req_id=%s: %s; the request ends", req_id, self, exc_info=self.__cause__)
 
 
 class contained:
@@ -150,6 +155,4 @@ class contained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         if error is None or isinstance(error, KvlaneError | KeyboardInterrupt | SystemExit):
             return False
-        log.error("%s failed; the request ends", self._library, exc_info=error)
-        message = f"{self._library} failed: {type(error).__name__}: {error}"
-        raise LibraryError(message[:MAX_MESSAGE]) from error
+        raise LibraryError(f"{self._library} failed: {type(error).__name__}") from error

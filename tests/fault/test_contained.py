@@ -111,6 +111,15 @@ def test_grammars_without_bounds_are_refused(usual: tuple[Running, str]) -> None
     assert [error_of(each) for each in found] == [(400, "invalid_value", name) for name in asked]
 
 
+def assert_logged(caplog: pytest.LogCaptureFixture, found: httpx.Response, secret: str) -> None:
+    """What a library said is in one line of the log, with the request's id, and not in the body."""
+    [record] = [each for each in caplog.records if each.name == "kvlane.errors"]
+    assert record.getMessage().startswith(f"req_id={found.headers['x-request-id']}")
+    assert record.exc_info is not None
+    assert secret in str(record.exc_info[1])
+    assert secret not in found.text
+
+
 LIMITED = functools.partial(LLMatcher, limits=LLParserLimits(max_lexer_states=3))
 
 
@@ -174,18 +183,23 @@ def test_a_matcher_that_panics_ends_its_request(usual: tuple[Running, str], name
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
 def test_whatever_llguidance_raises_ends_one_request(
-    usual: tuple[Running, str], target: str, raised: BaseException
+    usual: tuple[Running, str],
+    target: str,
+    raised: BaseException,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{hash((target, str(raised)))}"}  # not cached
     with mock.patch(target, side_effect=raised):
         [found] = beside_others(usual, [body])
     assert error_of(found) == (500, "internal_error", None)
+    is_class = target == "router.structured.LLMatcher"  # then a value of its mock is what fails
+    assert_logged(caplog, found, "MagicMock" if is_class else str(raised))
     assert len(text_of(ask(usual[1], FORMED))) >= 10
 
 
 @pytest.mark.parametrize("method", ["encode", "decode", "render"])
 def test_whatever_tokenizer_and_template_raise_ends_one_request(
-    usual: tuple[Running, str], method: str
+    usual: tuple[Running, str], method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = {
         "encode": "router.text.Text.encode",
@@ -198,6 +212,8 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(
         with mock.patch(target, side_effect=Panic("index out of bounds")):
             found = ask(url, {**FREE, "stream": streamed})
         assert error_of(found) == (500, "internal_error", None)
+        assert_logged(caplog, found, "index out of bounds")
+        caplog.clear()
         assert text_of(ask(url, FREE)) == expected
     cluster.wait_idle()
 

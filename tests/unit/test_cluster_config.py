@@ -153,13 +153,13 @@ def test_workers_share_what_gpus_there_are(
     [
         ([], False, 1),
         ([], True, 1),
-        (["decode.replicas=3"], True, 3),
-        (["decode.replicas=3", "decode.num_gpus=0.5"], True, 2),
+        (["decode.replicas=3"], True, 2),
+        (["decode.replicas=5", "decode.num_gpus=0.5"], True, 2),
         (["decode.replicas=3"], False, 1),
-        (["decode.replicas=3", "routers.replicas=2"], True, 2),
+        (["decode.replicas=3", "routers.replicas=1"], True, 1),
     ],
 )
-def test_there_are_as_many_routers_as_gpus_that_decode(
+def test_there_is_a_router_for_two_gpus_that_decode(
     sets: list[str], has_gpus: bool, num: int
 ) -> None:
     config = with_devices(load(None, sets), has_gpus=has_gpus)
