@@ -198,7 +198,8 @@ class RaySite:
         if self._home.local:
             host = LOCAL_HOST
         worker = self.config.worker(seat.role)
-        return WorkerActor, [worker, seat.name, incarnation, host, cluster.log_level]
+        port = cluster.worker_metrics_port
+        return WorkerActor, [worker, seat.name, incarnation, host, port, cluster.log_level]
 
 
 class Controller:
