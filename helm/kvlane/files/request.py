@@ -1,17 +1,21 @@
 """Asks the router for completions until one was prefilled by a prefill worker and its KV pulled.
 
-With disaggregation.mode auto a decode worker prefills short prompts by itself. So prompts get longer.
+With disaggregation.mode auto an idle decode worker prefills by itself; one whose rows would wait
+does not. So each further request is longer and comes while more others run.
 """
 
 import json
 import os
 import random
+import threading
+import time
 import urllib.request
 
 url, prefills = os.environ["URL"], os.environ["PREFILLS"]
 headers = {"Content-Type": "application/json"}
 if keys := os.environ.get("API_KEYS", "").split():
     headers["Authorization"] = f"Bearer {keys[0]}"
+deadline = time.monotonic() + 240
 
 
 def ask(path, body=None):
@@ -21,24 +25,30 @@ def ask(path, body=None):
         return json.load(response)
 
 
+def complete(num_words, **options):
+    words = " ".join(str(random.randrange(10)) for _ in range(num_words))
+    return ask("/v1/completions", {"model": model["id"], "prompt": words, **options})
+
+
+while not any(m["role"] == prefills and m["live"] for m in ask("/config")["members"]):
+    assert time.monotonic() < deadline, f"no {prefills} worker answers"
+    time.sleep(1)
 model = ask("/v1/models")["data"][0]
 room = model.get("max_model_len") or 512
-num_words = 16
-while True:
-    words = " ".join(str(random.randrange(10)) for _ in range(num_words))
-    answer = ask(
-        "/v1/completions",
-        {"model": model["id"], "prompt": words, "max_tokens": 4, "return_stages": True},
-    )
-    choice = answer["choices"][0]
-    stages = choice["stages"]
+for num in (1, 2, 4, 8, 16, 32):
+    others = {"max_tokens": room // 2, "ignore_eos": True}
+    for _ in range(num):
+        threading.Thread(target=complete, args=(1,), kwargs=others, daemon=True).start()
+    time.sleep(0.2)
+    answer = complete(min(32 * num, room // 4), max_tokens=4, return_stages=True)
+    stages = answer["choices"][0]["stages"]
     print(f"{answer['usage']['prompt_tokens']} prompt tokens: {json.dumps(stages)}", flush=True)
     assert answer["usage"]["completion_tokens"] >= 1, answer
     assert stages["decoded_by"].startswith("decode-"), stages
     if (stages["prefilled_by"] or "").startswith(f"{prefills}-"):
         break
-    num_words *= 2
-    assert 2 * num_words + 16 < room, f"no prompt was prefilled by a {prefills} worker"
+else:
+    raise SystemExit(f"no prompt was prefilled by a {prefills} worker")
 if prefills == "prefill":
     assert stages["prefill_s"] > 0, stages
     assert stages["transfer_s"] > 0, stages
