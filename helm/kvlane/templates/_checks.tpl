@@ -59,7 +59,7 @@
 {{- if and .prometheusRule.enabled (not (and .serviceMonitor.enabled .podMonitor.enabled)) -}}
 {{- fail "monitoring.prometheusRule: alerts read metrics of routers and workers; enable serviceMonitor and podMonitor" -}}
 {{- end -}}
-{{- if and .podMonitor.enabled (not (get $cluster "worker_metrics_port")) -}}
+{{- if and .podMonitor.enabled (not (get $cluster "worker_metrics_port" | int)) -}}
 {{- fail "config.cluster.worker_metrics_port: monitoring.podMonitor needs a fixed port" -}}
 {{- end -}}
 {{- end -}}

@@ -73,8 +73,8 @@ spec:
       {{- $resources := deepCopy $values.resources }}
       {{- $security := deepCopy $pod.containerSecurityContext }}
       {{- $devices := dict }}
-      {{- with $values.gpus }}
-      {{- $_ := set $devices $values.gpuResource (. | int | toString) }}
+      {{- with int $values.gpus }}
+      {{- $_ := set $devices $values.gpuResource (toString .) }}
       {{- end }}
       {{- if dig "rdma" "enabled" false $values }}
       {{- $_ := set $devices $values.rdma.resource ($values.rdma.count | int | toString) }}
@@ -188,8 +188,8 @@ lifecycle:
     exec:
       command: [sh, -c, "while grep -qsz '^ray::WorkerActor' /proc/[0-9]*/cmdline; do sleep 1; done"]
 ports:
-  {{- with get .root.Values.config.cluster "worker_metrics_port" }}
-  - {name: metrics, containerPort: {{ int . }}}
+  {{- with get .root.Values.config.cluster "worker_metrics_port" | int }}
+  - {name: metrics, containerPort: {{ . }}}
   {{- end }}
   - {name: ray-agent, containerPort: 52365}
 startupProbe:
