@@ -2,8 +2,8 @@
 
     python -m helm.generate           # after a change of the configuration or of values.yaml
 
-The schema is schema.yaml, each object closed, with the project's own at `config`. A test compares both
-files with what this would write.
+The schema is schema.yaml, each object closed, with the project's own at `config`. A test compares
+both files with what this would write.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def close(node: Any, bases: dict[str, Any]) -> Any:
 
 
 def without(node: Any, keys: set[str], *, names: bool = False) -> Any:
-    """Without keywords that say nothing here. `names`: the keys of `node` are names, not keywords."""
+    """Without keywords that say nothing here. `names`: the keys of `node` are not keywords."""
     if isinstance(node, list):
         return [without(each, keys) for each in node]
     if not isinstance(node, dict):

@@ -1,7 +1,7 @@
 """Renders the chart with real Helm binaries, and keeps its golden files.
 
-    tests/helm/install                # .tools/helm: Helm 3, Helm 4, kubernetes-validate
-    python -m tests.helm.charts       # write golden/ anew, after a change that is meant
+tests/helm/install                # .tools/helm: Helm 3, Helm 4, kubernetes-validate
+python -m tests.helm.charts       # write golden/ anew, after a change that is meant
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def template(
-    major: int, values: Path | None, *options: str
-) -> subprocess.CompletedProcess[str]:
+def template(major: int, values: Path | None, *options: str) -> subprocess.CompletedProcess[str]:
     """`helm template` of the chart."""
     given = ("--values", str(values)) if values else ()
     return helm(major, "template", RELEASE, str(CHART), "-n", NAMESPACE, *given, *options)

@@ -44,7 +44,7 @@ def breaches(document: dict[str, Any]) -> Iterator[str]:
 def is_custom(document: dict[str, Any]) -> bool:
     """Whether a definition of ours has to know it."""
     group = document["apiVersion"].rpartition("/")[0]
-    return "." in group and not group.endswith(".k8s.io") or group.startswith("gateway.")
+    return ("." in group and not group.endswith(".k8s.io")) or group.startswith("gateway.")
 
 
 def _close(schema: Any) -> None:

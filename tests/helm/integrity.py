@@ -1,8 +1,8 @@
 """Referential integrity of a render: whatever an object mentions is defined in the same render.
 
-Services, ports, labels, Secrets, ConfigMaps, claims, metrics, options and paths of the configuration,
-Ray's resources. What charts get wrong installs, comes up healthy, and then does not route or
-scrapes nothing.
+Services, ports, labels, Secrets, ConfigMaps, claims, metrics, options and paths of the
+configuration, Ray's resources. What charts get wrong installs, comes up healthy, and then does not
+route or scrapes nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Render:
     def _selectors(self) -> Iterator[str]:
         """Workloads find their own pods."""
         for each in self.kind("Deployment", "StatefulSet"):
-            if not matches(each["spec"]["selector"], each["spec"]["template"]["metadata"]["labels"]):
+            if not matches(
+                each["spec"]["selector"], each["spec"]["template"]["metadata"]["labels"]
+            ):
                 yield f"{title(each)}: its selector does not match its own pods"
 
     def _pod_references(self) -> Iterator[str]:
@@ -126,7 +128,10 @@ class Render:
         found = self.named(kind, name)
         if found is None:
             yield f"{owner}: no {kind} {name}"
-        elif key is not None and key not in {**found.get("data", {}), **found.get("stringData", {})}:
+        elif key is not None and key not in {
+            **found.get("data", {}),
+            **found.get("stringData", {}),
+        }:
             yield f"{owner}: {kind} {name} has no {key}"
 
     def _probes(self, owner: str, container: dict[str, Any]) -> Iterator[str]:
@@ -190,9 +195,9 @@ class Render:
                     if not all(port["port"] in port_names(pod) for pod in pods):
                         yield f"{title(each)}: its pods have no port {port['port']}"
                 for peer in rule.get("from", []):
-                    if "podSelector" in peer and "namespaceSelector" not in peer:
-                        if not self.selected(peer["podSelector"]):
-                            yield f"{title(each)}: lets in pods that there are not"
+                    ours = "podSelector" in peer and "namespaceSelector" not in peer
+                    if ours and not self.selected(peer["podSelector"]):
+                        yield f"{title(each)}: lets in pods that there are not"
 
     def _targets(self) -> Iterator[str]:
         for each in self.kind("HorizontalPodAutoscaler", "ScaledObject"):
@@ -231,7 +236,7 @@ class Render:
     def _commands(self) -> Iterator[str]:
         """The start commands, the configuration and Ray's resources fit each other."""
         offered: dict[str, float] = {}
-        for owner, labels, spec in self.pods:
+        for owner, _, spec in self.pods:
             words = command(spec)
             for address in options(words, "--address"):
                 name, _, port = address.rpartition(":")

@@ -28,7 +28,7 @@ def exported() -> dict[str, frozenset[str]]:
     for registry in (router.registry, workers.registry):
         for collector, names in registry._collector_to_names.items():
             kind = type(collector).__name__.lower()
-            labels = {*getattr(collector, "_labelnames"), *(("le",) if kind == "histogram" else ())}
+            labels = {*collector._labelnames, *(("le",) if kind == "histogram" else ())}
             base = min(names, key=len)
             for suffix in SUFFIXES[kind]:
                 name = base + suffix

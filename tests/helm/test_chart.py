@@ -45,7 +45,9 @@ def test_both_helms_render_the_same(name: str) -> None:
     assert rendered(name, 3) == rendered(name, 4)
 
 
-def check_builtin(objects: dict[str, list[Any]], *versions: str) -> subprocess.CompletedProcess[str]:
+def check_builtin(
+    objects: dict[str, list[Any]], *versions: str
+) -> subprocess.CompletedProcess[str]:
     skip_without_tools()
     return subprocess.run(
         [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "builtin.py"), *versions],

@@ -35,17 +35,23 @@ MUTATIONS = {
     ),
     "label in an alert": ("monitoring", "PrometheusRule demo-kvlane", "outcome!~", "finish!~"),
     "job in a query": ("autoscaling", "PodMonitor demo-kvlane-workers", "-workers", "-pods"),
-    "port of a ServiceMonitor": ("monitoring", "ServiceMonitor demo-kvlane", "port: http", "port: web"),
+    "port of a ServiceMonitor": (
+        "monitoring", "ServiceMonitor demo-kvlane", "port: http", "port: web",
+    ),
     "labels of a ServiceMonitor": (
         "monitoring", "Service demo-kvlane",
-        "labels:\n    app.kubernetes.io/component: serve", "labels:\n    app.kubernetes.io/component: api",
+        "labels:\n    app.kubernetes.io/component: serve",
+        "labels:\n    app.kubernetes.io/component: api",
     ),
-    "port of a PodMonitor": ("monitoring", "PodMonitor demo-kvlane-workers", "port: metrics", "port: m"),
+    "port of a PodMonitor": (
+        "monitoring", "PodMonitor demo-kvlane-workers", "port: metrics", "port: m",
+    ),
     "path of the configuration": (
         "default", "Deployment demo-kvlane-serve", "decode.num_cpus", "decode.cpus",
     ),
     "value of the configuration": (
-        "default", "ConfigMap demo-kvlane", "worker_metrics_port: 9400", "worker_metrics_port: 9401",
+        "default", "ConfigMap demo-kvlane",
+        "worker_metrics_port: 9400", "worker_metrics_port: 9401",
     ),
     "option": ("default", "Deployment demo-kvlane-serve", "--prefill=", "--num-prefill="),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
