@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from helm.generate import rows, written
-from tests.helm import custom
+from tests.helm import custom, metrics
 from tests.helm.charts import (
     CHART,
     GOLDEN,
@@ -58,6 +58,23 @@ def check_builtin(
 def test_kubernetes_takes_every_object() -> None:
     done = check_builtin({name: documents(name) for name in NAMES}, *KUBERNETES)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_queries_are_promql() -> None:
+    queries = [
+        query
+        for name in NAMES
+        for each in documents(name)
+        if each["kind"] in ("PrometheusRule", "ScaledObject")
+        for query in metrics.of(each)
+    ]
+    parse = "import json, promql_parser as p, sys; [p.parse(q) for q in json.load(sys.stdin)]"
+    for asked, expected in ((queries, 0), ([*queries, "sum(rate(x[5m])"], 1)):
+        done = subprocess.run(
+            [str(TOOLS / "venv" / "bin" / "python"), "-c", parse],
+            input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == expected, done.stderr
 
 
 def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
