@@ -97,11 +97,18 @@ class WorkerActor(ProcessActor):
     """One prefill or decode worker."""
 
     def __init__(
-        self, config: WorkerConfig, name: str, incarnation: str, host: str, level: str
+        self,
+        config: WorkerConfig,
+        name: str,
+        incarnation: str,
+        host: str,
+        metrics_port: int,
+        level: str,
     ) -> None:
         super().__init__(name, incarnation, level)
         self._config = config
         self._host = host
+        self._metrics_port = metrics_port
 
     def start(self) -> Member:
         """Load the weights and listen; may take minutes."""
@@ -115,6 +122,7 @@ class WorkerActor(ProcessActor):
             name=self._name,
             incarnation=self._incarnation,
             host=self._host,
+            metrics_port=self._metrics_port,
             progress=progress,
         )
         return cast("Member", self._part.start())

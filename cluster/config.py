@@ -97,6 +97,8 @@ class ClusterConfig(Section):
     """Address that the routers listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of all routers, on each node that has some; 0: any free one."""
+    worker_metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of each worker's /metrics; 0: any free one. Another needs a node for each worker."""
     placement_timeout_s: float = Field(default=30.0, gt=0)
     """For Ray to find room for all processes."""
     start_timeout_s: float = Field(default=900.0, gt=0)

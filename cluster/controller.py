@@ -196,7 +196,9 @@ class RaySite:
         if self._home.local:
             host = LOCAL_HOST
         worker = self.config.worker(seat.role)
-        return WorkerActor, [worker, seat.name, incarnation, host, self.config.cluster.log_level]
+        cluster = self.config.cluster
+        port = cluster.worker_metrics_port
+        return WorkerActor, [worker, seat.name, incarnation, host, port, cluster.log_level]
 
 
 class Controller:

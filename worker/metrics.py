@@ -21,6 +21,8 @@ from prometheus_client import (
     start_http_server,
 )
 
+from worker.errors import UserError
+
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -75,9 +77,17 @@ class WorkerMetrics:
         )
         self.transport = gauge("transport_info", "1 for the transport in use", "transport")
 
-    def serve(self, host: str) -> str:
-        """Serve /metrics on a free port of `host`; returns host:port."""
-        server, thread = start_http_server(0, host, self.registry)
+    def serve(self, host: str, port: int = 0) -> str:
+        """Serve /metrics on `port` of `host`, 0 is any free one; returns host:port.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            path = "cluster.worker_metrics_port"
+            raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
         self._server = server, thread
         return f"{host}:{server.server_port}"
 

@@ -28,9 +28,11 @@ class Worker:
         name: str,
         incarnation: str,
         host: str,
+        metrics_port: int = 0,
         progress: Progress = untold,
     ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host
+        self._metrics_port = metrics_port
         self.engine = build_engine(config, name=name, host=host, progress=progress)
         self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
@@ -38,7 +40,7 @@ class Worker:
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
-        metrics_address = self.engine.metrics.serve(self._host)
+        metrics_address = self.engine.metrics.serve(self._host, self._metrics_port)
         address = self._thread.start(self._host, self._loop.turn)
         return self.engine.member(self._name, self._incarnation, address, metrics_address)
 

@@ -1,0 +1,142 @@
+"""Makes what the chart holds twice: values.schema.json and the table of values in its README.
+
+    python -m helm.generate           # after a change of the configuration or of values.yaml
+
+The schema is schema.yaml, each object closed, with the project's own at `config`. A test compares
+both files with what this would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+import cluster.config
+import worker.config
+from cluster.config import Config
+
+HERE = Path(__file__).parent
+CHART = HERE / "kvlane"
+BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the chart's values."""
+    own = yaml.safe_load((HERE / "schema.yaml").read_text())
+    theirs = Config.model_json_schema()
+    named = theirs.pop("$defs") | {"Config": theirs}
+    for name, section in named.items():
+        if takes_a_name(name):
+            named[name] = {"anyOf": [{"type": "string"}, section]}
+    own["properties"]["config"] = {"$ref": "#/$defs/Config"}
+    closed = {name: close(each, own["$defs"]) for name, each in own["$defs"].items()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **close({"properties": own["properties"]}, own["$defs"]),
+        "$defs": closed | without(named, {"title", "default"}),
+    }
+
+
+def takes_a_name(section: str) -> bool:
+    """Whether one word stands for all leaves of a section, which its JSON schema does not say."""
+    kind = getattr(cluster.config, section, None) or getattr(worker.config, section, None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return False
+    try:
+        kind.model_validate("auto")
+    except ValidationError:
+        return False
+    return True
+
+
+def close(node: Any, bases: dict[str, Any]) -> Any:
+    """Every object with properties refuses others; `extends` adds those of a definition."""
+    if isinstance(node, list):
+        return [close(each, bases) for each in node]
+    if not isinstance(node, dict):
+        return node
+    found = dict(node)
+    if base := found.pop("extends", None):
+        inherited = close(bases[base], bases)["properties"]
+        found["properties"] = inherited | found["properties"]
+    found = {
+        key: {name: close(each, bases) for name, each in value.items()}
+        if key == "properties"
+        else close(value, bases)
+        for key, value in found.items()
+    }
+    if "properties" in found:
+        found |= {"type": "object", "additionalProperties": False}
+    return found
+
+
+def without(node: Any, keys: set[str], *, names: bool = False) -> Any:
+    """Without keywords that say nothing here. `names`: the keys of `node` are not keywords."""
+    if isinstance(node, list):
+        return [without(each, keys) for each in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: without(value, keys, names=key in ("properties", "$defs") and not names)
+        for key, value in node.items()
+        if names or key not in keys
+    }
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Path, default and description of every value that has a `# --` comment."""
+    text: list[str] = []
+    path: list[tuple[int, str]] = []
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        stripped = line.strip()
+        if stripped.startswith("# --"):
+            text = [stripped.removeprefix("# --").strip()]
+        elif stripped.startswith("#") and text:
+            text.append(stripped.removeprefix("#").strip())
+        elif match := re.match(r"( *)([\w.]+):", line):
+            indent, name = len(match[1]), match[2]
+            path = [each for each in path if each[0] < indent] + [(indent, name)]
+            if text:
+                found = values
+                for _, key in path:
+                    found = found[key]
+                yield ".".join(key for _, key in path), json.dumps(found), " ".join(text)
+            text = []
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| value | default | |", "|---|---|---|"]
+    for path, default, text in rows():
+        shown = f"`{default}`" if len(default) <= 60 else "see values.yaml"
+        lines.append(f"| `{path}` | {shown} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def readme() -> str:
+    """The chart's README with the table of today."""
+    text = (CHART / "README.md").read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def written() -> dict[Path, str]:
+    """File -> what it has to hold."""
+    return {
+        CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
+        CHART / "README.md": readme(),
+    }
+
+
+if __name__ == "__main__":
+    for file, content in written().items():
+        file.write_text(content)
+        print(file)

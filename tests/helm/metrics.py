@@ -1,0 +1,80 @@
+"""What the product exports, from the registries of its own metric classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from router.metrics import RouterMetrics
+from router.tally import Tallies
+from worker.metrics import WorkerMetrics
+
+NAME = re.compile(r"\bkvlane_\w+")
+MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
+MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
+GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
+OF_TARGETS = {"namespace", "job", "pod", "service", "container", "endpoint", "instance"}
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+
+
+@cache
+def exported() -> dict[str, frozenset[str]]:
+    """Name of a series -> its labels, without those that Prometheus adds."""
+    router = RouterMetrics("tiny", "router-0")
+    router.watch(lambda: 0, lambda: 0, lambda role: 0)
+    workers = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
+    found: dict[str, frozenset[str]] = {}
+    for registry in (router.registry, workers.registry):
+        for collector, names in registry._collector_to_names.items():
+            if isinstance(collector, Tallies):  # all of its series exist from the start
+                for sample in (each for family in collector.collect() for each in family.samples):
+                    found[sample.name] = found.get(sample.name, frozenset()) | set(sample.labels)
+                continue
+            kind = type(collector).__name__.lower()
+            labels = {*collector._labelnames, *(("le",) if kind == "histogram" else ())}
+            base = min(names, key=len)
+            for suffix in SUFFIXES[kind]:
+                name = base + suffix
+                found[name] = found.get(name, frozenset()) | labels
+    return found
+
+
+def breaches(query: str, jobs: set[str], names: dict[str, frozenset[str]]) -> Iterator[str]:
+    """What a query asks for that is exported by nobody.
+
+    Args:
+        query: PromQL.
+        jobs: that Prometheus scrapes.
+        names: series -> labels.
+    """
+    asked = set(NAME.findall(query))
+    if not asked:
+        yield f"asks for nothing of ours: {query}"
+    for name in asked - set(names):
+        yield f"metric {name} is exported by nobody: {query}"
+    for name, inside in MATCHERS.findall(query):
+        for label, value in MATCHER.findall(inside):
+            if label not in names.get(name, frozenset()) | OF_TARGETS:
+                yield f"label {label} of {name}: {query}"
+            if label == "job" and value not in jobs:
+                yield f"job {value} is scraped by nobody, only {sorted(jobs)}: {query}"
+            if label in ("role", "worker_role") and value not in ("prefill", "decode", "router"):
+                yield f"{label} {value}: {query}"
+    known = OF_TARGETS.union(*(names.get(name, frozenset()) for name in asked))
+    for inside in GROUPED.findall(query):
+        for label in (each.strip() for each in inside.split(",")):
+            if label not in known:
+                yield f"grouped by {label}: {query}"
+
+
+def of(document: dict[str, Any]) -> Iterator[str]:
+    """The queries of an alert, a HorizontalPodAutoscaler or a ScaledObject."""
+    spec = document.get("spec") or {}
+    if document["kind"] == "PrometheusRule":
+        yield from (rule["expr"] for group in spec["groups"] for rule in group["rules"])
+    elif document["kind"] == "ScaledObject":
+        yield from (each["metadata"]["query"] for each in spec["triggers"])
+    elif document["kind"] == "HorizontalPodAutoscaler":
+        yield from (each["pods"]["metric"]["name"] for each in spec["metrics"])

@@ -1,0 +1,287 @@
+"""The chart as two Helms and nine Kubernetes see it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from helm.generate import rows, written
+from tests.helm import custom, metrics
+from tests.helm.charts import (
+    CHART,
+    GOLDEN,
+    HERE,
+    REPOSITORY,
+    TOOLS,
+    VALUES,
+    documents,
+    helm,
+    refused,
+    rendered,
+    skip_without_tools,
+)
+from tests.helm.integrity import Render, changed
+
+NAMES = [path.stem for path in VALUES]
+KUBERNETES = [f"1.{minor}" for minor in range(29, 38)]
+OF_RAY = {"head", "prefill", "decode", "serve"}
+needs_definitions = pytest.mark.skipif(
+    not custom.DEFINITIONS.exists(), reason=f"needs {custom.DEFINITIONS}"
+)
+
+
+@pytest.mark.parametrize("major", [3, 4])
+def test_lint_is_strict(major: int) -> None:
+    done = helm(major, "lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_helms_render_the_same(name: str) -> None:
+    assert rendered(name, 3) == rendered(name, 4)
+
+
+def check_builtin(
+    objects: dict[str, list[Any]], *versions: str
+) -> subprocess.CompletedProcess[str]:
+    skip_without_tools()
+    return subprocess.run(
+        [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "builtin.py"), *versions],
+        input=json.dumps(objects), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_kubernetes_takes_every_object() -> None:
+    done = check_builtin({name: documents(name) for name in NAMES}, *KUBERNETES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_queries_are_promql() -> None:
+    queries = [
+        query
+        for name in NAMES
+        for each in documents(name)
+        if each["kind"] in ("PrometheusRule", "ScaledObject")
+        for query in metrics.of(each)
+    ]
+    parse = "import json, promql_parser as p, sys; [p.parse(q) for q in json.load(sys.stdin)]"
+    for asked, expected in ((queries, 0), ([*queries, "sum(rate(x[5m])"], 1)):
+        done = subprocess.run(
+            [str(TOOLS / "venv" / "bin" / "python"), "-c", parse],
+            input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == expected, done.stderr
+
+
+def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
+    wrong = changed(
+        documents("gpu-rdma"), "PodDisruptionBudget demo-kvlane-decode", "maxUnava", "maxAva"
+    )
+    done = check_builtin({"wrong": wrong}, "1.34")
+    assert done.returncode == 1
+    assert "maxAvailable" in done.stdout
+
+
+@needs_definitions
+@pytest.mark.parametrize("name", NAMES)
+def test_custom_resources_fit_their_definitions(name: str) -> None:
+    customs = [each for each in documents(name) if custom.is_custom(each)]
+    assert [breach for each in customs for breach in custom.breaches(each)] == []
+
+
+@needs_definitions
+def test_every_custom_kind_is_rendered_by_some_values() -> None:
+    found = {
+        f"{each['apiVersion']}/{each['kind']}"
+        for name in NAMES
+        for each in documents(name)
+        if custom.is_custom(each)
+    }
+    assert found == set(custom.kinds())
+
+
+@needs_definitions
+@pytest.mark.parametrize(
+    ("name", "which", "old", "new"),
+    [
+        ("kuberay", "RayCluster demo-kvlane", "groupName", "groupNam"),
+        ("monitoring", "ServiceMonitor demo-kvlane", "15s", "15parsecs"),
+        ("autoscaling", "ScaledObject demo-kvlane-decode", "minReplicaCount", "minReplicas"),
+    ],
+)
+def test_a_field_that_a_definition_does_not_know_is_noticed(
+    name: str, which: str, old: str, new: str
+) -> None:
+    wrong = changed(documents(name), which, old, new)
+    assert [b for each in wrong if custom.is_custom(each) for b in custom.breaches(each)]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_files(name: str) -> None:
+    expected = (HERE / "golden" / f"{name}.yaml").read_text()
+    assert rendered(name) == expected, "if meant: python -m tests.helm.charts"
+
+
+def test_schema_and_table_are_those_of_today() -> None:
+    for path, expected in written().items():
+        assert path.read_text() == expected, f"{path}: python -m helm.generate"
+
+
+@pytest.mark.parametrize("major", [3, 4])
+@pytest.mark.parametrize(
+    ("values", "path", "said"),
+    [
+        ("prefil: {replicas: 2}", "", "prefil"),
+        ("prefill: {replica: 2}", "prefill", "replica"),
+        ("decode: {replicas: 0}", "decode.replicas", "1"),
+        ("decode: {gpus: 8}", "decode.gpus", "1"),
+        ("image: {tag: latest}", "image.tag", ""),
+        ("config: {decode: {engine: {max_reqs: 3}}}", "config.decode.engine", "max_reqs"),
+        ("config: {cluster: {drain_timeout_s: soon}}", "config.cluster.drain_timeout_s", "number"),
+    ],
+)
+def test_the_schema_refuses_a_wrong_key_with_its_path(
+    major: int, values: str, path: str, said: str
+) -> None:
+    error = refused(values, major=major).replace("/", ".")
+    assert path in error
+    assert said in error
+
+
+@pytest.mark.parametrize("graph", ["eager", "{decode: full}"])
+def test_the_schema_takes_one_word_for_a_section_as_the_product_does(graph: str) -> None:
+    with pytest.raises(AssertionError, match="rendered"):
+        refused(f"config: {{decode: {{engine: {{graph: {graph}}}}}}}")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("config: {prefill: {replicas: 2}}", "config.prefill.replicas.*set prefill.replicas"),
+        ("config: {cluster: {port: 80}}", "config.cluster.port"),
+        ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
+        ("model: {source: hf}", "model.hf.name"),
+        ("model: {source: pvc}", "model.pvc.existingClaim"),
+        ("config: {transport: {name: shm}}", "config.transport"),
+        ("prefill: {rdma: {enabled: true}}", "prefill.rdma.enabled.*TCP.*kind: rdma"),
+        ("config: {cluster: {drain_timeout_s: 600}}", "terminationGracePeriodSeconds"),
+        ("decode: {pdb: {enabled: true}}", "decode.pdb.maxUnavailable"),
+        ("decode: {autoscaling: {kind: hpa}}", "monitoring.podMonitor"),
+        ("monitoring: {prometheusRule: {enabled: true}}", "serviceMonitor"),
+        ("{cluster: {kind: kuberay}, decode: {autoscaling: {kind: hpa}}}", "decode.autoscaling"),
+        ("ingress: {enabled: true}", "ingress.hosts"),
+    ],
+)
+def test_what_would_not_work_is_refused_with_what_to_do(values: str, said: str) -> None:
+    assert re.search(said, refused(values))
+
+
+def pods_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for _, labels, spec in Render(documents(name)).pods:
+        yield labels["app.kubernetes.io/component"], spec
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_are_probed_confined_and_of_a_fixed_version(name: str) -> None:
+    components = dict(pods_of(name))
+    assert components.keys() - {"test"} == OF_RAY
+    for component, pod in components.items():
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert not container["image"].endswith(":latest")
+            assert ":" in container["image"]
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+            assert security["capabilities"]["drop"] == ["ALL"]
+        if name != "host-path":
+            assert pod["securityContext"]["runAsNonRoot"]
+        if component == "test":
+            continue
+        (container,) = pod["containers"]
+        assert {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} <= container.keys()
+        assert all(port["name"] for port in container["ports"])
+        assert container["resources"]["limits"]["memory"]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/tmp", "/dev/shm"} <= mounts
+
+
+def test_gpus_and_rdma_are_in_requests_and_limits() -> None:
+    pods = dict(pods_of("gpu-rdma"))
+    for component, devices in (
+        ("prefill", {"nvidia.com/gpu": "1", "rdma/ib": "1"}),
+        ("decode", {"nvidia.com/mig-3g.71gb": "1", "rdma/hca_shared": "2"}),
+    ):
+        (container,) = pods[component]["containers"]
+        for kind in ("requests", "limits"):
+            assert devices.items() <= container["resources"][kind].items()
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+        assert pods[component]["tolerations"]
+        assert pods[component]["topologySpreadConstraints"][0]["labelSelector"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disruption_budget_is_below_the_replicas(name: str) -> None:
+    render = Render(documents(name))
+    for budget in render.kind("PodDisruptionBudget"):
+        workload = render.named("Deployment", budget["metadata"]["name"])
+        assert workload is not None
+        replicas = workload["spec"].get("replicas", 2)
+        assert budget["spec"]["maxUnavailable"] < replicas
+
+
+def test_both_kinds_of_cluster_run_the_same_pods() -> None:
+    plain, kuberay = dict(pods_of("default")), dict(pods_of("kuberay"))
+    for component in OF_RAY:
+        one, other = (pods[component]["containers"][0] for pods in (plain, kuberay))
+        assert one["command"] == other["command"]
+        assert one["livenessProbe"] == other["livenessProbe"]
+        assert {each["name"] for each in one["env"]} == {each["name"] for each in other["env"]}
+
+
+def test_the_resource_of_a_pool_changes_with_its_pods_only(tmp_path: Any) -> None:
+    def resource(*sets: str) -> str:
+        options = [word for each in sets for word in ("--set", each)]
+        done = helm(4, "template", "demo", str(CHART), *options)
+        assert done.returncode == 0, done.stderr
+        found = re.search(r"--resources='\{\"(decode-\w+)\"", done.stdout)
+        assert found
+        return found[1]
+
+    assert resource() == resource("decode.replicas=3", "config.lease.renew_s=1")
+    assert resource() != resource("image.tag=0.1.1")
+    assert resource() != resource("decode.nodeSelector.gpu=h200")
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == project["version"]
+    ray = chart["annotations"]["kvlane/ray-version"]
+    assert any(f"=={ray}" in each for each in project["dependencies"] if each.startswith("ray"))
+
+
+def test_every_value_is_described_and_read_by_a_template() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    described = {path for path, _, _ in rows()}
+    templates = "".join(
+        path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file()
+    )
+
+    def leaves(node: Any, path: str = "") -> Iterator[str]:
+        if path in described or not isinstance(node, dict):
+            yield path
+        else:
+            for name, below in node.items():
+                yield from leaves(below, f"{path}.{name}".lstrip("."))
+
+    for path in leaves(values):
+        name = path.rpartition(".")[2]
+        assert path in described or path.startswith("decode.autoscaling"), f"{path}: no # --"
+        assert re.search(rf'[."]{name}\b', templates), f"{path} is read by no template"
