@@ -63,7 +63,7 @@ def test_the_load_harness_sees_every_stage(cluster: Serve, tmp_path: Path) -> No
     (summary,) = read(path).summaries
     assert summary["requests"]["served"] == 12
     assert summary["tokens"]["output"] == 12 * 12
-    for stage in ("prefill_s", "transfer_s", "decode_s"):
+    for stage in ("prefill_s", "decode_s"):  # the transfer follows the first token
         assert summary["stages"][stage]["p50"] > 0
     assert summary["stages"]["unaccounted_s"]["min"] >= 0
     cluster.wait_idle()
