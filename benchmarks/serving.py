@@ -7,8 +7,8 @@
 
 A load is a rate (Poisson arrivals for --duration) or `full` (--full requests at any time). The
 traces of the rates are drawn where DIR lacks them, so that all later runs send the same. Several
-addresses are replicas behind a perfect balancer: each request goes where the fewest run. All other
-flags are those of `kvlane bench`; stages come from kvlane alone.
+addresses are replicas behind a good balancer: a client process sends each request where the fewest
+of its own run. All other flags are those of `kvlane bench`; stages come from kvlane alone.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ def record(path: Path, rate: str, duration_s: float, lengths: str, seed: int) ->
     """Draw a trace: start, tokens in and tokens out of each request, as Mooncake writes them."""
     rng = np.random.default_rng(seed)
     draw = pair(lengths, "--lengths")
-    with path.open("x") as file:
+    unfinished = path.with_suffix(".part")  # not to be taken for a trace if we are interrupted
+    with unfinished.open("w") as file:
         for at_s in arrivals.starts(f"poisson:{rate}", rng, None, duration_s):
             num_in, num_out = draw(rng)
             row = {"timestamp": 1e3 * at_s, "input_length": num_in, "output_length": num_out}
             file.write(msgspec.json.encode(row).decode() + "\n")
+    unfinished.rename(path)
 
 
 def measure(argv: Sequence[str]) -> Result:

@@ -32,7 +32,12 @@ class Door:
         async with self._first:
             if not self._there:
                 return self._entered(router, await listen(self._port, False))
-        return self._entered(router, await listen(self._port, True))
+            self._there.add(router)  # on its way: whoever comes meanwhile is not the first, either
+        try:
+            return self._entered(router, await listen(self._port, True))
+        except BaseException:
+            self._there.discard(router)
+            raise
 
     def _entered(self, router: object, member: Member) -> Member:
         self._port = int(member.address.rpartition(":")[2])

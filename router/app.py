@@ -176,12 +176,13 @@ class RouterServer:
         """
         port = self._port if port is None else port
         try:
-            listener = listen(self._host, port, shared=self._shared, joins=joins)
+            listeners = [listen(self._host, port, shared=self._shared, joins=joins)]
+            if self._shared:
+                listeners.append(listen(self._host, 0))
         except OSError as error:
             reason = (error.strerror or str(error)).partition(" (while")[0]
             message = f"cannot listen on {self._host}:{port}: {reason}"
             raise UserError(message, "cluster.port") from error
-        listeners = [listener, *([listen(self._host, 0)] if self._shared else [])]
         reachable = self._node if self._host in ("0.0.0.0", "::") else self._host
         reachable = f"[{reachable}]" if ":" in reachable else reachable
         addresses = [f"{reachable}:{each.getsockname()[1]}" for each in listeners]

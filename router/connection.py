@@ -4,8 +4,9 @@
   idle between two requests. Without more a client that sends half a request, or a byte now and
   then, keeps its connection and our memory for ever.
 - `Outlet`: the head leaves with the first part of the body, and further parts leave without ASGI.
-- What h11 does and httptools leaves to others: HTTP/1.0 without chunks, a `Host` header, an upper
-  limit for heads, requests that ask for an upgrade, and no 400 into the middle of an answer.
+- What h11 does and httptools leaves to others: HTTP/1.0 without chunks, one `Host` header, limits
+  for heads, trailers and requests that are sent ahead, requests that ask for an upgrade, and no 400
+  into the middle of an answer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import weakref
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, cast
@@ -31,7 +33,10 @@ from router.errors import ApiError
 log = logging.getLogger("kvlane.router")
 
 GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers of all responses
-MAX_HEAD_BYTES = 16 << 10  # of a request's head, beyond its first segment; as in h11
+# Of a head, of trailers, or of whatever else brings a request no further, beyond the segment in
+# which it began; as in h11.
+MAX_HEAD_BYTES = 16 << 10
+MAX_AHEAD = 16  # requests sent before the one before them was answered; more are refused
 INVALID = "Invalid HTTP request received."
 UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
@@ -45,7 +50,7 @@ class Outlet:
     """
 
     def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
-        self._cycle = cycle
+        self._cycle: RequestResponseCycle = weakref.proxy(cycle)  # which owns this
         self._connection = connection
         self._transport = cycle.transport
         self._holds = False
@@ -78,7 +83,7 @@ class Outlet:
         return not (
             self._holds
             or cycle.flow.write_paused
-            or cycle.disconnected
+            or self.is_gone
             or cycle.response_complete
             or not cycle.chunked_encoding  # to HTTP/1.0, or not begun
         )
@@ -91,7 +96,8 @@ class Outlet:
     @property
     def is_gone(self) -> bool:
         """Whether the client has closed the connection."""
-        return self._cycle.disconnected
+        # uvicorn marks only the last of several requests that were sent ahead.
+        return self._cycle.disconnected or self._transport.is_closing()
 
     def watch(self, leave: Callable[[], None] | None) -> None:
         """Call `leave` when the client closes the connection; None: no more."""
@@ -120,7 +126,8 @@ class LimitedProtocol(HttpToolsProtocol):
     body_timeout_s: float
     leave: Callable[[], None] | None = None  # of the answer that is being written
     _state = _Awaited.ANYTHING
-    _head_bytes = 0  # of the head that is arriving, beyond its first segment
+    _moved = False  # what arrived last was a part of a body, or began or ended something
+    _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
     _refused = ""  # why what came after the last whole request is no request
     _timed: tuple[object, object] = (None, None)  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
@@ -141,52 +148,67 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, maybe the end of it and more."""
-        self._unset_keepalive_if_required()
-        if self._refused:
-            return
-        began = self._state is _Awaited.HEAD
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline(data[cast("int", upgrade.args[0]) :])
-        except httptools.HttpParserError:
-            self.send_400_response(INVALID)
-        if began and self._state is _Awaited.HEAD:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+        self._moved, rest = False, data
+        while rest and not self._refused and not self.transport.is_closing():
+            try:
+                self.parser.feed_data(rest)
+                rest = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._declined(rest[cast("int", upgrade.args[0]) :])
+            except httptools.HttpParserError:
                 self.send_400_response(INVALID)
+        self._idle_bytes = 0 if self._moved else self._idle_bytes + len(data)
+        if self._idle_bytes > MAX_HEAD_BYTES and not self._refused:
+            self.send_400_response(INVALID)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, behind the answers to those before it."""
         log.debug("%s: %s", self.client, msg)
-        if self._is_answering and self._state is not _Awaited.BODY:
+        begun = self._state is not _Awaited.BODY or self.cycle.response_started
+        if self.pipeline or (self._is_answering and begun):
             self._refused = msg
-            self.flow.pause_reading()
         else:
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""
-        self._state, self._head_bytes = _Awaited.HEAD, 0
+        self._state, self._moved = _Awaited.HEAD, True
+        self._unset_keepalive_if_required()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is here. Trailers come behind the body, when its route has read the headers."""
+        if self._state is _Awaited.HEAD:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A request's head is here."""
         if self.parser.should_upgrade():
-            return  # `_decline` sees to it
+            return  # `_declined` sees to it
         version = self.parser.get_http_version()
-        if version != "1.0" and (version != "1.1" or b"host" not in dict(self.headers)):
-            raise ValueError("another version, or no Host")  # the parser makes it a 400
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if version != "1.0" and (version != "1.1" or num_hosts != 1):
+            raise ValueError("another version, or not one Host")  # the parser makes it a 400
+        if len(self.pipeline) >= MAX_AHEAD:
+            raise ValueError("too many requests ahead")
+        self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
         super().on_headers_complete()
-        self._state = _Awaited.BODY
+        self._state, self._moved = _Awaited.BODY, True
         cycle: Any = self.cycle
+        cycle.keep_alive = cycle.keep_alive and self.parser.should_keep_alive()
         cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
         if version == "1.0":
             cycle.send = _without_chunks(self.cycle)
 
+    def on_body(self, body: bytes) -> None:
+        """A part of a body is here."""
+        self._moved = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """All of a request is here."""
+        self._moved = True
         if not self.parser.should_upgrade():
             super().on_message_complete()
             self._state = _Awaited.NOTHING
@@ -203,10 +225,11 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
 
-    def _decline(self, rest: bytes) -> None:
-        """Read a request that asks for another protocol, such as h2c, as one that does not.
+    def _declined(self, rest: bytes) -> bytes:
+        """A request that asks for another protocol, such as h2c, as one that does not.
 
-        The parser takes nothing after such a head for HTTP, so a new one gets the head without it.
+        The parser takes nothing after such a head for HTTP, so a new one gets the head without it,
+        and then `rest`.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
@@ -216,8 +239,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":
             self.send_400_response(INVALID)
-        else:
-            self.data_received(head + rest)
+            return b""
+        return head + rest
 
     def _watch(self) -> None:
         """Start the timer of what is awaited now, if that is something else than before."""

@@ -133,19 +133,22 @@ class Dispatcher:
         """What arrived on the wire, in order; each stream that got text is flushed once."""
         now = time.monotonic()
         for peer, message in events:
-            match message:
-                case Chunks():
-                    for chunk in message.chunks:
-                        self._on_chunk(peer, chunk, now)
-                case Pong():
-                    self._members.pong(peer, message.stats)
-                    self._queue.place()
-                case Refused():
-                    self._on_refused(peer, message)
-                case Lost():
-                    self._on_lost(peer, message.reason)
-                case _:
-                    log.warning("%s sent a %s to a router", peer, type(message).__name__)
+            try:
+                match message:
+                    case Chunks():
+                        for chunk in message.chunks:
+                            self._on_chunk(peer, chunk, now)
+                    case Pong():
+                        self._members.pong(peer, message.stats)
+                        self._queue.place()
+                    case Refused():
+                        self._on_refused(peer, message)
+                    case Lost():
+                        self._on_lost(peer, message.reason)
+                    case _:
+                        log.warning("%s sent a %s to a router", peer, type(message).__name__)
+            except Exception:  # a bug of ours: the other messages are other requests'
+                log.exception("a %s of %s", type(message).__name__, peer)
         if self._touched:  # behind the tasks that were woken: first chunks leave first
             self._loop.call_soon(_flush, self._touched)
             self._touched = []

@@ -35,6 +35,8 @@ def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
     while True:
         try:
             connection, _ = listener.accept()
+        except ConnectionAbortedError:  # whoever waited has left
+            continue
         except OSError:  # none waits, or we have no descriptor left
             return
         connection.setblocking(False)

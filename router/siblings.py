@@ -70,9 +70,10 @@ class Siblings:
     async def _asked(self, address: str) -> str | None:
         """Another one's metrics, if it answers in time."""
         try:
-            response = await self._client.get(f"http://{address}/metrics")
+            async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
+                response = await self._client.get(f"http://{address}/metrics")
             return response.raise_for_status().text
-        except httpx.HTTPError:
+        except (httpx.HTTPError, TimeoutError):
             return None
 
 

@@ -222,7 +222,7 @@ class TokenChunk(Message, frozen=True):
 
 
 class Chunks(Message, frozen=True):
-    """Decode to router: all of one engine step for that router, in one frame."""
+    """Decode to router: what one engine step drew for that router, or early first tokens."""
 
     chunks: tuple[TokenChunk, ...]
 

@@ -151,7 +151,7 @@ class EngineConfig(Section):
     """Output tokens for which a request reserves KV pages at admission."""
     penalty_rows: Auto | PositiveInt = "auto"
     """Requests with penalties or logit bias at a time; auto: 16, or max_num_reqs if the model's
-    generation_config.json gives every request a repetition penalty."""
+    generation_config.json has a repetition penalty, be it that routers ignore that file."""
     prefix_cache: bool = True
     """Keep the KV of finished requests for prompts that begin alike."""
     attention: AttentionConfig = AttentionConfig()

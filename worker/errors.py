@@ -132,9 +132,13 @@ class LibraryError(KvlaneError):
     Its cause is for the log: it may tell what no client should know.
     """
 
+    _is_told = False
+
     def log(self, req_id: str) -> None:
-        """Write it down with its cause; `req_id`: of the request that ends."""
-        log.error("req_id=%s: %s; the request ends", req_id, self, exc_info=self.__cause__)
+        """Write it down, the first time with its cause; `req_id`: of the request that ends."""
+        cause = None if self._is_told else self.__cause__
+        self._is_told = True
+        log.error("req_id=%s: %s; the request ends", req_id, self, exc_info=cause)
 
 
 class contained:

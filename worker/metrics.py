@@ -59,7 +59,10 @@ class WorkerMetrics:
             "kv_fetch_seconds", "Prefill request until all KV landed", STAGE_BUCKETS, "transport"
         )
         self.transfer_seconds = histogram(
-            "kv_transfer_seconds", "Last announcement until it landed", STAGE_BUCKETS, "transport"
+            "kv_transfer_seconds",
+            "Last announcement, or first token if later, until all landed",
+            STAGE_BUCKETS,
+            "transport",
         )
         self.fetch_retries = counter("kv_fetch_retries", "Attempts that failed", "cause")
         self.lease_expired = counter("lease_expired", "Leases that ran out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.connection import MAX_HEAD_BYTES
+from router.connection import MAX_AHEAD, MAX_HEAD_BYTES
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
@@ -132,6 +133,7 @@ def test_what_is_no_request_is_refused_behind_the_answers_before_it(
         b"GET /health\r\n\r\n",
         b"GET /h\xc3\xa9alth HTTP/1.1\r\nhost: a\r\n\r\n",
         b"GET /health HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -157,6 +159,80 @@ def test_a_head_without_end_is_400(client: socket.socket) -> None:
         if found:
             break
     assert found.startswith(b"HTTP/1.1 400 ")
+
+
+UPGRADE = HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n")
+
+
+@pytest.mark.parametrize("request_", [HEALTH, UPGRADE])
+def test_only_so_many_requests_may_be_sent_ahead(client: socket.socket, request_: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # what is refused is not read to its end
+        client.sendall(3000 * request_)
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        found = all_of(client)
+    assert MAX_AHEAD < found.count(b"HTTP/1.1 200 OK") < 20 * MAX_AHEAD
+    assert found.count(b"HTTP/1.1 400 ") == 1
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKENIZE = b'{"prompt": "a"}'
+
+
+def test_trailers_are_no_headers(client: socket.socket) -> None:
+    trailer = b"0\r\ncontent-encoding: gzip\r\n\r\n"
+    client.sendall(CHUNKED + b"%x\r\n%b\r\n" % (len(TOKENIZE), TOKENIZE) + trailer)
+    assert until(client, b"}").startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("endless", [b"a: b\r\n", b"a"])
+def test_trailers_without_end_are_400(client: socket.socket, endless: bytes) -> None:
+    client.sendall(CHUNKED + b"1\r\n{\r\n0\r\n" + (b"x: " if endless == b"a" else b""))
+    found, part = b"", endless * (1024 // len(endless))
+    client.settimeout(0.02)
+    for _ in range(50 * MAX_HEAD_BYTES // len(part)):
+        try:
+            client.sendall(part)
+            found = client.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+        if found:
+            break
+    assert found.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("request_", "later"),
+    [
+        (HEALTH, b"\r\n"),
+        (b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n", b"12345"),
+    ],
+)
+def test_an_idle_connection_is_timed_whatever_came_last(
+    served: Served, client: socket.socket, request_: bytes, later: bytes
+) -> None:
+    client.sendall(request_)
+    until(client, b"}")
+    client.sendall(later)
+    name, state = client.getsockname(), served[2]._server.server_state
+    (mine,) = [each for each in state.connections if each.client == name]
+    turns = asyncio.sleep(0.1)  # until it has arrived
+    asyncio.run_coroutine_threadsafe(turns, served[2]._loop).result(HANG_S)
+    assert mine.timeout_keep_alive_task is not None
+
+
+def test_a_bad_chunk_is_refused_behind_the_answer_before_it(
+    client: socket.socket, double: DecodeDouble
+) -> None:
+    double.script = None
+    client.sendall(asked() + CHUNKED + b"nonsense\r\n")
+    peer, generate = double.take()
+    double.chunk(peer, generate, [65])
+    begun = until(client, b"data: ")
+    double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
+    assert b" 400 " not in begun + until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_what_is_written_leaves_at_once(served: Served) -> None:

@@ -64,7 +64,7 @@ def load(
                 progress=progress,
             )
         config = memory.with_max_num_reqs(config, layout, device)
-        config = memory.with_penalty_rows(config, all_requests=spec.repetition_penalty != 1)
+        config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
                 lambda: run_largest_steps(config, layout, model), device

@@ -36,7 +36,7 @@ class ModelSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
-    repetition_penalty: float  # generation_config.json's, for requests that name none; 1 = off
+    penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
 
 
 class _Fields:
@@ -124,7 +124,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, generates),
-        repetition_penalty=generates.number("repetition_penalty", default=1.0),
+        penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 
 

@@ -222,7 +222,7 @@ class Fetch:
         self.drain()
         num_tokens = self.num_landed_pages * self._context.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
-        if self.landed:
+        if self.landed and self.ending is None:
             self.req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
             now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
             metrics.fetch_seconds(label).observe(now - self._began_at)

@@ -1,4 +1,4 @@
-"""Replies: sends routers a turn's chunks in one frame, and finals until they are acknowledged."""
+"""Replies: sends each router a frame of chunks, and finals until they are acknowledged."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ for num in (1, 2, 4, 8, 16, 32):
     for _ in range(num):
         threading.Thread(target=complete, args=(1,), kwargs=others, daemon=True).start()
     time.sleep(0.2)
-    answer = complete(min(32 * num, room // 4), max_tokens=4, return_stages=True)
+    # With logprobs decode draws the first token, so the transfer is one of the stages before it.
+    answer = complete(min(32 * num, room // 4), max_tokens=4, logprobs=1, return_stages=True)
     stages = answer["choices"][0]["stages"]
     print(f"{answer['usage']['prompt_tokens']} prompt tokens: {json.dumps(stages)}", flush=True)
     assert answer["usage"]["completion_tokens"] >= 1, answer
