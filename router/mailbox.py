@@ -75,6 +75,10 @@ class Mailbox:
         else:
             self._ready.set()
 
+    def close(self) -> None:
+        """Write nothing from now on; the writer, which holds this, is freed without a collection."""
+        self._write_now = None
+
     def nudge(self) -> None:
         """Wake the reader, even if there is no delta."""
         self._ready.set()

@@ -108,6 +108,7 @@ class Answer(Response):
             raise
         finally:
             self._outlet.watch(None)
+            self._mailbox.close()
             self._leave()
             self._closed()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from router.connection import MAX_AHEAD, MAX_HEAD_BYTES
+from router.sse import Answer
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
@@ -233,6 +235,21 @@ def test_a_bad_chunk_is_refused_behind_the_answer_before_it(
     begun = until(client, b"data: ")
     double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
     assert b" 400 " not in begun + until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_answers_are_freed_without_a_collection(
+    client: socket.socket, double: DecodeDouble
+) -> None:
+    """Else the collector finds thousands of them at a time, and every stream waits for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            client.sendall(asked())
+            until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+        wait_until(lambda: sum(type(each) is Answer for each in gc.get_objects()) <= 1)
+    finally:
+        gc.enable()
 
 
 def test_what_is_written_leaves_at_once(served: Served) -> None:
