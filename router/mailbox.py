@@ -76,7 +76,7 @@ class Mailbox:
             self._ready.set()
 
     def close(self) -> None:
-        """Write nothing from now on; the writer, which holds this, is freed without a collection."""
+        """Write nothing from now on. Its writer holds it: both are freed without a collection."""
         self._write_now = None
 
     def nudge(self) -> None:
