@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from router.app import RouterServer
 from router.config import RouterConfig
+from router.text import Text
 from worker.api import (
     Chunks,
     Error,
@@ -52,6 +53,12 @@ CORPUS = [
     "stop here and never look back; the end of the story is near",
 ]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def letter_ids(directory: Path) -> tuple[int, ...]:
+    """Tokens of the model of `make_model`, one a letter: "a" to "h"."""
+    text = Text(directory)
+    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
 
 
 def make_model(

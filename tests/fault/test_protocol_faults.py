@@ -224,6 +224,14 @@ def lose(side: Any, peer: PeerId) -> None:
     wire._post(lambda: wire._links._lose(peer, "a test"))
 
 
+def wait_for_peers(decode: Worker) -> None:
+    """Until both prefill workers can be pulled from."""
+    limit = time.monotonic() + LIMIT_S
+    while decode.num_peers() < 2:
+        assert time.monotonic() < limit, "the prefill worker stays forgotten"
+        time.sleep(0.05)
+
+
 def num_ended(
     cluster: Running, reasons: Sequence[str] = ("stop", "length", "abort", "error")
 ) -> float:
@@ -311,10 +319,7 @@ def test_a_prefill_worker_that_is_lost_is_asked_again_later(
     time.sleep(when_s)
     lose(decode, "prefill-0/i0")
     check(cluster, sent, texts, before)
-    limit = time.monotonic() + LIMIT_S
-    while decode.num_peers() < 2:
-        assert time.monotonic() < limit, "the prefill worker stays forgotten"
-        time.sleep(0.05)
+    wait_for_peers(decode)
 
 
 @pytest.mark.parametrize("loser", ["decode-0", "client"])
@@ -386,10 +391,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     check(cluster, sent, texts, before)
     num_computed = sum(each._value.get() for each in computed) - num_computed
     assert num_computed > 1.3 * sum(len(prompt) for prompt in problem_ids(NUM)), "nothing was lost"
-    limit = time.monotonic() + LIMIT_S
-    while decode.num_peers() < 2:
-        assert time.monotonic() < limit, "the prefill worker stays forgotten"
-        time.sleep(0.05)
+    wait_for_peers(decode)
 
 
 @pytest.mark.parametrize("how", ["abort", "stop"])

@@ -18,13 +18,13 @@ from cluster.check import check_before_joining
 from cluster.config import load
 from router import app
 from router.app import RouterServer
-from router.text import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
     asking,
     ended,
     failed,
+    letter_ids,
     make_model,
     metric,
     wait_until,
@@ -54,9 +54,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ids(directory: Path) -> tuple[int, ...]:
-    """Tokens of a text, one a letter."""
-    text = Text(directory)
-    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
+    return letter_ids(directory)
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import httpx
 import openai
 import pytest
 
-from router.text import Text
 from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
     asking,
     ended,
     failed,
+    letter_ids,
     make_model,
     metric,
     serving,
@@ -40,9 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ids(directory: Path) -> tuple[int, ...]:
-    """Tokens of a text, one a letter."""
-    text = Text(directory)
-    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
+    return letter_ids(directory)
 
 
 @pytest.fixture

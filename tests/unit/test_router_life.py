@@ -14,7 +14,6 @@ import pytest
 
 from router.prepare import Preparer
 from router.prepared import Prepared
-from router.text import Text
 from tests.fault.router_doubles import (
     HANG_S,
     Ask,
@@ -22,6 +21,7 @@ from tests.fault.router_doubles import (
     asking,
     ended,
     failed,
+    letter_ids,
     make_model,
     metric,
     num_live,
@@ -42,9 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ids(directory: Path) -> tuple[int, ...]:
-    """Tokens of a text, one a letter."""
-    text = Text(directory)
-    return tuple(text.encode(char, add_special_tokens=False)[0] for char in "abcdefgh")
+    return letter_ids(directory)
 
 
 @pytest.fixture
