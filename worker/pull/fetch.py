@@ -180,13 +180,13 @@ class Fetch:
         for new, pairs in fresh.items():
             numbers, pages = zip(*pairs, strict=True)
             self._announced.extend(_Ready(numbers, pages, groups) for groups in _bit_runs(new))
-        brings_token = self._awaits_token and message.token is not None
+        token = message.token if self._awaits_token else None
         if message.last:  # without a token: the worker is of a version that draws none
             self._awaits_token = False
-        if brings_token and message.token is not None:
-            req.tokens.append(message.token)
+        if token is not None:
+            req.tokens.append(token)
             req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
-        return brings_token
+        return token is not None
 
     def renewed(self, sent_at: float) -> None:
         """Extend the lease: the renewal that we sent at `sent_at` was acknowledged."""
