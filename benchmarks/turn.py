@@ -36,6 +36,9 @@ class _Step:
         self.plan = plan
         self.path = "none"
 
+    def done(self) -> bool:
+        return True
+
     def wait(self) -> list[Drawn]:
         return [Drawn(7, valid=True, finished=False) for _ in self.plan.sampled_rows]
 
@@ -92,7 +95,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     loop = DecodeLoop(engine, _Thread(), "1")  # type: ignore[arg-type]
     clock = _Clock()
     clock.wrap(loop._scheduler, "plan", "plan")
-    clock.wrap(loop, "_settle", "settle")
+    clock.wrap(loop._flight, "_settle", "settle")
     clock.wrap(loop._replies, "flush", "replies")
     sampling = Sampling(temperature=0, max_tokens=max_len - PROMPT_TOKENS, ignore_eos=True)
     asked = [

@@ -156,6 +156,9 @@ class EngineConfig(Section):
     """Keep the KV of finished requests for prompts that begin alike."""
     attention: AttentionConfig = AttentionConfig()
     graph: GraphConfig = GraphConfig()
+    step_log: str = ""
+    """Directory on the worker's host for a file of JSON lines, one for each step: where its time
+    went. Empty: none."""
     strict: bool = False
     """A graph that differs from eager at the start is an error, not a metric."""
 

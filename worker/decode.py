@@ -1,8 +1,8 @@
 """The decode loop: owns a request from admission to its last token.
 
 One turn: messages, first tokens from prefill workers, pulls, siblings whose first choice is
-prefilled, preempted requests, launch step n, settle step n - 1, the tail of step n if grammars mask
-it, peers, sweep, replies.
+prefilled, preempted requests, steps that are due to be launched or settled (`Flight`), peers,
+sweep, replies.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.engine.engine import Engine
+from worker.engine.flight import Flight
 from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -88,7 +89,12 @@ class DecodeLoop:
         self._replies = Replies(thread.send, config.lease.final_resend_s)
         self._siblings = Siblings()
         self._reqs: dict[tuple[str, int], Req] = {}
-        self._pending: Step | None = None
+        self._flight = Flight(
+            engine,
+            lambda: engine.launch(scheduler.plan(time.monotonic())),
+            self._settle,
+            lambda step: self._grammars.masks(scheduler.matchers(step.plan.step)),
+        )
         self._sweep_at = 0.0
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
         metrics.on_scrape(metrics.waiting, lambda: len(self._reqs) - len(scheduler.running))
@@ -124,14 +130,7 @@ class DecodeLoop:
         for router, message in self._siblings.due(self._reqs.values()):
             self._admit(router, message, now)
         self._admission.resume_preempted()
-        step = self._engine.launch(self._scheduler.plan(time.monotonic()))
-        settled = self._pending
-        if settled is not None:
-            self._settle(settled)
-        if step is not None and step.plan.masked:
-            masks = self._grammars.masks(self._scheduler.matchers(step.plan.step))
-            self._engine.runner.launch_tail(step, masks)
-        self._pending = step
+        wait_s = self._flight.advance(self._inbound.num_fetches)
         self._peers.tend(now, self._inbound.uses)
         self._sweep(now)
         self._replies.flush(time.monotonic(), read_at=now)
@@ -139,11 +138,8 @@ class DecodeLoop:
         self._thread.stats = _stats(
             self._engine, self._scheduler, num_waiting, draining=self._admission.draining
         )
-        if step is not None or settled is not None or self._scheduler.local:
-            # Take the next turn at once: a step in flight has to settle, or a settled one may have
-            # made room for a waiting request, or local prefills have chunks left.
-            return 0.0
-        return poll_after_s(self._inbound.pulls_began_at, now)
+        poll_s = poll_after_s(self._inbound.pulls_began_at, now)
+        return poll_s if wait_s is None else min(wait_s, poll_s)
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:

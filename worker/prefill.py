@@ -1,8 +1,8 @@
 """The prefill loop: computes prompts, draws what follows them, announces KV, pins it in a lease.
 
-One turn: messages, launch step n, settle step n - 1, announce, sweep. While step n - 1 is still
-being computed, its layer groups are announced as they become final: between the layers of step n's
-launch, and then while the loop waits for step n - 1 to end.
+One turn: messages, launch step n, settle step n - 1 once it has ended (`Flight`), announce, sweep.
+While step n - 1 is still being computed, its layer groups are announced as they become final:
+between the layers of step n's launch, and in the turns until step n - 1 ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from worker.api import Lost, Prefill, Release, Renew, WorkerStats
 from worker.engine.engine import Engine
+from worker.engine.flight import Flight
 from worker.engine.groups import LayerGroups
 from worker.engine.runner import Step
 from worker.graph.base import BucketCheck
@@ -47,8 +48,8 @@ class PrefillLoop:
             config.lease,
             engine.metrics,
         )
-        self._pending: Step | None = None
-        self._num_groups_announced = 0  # of the layer groups of `_pending`
+        self._flight = Flight(engine, self._launch, self._settle)
+        self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
         metrics.on_scrape(metrics.waiting, lambda: len(self._scheduler.waiting))
@@ -69,14 +70,15 @@ class PrefillLoop:
         now = time.monotonic()
         for peer, event in events:
             self._handle(peer, event, now)
-        plan = self._scheduler.plan(now)
-        step = self._engine.launch(plan, self._layer_groups(plan))
-        if self._pending is not None:
-            self._settle(self._pending)
-        self._pending, self._num_groups_announced = step, 0
+        self._announce_final_groups()
+        wait_s = self._flight.advance()
         self._outbound.sweep(now)
         self._publish()
-        return 0.0 if self._pending is not None or self._scheduler.waiting else MAX_IDLE_S
+        return MAX_IDLE_S if wait_s is None and not self._scheduler.waiting else wait_s or 0.0
+
+    def _launch(self) -> Step | None:
+        plan = self._scheduler.plan(time.monotonic())
+        return self._engine.launch(plan, self._layer_groups(plan))
 
     def _layer_groups(self, plan: Plan | None) -> LayerGroups | None:
         """Make a step's layer hook, if its layer groups are worth announcing one by one."""
@@ -96,6 +98,7 @@ class PrefillLoop:
             for group in range(step.groups.num_groups):
                 step.groups.wait(group)
                 self._announce_final_groups()
+        self._num_groups_announced = 0
         computed = self._scheduler.settle(step.plan.step, self._engine.settle(step))
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
@@ -103,7 +106,7 @@ class PrefillLoop:
 
     def _announce_final_groups(self) -> None:
         """Announce the layer groups of step n - 1 that have become final since the last call."""
-        step = self._pending
+        step = self._flight.pending
         if step is None or step.groups is None:
             return
         if self._num_groups_announced == step.groups.num_groups:

@@ -113,6 +113,8 @@ class Lockstep:
             self.loops[PREFILL] = PrefillLoop(engine, self._post(PREFILL), "i")
             member = engine.member("prefill-0", "i", "", "")
             self._post(DECODE).post(MembersChanged((member,)))
+        for loop in self.loops.values():
+            loop._flight.waits = False
 
     def serve(self, asked: Sequence[Ask]) -> list[Answer]:
         """Serve all of `asked` until nothing is held for anybody."""
@@ -189,7 +191,7 @@ class Lockstep:
                 router.send(DECODE, Abort(str(number), 1))
 
     def _in_chunk(self, number: int) -> bool:
-        step, req = self.decode._pending, self.decode._reqs.get((str(number), 1))
+        step, req = self.decode._flight.pending, self.decode._reqs.get((str(number), 1))
         if step is None or req is None:
             return False
         return any(chunk.row == req.row for chunk in step.plan.chunks)

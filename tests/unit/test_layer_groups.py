@@ -59,6 +59,7 @@ class PrefillAlone:
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
         thread = SimpleNamespace(send=self._send, stats=None)
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
+        self._loop._flight.waits = False  # the last turn ends with its step
         self._num_asked = 0
 
     def serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from worker.engine.load import load
 from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
 from worker.engine.runner import ModelRunner, Step
+from worker.engine.step_log import StepLog
 from worker.graph.base import BucketCheck
 from worker.metrics import Progress, WorkerMetrics, untold
 from worker.models.config import ModelSpec, read_model_spec
@@ -44,14 +46,19 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
+    step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
         """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
         if plan is None:
             return None
+        log = self.step_log
+        began, began_at = log.event() if log is not None else None, time.monotonic()
         step = self.runner.launch(plan, groups)
         self.meter.launched(plan)
+        if log is not None:
+            log.launched(plan, began, time.monotonic() - began_at)
         return step
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
@@ -66,8 +73,13 @@ class Engine:
 
         A turn waits for a step only here and in `LayerGroups.wait`.
         """
+        began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
         self.meter.settled(step.plan, step.path)
+        if (log := self.step_log) is not None:
+            log.settled(
+                step.plan, step.path, time.monotonic() - began_at, time.thread_time() - cpu_at
+            )
         return drawn
 
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
@@ -93,6 +105,8 @@ class Engine:
         self.transport.close()
         self.pool.close()
         self.metrics.close()
+        if self.step_log is not None:
+            self.step_log.close()
 
 
 def build_engine(
@@ -111,6 +125,9 @@ def build_engine(
     )
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
+    step_log = None
+    if config.engine.step_log:
+        step_log = StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
     layout = _layout(config, spec)
     config, loaded, graphs, checks = load(config, spec, layout, configured_len, progress)
     pool = loaded.pool
@@ -128,7 +145,9 @@ def build_engine(
     )
     _watch(metrics, book)
     runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
-    return Engine(config, spec, layout, pool, book, runner, transport, metrics, meter, checks)
+    return Engine(
+        config, spec, layout, pool, book, runner, transport, metrics, meter, step_log, checks
+    )
 
 
 def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:

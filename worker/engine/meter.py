@@ -1,13 +1,15 @@
-"""StepMeter: histograms of step times, and the moving average that placement decisions use."""
+"""StepMeter: histograms of step times, and the estimates that loops and placement decisions use."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from worker.metrics import WorkerMetrics
 from worker.plan import Plan
 
 WEIGHT = 0.2  # of the newest step in the moving average
+NUM_RECENT = 8  # decode steps that the next one is expected to be like
 
 
 class StepMeter:
@@ -18,6 +20,16 @@ class StepMeter:
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
+        self._decodes_s: deque[float] = deque(maxlen=NUM_RECENT)
+
+    def ends_at(self, plan: Plan) -> float | None:
+        """When the launched step of `plan` may end at the earliest; None: nothing like it ran.
+
+        Monotonic seconds, by the shortest of the last decode steps.
+        """
+        if plan.chunks or not self._decodes_s:
+            return None
+        return max(self._launched_at[plan.step], self._free_at) + min(self._decodes_s)
 
     def launched(self, plan: Plan) -> None:
         """Note when `plan` was enqueued."""
@@ -32,6 +44,7 @@ class StepMeter:
         self._metrics.step_seconds(_kind(plan)).observe(took_s)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         if not num_tokens:
+            self._decodes_s.append(took_s)
             return
         self._metrics.prompt_tokens.inc(num_tokens)
         rate, old = took_s / num_tokens, self.prefill_s_per_token

@@ -41,6 +41,12 @@ class Step:
         self._result: Result | None = None  # CUDA
         self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once; not to be asked before a masked step's tail."""
+        if self._event is not None:
+            return self._event.query()
+        return self._running is not None and self._running.done()
+
     def wait(self) -> list[Drawn]:
         """Block until the step has finished; returns the tokens of plan.sampled_rows."""
         if self._event is not None:

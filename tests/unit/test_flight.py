@@ -1,0 +1,171 @@
+"""When steps are launched and settled: late enough for arrivals, early enough for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from worker.engine import flight as module
+from worker.engine.flight import BLOCK_S, POLL_S, SLACK_S, Flight
+from worker.engine.meter import StepMeter
+from worker.metrics import WorkerMetrics
+from worker.plan import Chunk, Plan
+
+STEP_S, LAUNCH_S = 0.007, 0.0008
+
+
+class Clock:
+    """The only time there is."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Step:
+    """A step on a device that runs one after the other."""
+
+    plan: Plan
+    clock: Clock
+    starts_at: float
+    took_s: float
+    path: str = "graph"
+
+    @property
+    def ends_at(self) -> float:
+        return self.starts_at + self.took_s
+
+    def done(self) -> bool:
+        return self.clock.now >= self.ends_at
+
+
+@dataclass
+class Device:
+    """A loop without requests: what its Flight launched and settled, and when."""
+
+    clock: Clock
+    chunks: bool = False
+    took_s: float = STEP_S
+    limit: int = 1_000_000
+    launched: list[Step] = field(default_factory=list)
+    settled_at: list[float] = field(default_factory=list)
+    launched_at: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        metrics = WorkerMetrics(model="m", role="decode", worker="w")
+        self.meter = StepMeter(metrics)
+        engine: Any = SimpleNamespace(meter=self.meter)
+        self.flight = Flight(engine, self.launch, self.settle)  # type: ignore[arg-type]
+
+    def launch(self) -> Step | None:
+        if len(self.launched) == self.limit:
+            return None
+        self.launched_at.append(self.clock.now)
+        free_at = self.launched[-1].ends_at if self.launched else 0.0
+        self.clock.now += LAUNCH_S
+        number = len(self.launched) + 1
+        chunks = (Chunk(1, 0, (1, 2), True),) if self.chunks else ()
+        plan = Plan(number, chunks=chunks, decode=() if chunks else (1,))
+        self.launched.append(Step(plan, self.clock, max(free_at, self.clock.now), self.took_s))
+        self.meter.launched(plan)
+        return self.launched[-1]
+
+    def settle(self, step: Step) -> None:
+        self.clock.now = max(self.clock.now, step.ends_at)
+        self.meter.settled(step.plan, step.path)
+        self.settled_at.append(self.clock.now)
+
+    def run(self, seconds: float, num_arriving: int) -> list[float]:
+        """Turns, each after the wait that the last one asked for; when they were."""
+        turns, until = [], self.clock.now + seconds
+        while self.clock.now < until:
+            turns.append(self.clock.now)
+            wait_s = self.flight.advance(num_arriving)
+            if wait_s is None:
+                break
+            self.clock.now += wait_s + 5e-5  # a timed wait is late by so much
+        return turns
+
+    @property
+    def idle_s(self) -> float:
+        """Of the device, between the first step's start and the last one's end."""
+        steps = self.launched
+        return sum(b.starts_at - a.ends_at for a, b in zip(steps, steps[1:], strict=False))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr("worker.engine.meter.time", clock)
+    yield Device(clock)
+
+
+def test_with_arrivals_the_launch_is_late_and_the_device_never_waits(device: Device) -> None:
+    device.run(0.5, num_arriving=1)
+    assert device.idle_s == 0.0
+    # What came until then is in the very next step.
+    late = [
+        step.ends_at - at
+        for step, at in zip(device.launched[4:], device.launched_at[5:], strict=False)
+    ]
+    assert max(late) <= LAUNCH_S + SLACK_S + POLL_S
+    assert min(late) >= LAUNCH_S
+
+
+def test_without_arrivals_the_launch_is_at_once(device: Device) -> None:
+    device.run(0.5, num_arriving=0)
+    assert device.idle_s == 0.0
+    pairs = zip(device.settled_at, device.launched_at[2:], strict=False)
+    assert all(at - settled < 1e-4 for settled, at in list(pairs)[2:])
+
+
+@pytest.mark.parametrize("num_arriving", [0, 1])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_messages_are_read_while_a_step_computes(
+    device: Device, num_arriving: int, chunks: bool
+) -> None:
+    """A turn at least every POLL_S, but for the launch and the last moments of a step."""
+    device.chunks = chunks
+    device.run(0.1, num_arriving)  # measured now
+    turns = device.run(0.5, num_arriving)
+    gaps = [b - a for a, b in zip(turns, turns[1:], strict=False)]
+    assert max(gaps) <= max(POLL_S, LAUNCH_S + BLOCK_S) + 1e-4
+
+
+def test_steps_that_get_shorter_cost_the_device_one_poll_each(device: Device) -> None:
+    device.run(0.2, num_arriving=1)
+    before, num = device.idle_s, len(device.launched)
+    device.took_s = STEP_S / 2
+    device.run(0.2, num_arriving=1)
+    assert len(device.launched) > num + 40
+    assert device.idle_s - before < 3 * (LAUNCH_S + POLL_S + 1e-4)
+
+
+def test_a_settled_step_is_seen_within_a_poll(device: Device) -> None:
+    device.run(0.5, num_arriving=1)
+    ends = [step.ends_at for step in device.launched]
+    late = [at - end for end, at in zip(ends, device.settled_at, strict=False)]
+    assert max(late) <= POLL_S + 1e-4
+
+
+def test_it_ends_when_nothing_runs(device: Device) -> None:
+    device.limit = 3
+    device.run(0.5, num_arriving=1)
+    assert len(device.settled_at) == 3
+    assert device.flight.pending is None
+    assert device.flight.advance(1) is None
+
+
+def test_without_waits_turns_are_those_of_a_schedule(device: Device) -> None:
+    device.flight.waits = False
+    for number in range(1, 6):
+        device.flight.advance(1)
+        assert (len(device.launched), len(device.settled_at)) == (number, number - 1)

@@ -1,0 +1,107 @@
+"""Flight: the launched steps of a loop, and when the next one is launched and one settled.
+
+    step n computes          ├──────────────────────────────┤
+    launch of step n + 1                              ▲        as late as keeps the device busy
+    settling of step n                                      ▲
+
+A step takes what has arrived by its launch. Launched as soon as step n - 1 has settled, it would
+miss all that arrives while step n computes. So with KV under way the launch waits, by the measured
+times of steps and launches. All waits are the engine thread's wait for messages, so arrivals are
+handled meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from worker.engine.engine import Engine
+from worker.engine.runner import Step
+
+# Of a step's expected end: what a timed wait of the OS, and other threads that hold the interpreter
+# lock, may add to the launch of the next one.
+SLACK_S = 4e-4
+# Before its expected end a step is waited for on the device, which returns within microseconds.
+BLOCK_S = 2e-4
+# A step may end before it is expected to, and the end of a step with chunks is not known at all.
+POLL_S = 2.5e-4
+NUM_LAUNCHES = 8  # that the next one is expected to be no longer than
+
+
+class Flight:
+    """Up to two steps: `pending`, which runs, and the one that was launched behind it.
+
+    Args:
+        engine: launches and times steps.
+        launch: launches the next step; None if nothing can run now.
+        settle: waits until a step has ended and takes what it made; called in order of launch.
+        masks: of a masked step that is now the oldest one; see `sampler.sample`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        launch: Callable[[], Step | None],
+        settle: Callable[[Step], None],
+        masks: Callable[[Step], Tensor] | None = None,
+    ) -> None:
+        self.pending: Step | None = None
+        self.waits = True  # False: launch at once and block, so that a schedule can be repeated
+        self._next: Step | None = None
+        self._engine = engine
+        self._launch = launch
+        self._settle = settle
+        self._masks = masks
+        self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)  # host times of decode steps
+
+    def advance(self, num_arriving: int = 0) -> float | None:
+        """Launch and settle what is due; returns in how many seconds to call again.
+
+        None: nothing runs, and nothing can be launched before something arrives.
+        num_arriving: requests that may join a step as soon as their KV has landed.
+        """
+        if self._next is None:
+            if wait_s := self._launch_wait_s(num_arriving):
+                return wait_s
+            self._launch_next()
+        settled = self.pending
+        if settled is not None:
+            if wait_s := self._settle_wait_s(settled):
+                return wait_s
+            self._settle(settled)
+        self.pending, self._next = self._next, None
+        if self.pending is None:
+            return None if settled is None else 0.0  # what has settled may have made room
+        if self.pending.plan.masked:  # masks follow from the tokens of the step before
+            assert self._masks is not None
+            self._engine.runner.launch_tail(self.pending, self._masks(self.pending))
+        return self._launch_wait_s(num_arriving)
+
+    def _launch_next(self) -> None:
+        began_at = time.monotonic()
+        self._next = self._launch()
+        if self._next is not None and self._next.plan.decode:
+            self._launches_s.append(time.monotonic() - began_at)
+
+    def _launch_wait_s(self, num_arriving: int) -> float:
+        """How long the launch behind `pending` may wait; 0: it is due."""
+        if self.pending is None or not self.waits or not num_arriving:
+            return 0.0
+        ends_at = self._engine.meter.ends_at(self.pending.plan)
+        if ends_at is None or self.pending.done():
+            return 0.0
+        launch_s = max(self._launches_s, default=0.0)
+        wait_s = ends_at - launch_s - SLACK_S - time.monotonic()
+        return min(max(wait_s, 0.0), POLL_S)
+
+    def _settle_wait_s(self, step: Step) -> float:
+        """How long to look after arrivals before blocking until `step` ends; 0: not any longer."""
+        if not self.waits or step.done():
+            return 0.0
+        ends_at = self._engine.meter.ends_at(step.plan)
+        if ends_at is None:
+            return POLL_S if step.plan.chunks else 0.0
+        return min(max(ends_at - BLOCK_S - time.monotonic(), 0.0), POLL_S)

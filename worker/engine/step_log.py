@@ -1,0 +1,102 @@
+"""StepLog: a line of JSON for each settled step, to see where the time of served steps goes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from worker.errors import UserError
+from worker.plan import Plan
+
+FLUSH_S = 1.0
+
+
+class StepLine(msgspec.Struct, omit_defaults=True):
+    """One line. `benchmarks.steps` makes a table of them."""
+
+    step: int
+    at: float  # Unix time at which it was settled, s
+    path: str  # see Step.path
+    rows: int  # that decode
+    tokens: int  # of chunks
+    num_keys: int  # the longest row's upper bound of keys
+    joined: bool  # it was launched while another step was in flight
+    launch_us: float  # of the host: from the plan to the last kernel
+    wait_us: float  # of the host: blocked until the step had ended
+    host_us: float  # CPU time of the loop's thread since the last settling, without the wait
+    gpu_us: float = 0.0  # from its first kernel to its last
+    idle_us: float = 0.0  # between the last step's end and its own first kernel
+
+
+@dataclass(slots=True)
+class _Launched:
+    """Of a step that has not settled."""
+
+    launch_s: float
+    joined: bool
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+class StepLog:
+    """The log of the worker `name`: <directory>/<name>.jsonl, begun anew.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, directory: str, name: str, device: torch.device) -> None:
+        path = Path(directory).expanduser() / f"{name}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
+        except OSError as error:
+            param = "engine.step_log"
+            raise UserError(f"{param}: {path}: {error.strerror}", param) from error
+        self._cuda = device.type == "cuda"
+        self._launched: dict[int, _Launched] = {}
+        self._ended: torch.cuda.Event | None = None  # of the step that settled last
+        self._cpu_at = time.thread_time()
+        self._flushed_at = 0.0
+
+    def event(self) -> torch.cuda.Event | None:
+        """An event in the current stream's order; None on the CPU."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def launched(self, plan: Plan, began: torch.cuda.Event | None, launch_s: float) -> None:
+        """Note a launch; began: an event from before its first kernel."""
+        ended = self.event()
+        events = (began, ended) if began is not None and ended is not None else None
+        self._launched[plan.step] = _Launched(launch_s, bool(self._launched), events)
+
+    def settled(self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float) -> None:
+        """Write the line of a step that has ended."""
+        launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
+        line = StepLine(
+            plan.step, time.time(), path, len(plan.decode),
+            sum(len(chunk.tokens) for chunk in plan.chunks), plan.max_seq_len_ub, launched.joined,
+            1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * (cpu_at - self._cpu_at - wait_cpu_s),
+        )  # fmt: skip
+        self._cpu_at = cpu_at
+        if launched.events is not None:
+            began, ended = launched.events
+            ended.synchronize()  # it follows the copies to the host within a microsecond
+            line.gpu_us = 1e3 * began.elapsed_time(ended)
+            if self._ended is not None:
+                line.idle_us = 1e3 * self._ended.elapsed_time(began)
+            self._ended = ended
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        if line.at - self._flushed_at > FLUSH_S:
+            self._flushed_at = line.at
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.close()
