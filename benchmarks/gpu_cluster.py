@@ -4,8 +4,11 @@
     python -m benchmarks.gpu_cluster --gpus 2 --kind tcp,nvlink --out results
     python -m benchmarks.gpu_cluster --gpus 0 --model-config worker/assets/tiny/config.json \\
         --prompt-len 64 --output-len 16 --concurrency 4 --num 16 --repeat 1 --out results
+    python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --loads 16,32,48,full \\
+        --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
 
-The last one needs no GPU. Every prompt has exactly --prompt-len tokens, every answer exactly
+The third needs no GPU. The last runs the loads of `benchmarks.serving`: --concurrency is then the
+number of rows, and the two lengths together are the longest request that is served. Every prompt has exactly --prompt-len tokens, every answer exactly
 --output-len, and all KV is pulled from the prefill worker. For each kind of transport a cluster is
 started and asked, and --out gets the load's JSON, the cluster's log and configuration and, in
 `cluster-KIND.json`, the machine and what was pulled. Runs in a network namespace of its own (root),
@@ -50,6 +53,7 @@ def parse() -> argparse.Namespace:
     add("--concurrency", type=int, default=32)
     add("--prompt-len", type=int, default=512, help="tokens")
     add("--output-len", type=int, default=128, help="tokens")
+    add("--loads", default="", metavar="16,32,full", help="those of benchmarks.serving instead")
     return parser.parse_args()
 
 
@@ -91,10 +95,10 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     }  # fmt: skip
 
 
-def run_load(url: str, model: Path, path: Path, *arguments: str) -> int:
-    """Run the load harness against `url` with more arguments; its exit code."""
+def run_load(url: str, model: Path, path: Path, *arguments: str, harness: str = "load") -> int:
+    """Run `benchmarks.<harness>` against `url` with more arguments; its exit code."""
     command = [
-        sys.executable, "-m", "benchmarks.load", "--url", url, "--endpoint", "completions",
+        sys.executable, "-m", f"benchmarks.{harness}", "--url", url, "--endpoint", "completions",
         "--extra", '{"temperature": 0}', "--tokenizer", str(model), "--quiet", "--json", str(path),
         *arguments,
     ]  # fmt: skip
@@ -151,16 +155,22 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     path = options.out / f"load-{kind}.json"
     path.unlink(missing_ok=True)  # of an earlier run
     with started(options, serve_config(options, model, kind), kind) as (url, start_s):
-        code = run_load(
-            url, model, path,
-            "--source", f"synthetic:{options.prompt_len},{options.output_len}",
-            "--concurrency", str(options.concurrency), "--num", str(options.num),
-            "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
-        )  # fmt: skip
+        if options.loads:
+            traces = str(options.out / "traces")
+            named = "--name", kind, "--traces", traces, "--rates", options.loads
+            code = run_load(url, model, path, *named, harness="serving")
+        else:
+            code = run_load(
+                url, model, path,
+                "--source", f"synthetic:{options.prompt_len},{options.output_len}",
+                "--concurrency", str(options.concurrency), "--num", str(options.num),
+                "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
+            )  # fmt: skip
         told = about(url, start_s) | {"load": path.name}
     (options.out / f"cluster-{kind}.json").write_text(json.dumps(told, indent=1) + "\n")
-    num_asked, pulled = options.repeat * options.num, told["kv_pulled_bytes"]
-    served = sum(each["requests"]["served"] for each in read(path).summaries)
+    found, pulled = [each["requests"] for each in read(path).summaries], told["kv_pulled_bytes"]
+    num_asked = sum(each["sent"] for each in found)
+    served = sum(each["served"] for each in found)
     print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)
     if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):
         return 1
