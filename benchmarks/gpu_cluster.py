@@ -8,11 +8,13 @@
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
 
 The third needs no GPU. The last runs the loads of `benchmarks.serving`: --concurrency is then the
-number of rows, and the two lengths together are the longest request that is served. Every prompt has exactly --prompt-len tokens, every answer exactly
---output-len, and all KV is pulled from the prefill worker. For each kind of transport a cluster is
-started and asked, and --out gets the load's JSON, the cluster's log and configuration and, in
-`cluster-KIND.json`, the machine and what was pulled. Runs in a network namespace of its own (root),
-unless KVLANE_JUDGES_NAMESPACE is set.
+number of rows, and the two lengths together are the longest request that is served.
+
+Every prompt has exactly --prompt-len tokens, every answer exactly --output-len, and all KV is
+pulled from the prefill worker. For each kind of transport a cluster is started and asked, and --out
+gets the load's JSON, the cluster's log and configuration and, in `cluster-KIND.json`, the machine
+and what was pulled. Runs in a network namespace of its own (root), unless KVLANE_JUDGES_NAMESPACE
+is set.
 """
 
 from __future__ import annotations
@@ -111,13 +113,16 @@ def get(url: str) -> str:
         return answer.read().decode()
 
 
-def pulled_bytes(url: str) -> float:
-    """KV that the workers have pulled from each other."""
+def totals(url: str) -> dict[str, float]:
+    """Sums, counts and counters of all processes by name, labels left out."""
     groups = json.loads(get(f"{url}/metrics/targets"))
     texts = [get(f"http://{target}/metrics") for group in groups for target in group["targets"]]
-    families = [family for text in texts for family in text_string_to_metric_families(text)]
-    samples = [sample for family in families for sample in family.samples]
-    return sum(sample.value for sample in samples if sample.name == PULLED)
+    found: dict[str, float] = {}
+    for family in (each for text in texts for each in text_string_to_metric_families(text)):
+        for sample in family.samples:
+            if sample.name.endswith(("_sum", "_count", "_total")):
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
 
 
 @contextlib.contextmanager
@@ -145,7 +150,7 @@ def about(url: str, start_s: float) -> dict[str, Any]:
     """What ran where, for the result file."""
     return {
         "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
-        "start_s": start_s, "kv_pulled_bytes": pulled_bytes(url),
+        "start_s": start_s, "totals": totals(url),
         "config": json.loads(get(f"{url}/config")),
     }  # fmt: skip
 
@@ -168,7 +173,10 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
             )  # fmt: skip
         told = about(url, start_s) | {"load": path.name}
     (options.out / f"cluster-{kind}.json").write_text(json.dumps(told, indent=1) + "\n")
-    found, pulled = [each["requests"] for each in read(path).summaries], told["kv_pulled_bytes"]
+    found, pulled = (
+        [each["requests"] for each in read(path).summaries],
+        told["totals"].get(PULLED, 0.0),
+    )
     num_asked = sum(each["sent"] for each in found)
     served = sum(each["served"] for each in found)
     print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)

@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.gpu_cluster import (
+    PULLED,
     about,
     cluster_options,
     run_load,
@@ -168,8 +169,9 @@ def measure(
         told = about(url, start_s)
     asked = {name: str(value) for name, value in vars(options).items() if name != "out"}
     keep(options.out, layout, told | {"options": asked} | figures)
-    if bool(told["kv_pulled_bytes"]) != (layout == SPLIT):
-        print(f"{layout}: {told['kv_pulled_bytes']} bytes of KV were pulled", file=sys.stderr)
+    pulled = told["totals"].get(PULLED, 0.0)
+    if bool(pulled) != (layout == SPLIT):
+        print(f"{layout}: {pulled} bytes of KV were pulled", file=sys.stderr)
         return 1
     return int(num_failed > 0)
 

@@ -3,8 +3,9 @@
     python -m benchmarks.steps logs/decode-0.jsonl
     python -m benchmarks.steps logs/decode-0.jsonl --serving load-nvlink.json --engine decode.json
 
-With `--serving`, a result of `benchmarks.serving`, there is a table for each of its loads. Decode steps that follow another step without a pause; medians. `period`: from one settling to the
-next. Served steps of a bucket (as many rows as one graph serves) stand beside the step that
+With `--serving`, a result of `benchmarks.serving`, there is a table for each of its loads. Decode
+steps that follow another step without a pause; medians. `period`: from one settling to the next.
+Served steps of a bucket (as many rows as one graph serves) stand beside the step that
 `benchmarks.engine` took for the most rows of that bucket. `idle`: the device's share of all such
 steps' time in which it computed nothing.
 """
@@ -87,7 +88,7 @@ def table(steps: Sequence[Served], engine: dict[int, float], max_rows: int) -> l
             [each.wait_us for each in lines], [each.host_us for each in lines],
         )  # fmt: skip
         known = f"{engine[bucket]:.2f}" if bucket in engine else "-"
-        keys = statistics.median(each.num_keys for each in lines)
+        keys = statistics.median(each.num_keys / each.rows for each in lines)
         medians = [f"{statistics.median(column) / 1e3:.2f}" for column in columns]
         rows.append([f"<= {bucket}", str(len(found)), f"{keys:.0f}", *medians, known])
     idle = sum(max(each.line.idle_us, 0.0) for each in steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from functools import partial
 
 from worker.api import (
     Abort,
@@ -32,8 +32,9 @@ from worker.engine.flight import Flight
 from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.metrics import WorkerMetrics
 from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.inbound import Inbound
+from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
@@ -45,11 +46,6 @@ from worker.schedule.req import Phase, Req, finish_reason
 log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
-# While pulls run, an idle loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at
-# most, so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: even the
-# shortest sleep that the OS grants takes as long as pulling 20 MB over NVLink.
-YOUNG_S = 300e-6
-LONGEST_POLL_S = 500e-6
 
 
 class DecodeLoop:
@@ -61,7 +57,11 @@ class DecodeLoop:
         config, metrics, spec = engine.config, engine.metrics, engine.spec
         self._eos_ids = frozenset(spec.eos_token_ids)
         self._scheduler = scheduler = DecodeScheduler(
-            engine.book, config.engine, self._eos_ids, metrics.preemptions.inc
+            engine.book,
+            config.engine,
+            self._eos_ids,
+            metrics.preemptions.inc,
+            partial(_gets_row, metrics),
         )
         self._peers = PrefillPeers(
             engine.transport,
@@ -139,7 +139,7 @@ class DecodeLoop:
             self._engine, self._scheduler, num_waiting, draining=self._admission.draining
         )
         poll_s = poll_after_s(self._inbound.pulls_began_at, now)
-        return poll_s if wait_s is None else min(wait_s, poll_s)
+        return min(SWEEP_S if wait_s is None else wait_s, poll_s)
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
@@ -268,16 +268,13 @@ class DecodeLoop:
             self._leave(req, FinishReason.ABORT)
 
 
-def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
-    """Say how long an idle loop may sleep before it has to poll its youngest pull again."""
-    if not pulls_began_at:
-        return SWEEP_S
-    age_s = now - max(pulls_began_at)
-    return min(age_s / 8, LONGEST_POLL_S) if age_s > YOUNG_S else 0.0
-
-
 def _told(error: KvlaneError) -> Error:
     return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
+
+
+def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
+    if req.marks.landed_at and not req.marks.row_at:
+        metrics.row_wait_seconds.observe(now - req.marks.landed_at)
 
 
 def _stats(

@@ -64,6 +64,9 @@ class WorkerMetrics:
             STAGE_BUCKETS,
             "transport",
         )
+        self.row_wait_seconds = histogram(
+            "row_wait_seconds", "All KV landed until the request's first step", STAGE_BUCKETS
+        )
         self.fetch_retries = counter("kv_fetch_retries", "Attempts that failed", "cause")
         self.lease_expired = counter("lease_expired", "Leases that ran out")
         self.dropped = counter("stale_messages_dropped", "Messages of old attempts", "kind")

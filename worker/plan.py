@@ -84,6 +84,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     penalized: bool = False  # some sampled row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
     masked: bool = False  # the tail waits for grammar masks: `ModelRunner.launch_tail`
+    num_keys: int = 0  # sum of all rows' bounds, for logs
 
     @property
     def sampled_rows(self) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,16 +96,15 @@ class Device:
     @property
     def idle_s(self) -> float:
         """Of the device, between the first step's start and the last one's end."""
-        steps = self.launched
-        return sum(b.starts_at - a.ends_at for a, b in zip(steps, steps[1:], strict=False))
+        return sum(b.starts_at - a.ends_at for a, b in pairwise(self.launched))
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr("worker.engine.meter.time", clock)
-    yield Device(clock)
+    return Device(clock)
 
 
 def test_with_arrivals_the_launch_is_late_and_the_device_never_waits(device: Device) -> None:
@@ -136,7 +135,7 @@ def test_messages_are_read_while_a_step_computes(
     device.chunks = chunks
     device.run(0.1, num_arriving)  # measured now
     turns = device.run(0.5, num_arriving)
-    gaps = [b - a for a, b in zip(turns, turns[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(turns)]
     assert max(gaps) <= max(POLL_S, LAUNCH_S + BLOCK_S) + 1e-4
 
 

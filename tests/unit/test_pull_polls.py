@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,10 +14,9 @@ from worker.api import Candidate, Error, KVReady, Prefill, PrefillRefused, Sampl
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.decode import LONGEST_POLL_S, SWEEP_S, YOUNG_S, poll_after_s
 from worker.metrics import WorkerMetrics
 from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.inbound import Inbound
+from worker.pull.inbound import LONGEST_POLL_S, YOUNG_S, Inbound, poll_after_s
 from worker.pull.peers import Link
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
@@ -82,7 +82,7 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     def after_s(seconds: float) -> float:
         return poll_after_s(inbound.pulls_began_at, began_at + seconds)
 
-    assert after_s(0) == SWEEP_S
+    assert after_s(0) == math.inf
     ready(0, began_at)
     assert after_s(0) == after_s(0.9 * YOUNG_S) == 0
     assert after_s(0.002) == pytest.approx(0.00025)
@@ -94,4 +94,4 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     assert after_s(1) == LONGEST_POLL_S  # the first one still runs
     states[0] = PullState.OK
     assert [each.landed for each in inbound.poll(began_at + 1)] == [True]
-    assert after_s(1) == SWEEP_S
+    assert after_s(1) == math.inf

@@ -23,7 +23,8 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     path: str  # see Step.path
     rows: int  # that decode
     tokens: int  # of chunks
-    num_keys: int  # the longest row's upper bound of keys
+    num_keys: int  # of all rows, at most
+    longest: int  # row, in keys, at most
     joined: bool  # it was launched while another step was in flight
     launch_us: float  # of the host: from the plan to the last kernel
     wait_us: float  # of the host: blocked until the step had ended
@@ -81,7 +82,8 @@ class StepLog:
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
         line = StepLine(
             plan.step, time.time(), path, len(plan.decode),
-            sum(len(chunk.tokens) for chunk in plan.chunks), plan.max_seq_len_ub, launched.joined,
+            sum(len(chunk.tokens) for chunk in plan.chunks), plan.num_keys, plan.max_seq_len_ub,
+            launched.joined,
             1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * (cpu_at - self._cpu_at - wait_cpu_s),
         )  # fmt: skip
         self._cpu_at = cpu_at

@@ -280,6 +280,8 @@ def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = Fal
 def chunk_buckets(max_tokens: int) -> list[int]:
     """Numbers of tokens that get graphs, ascending, up to `max_tokens` or MAX_BUCKET."""
     last = min(max_tokens, MAX_BUCKET)
-    sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536]
+    # Between 512 and 1024 close by: a step takes about as long as its tokens, padding included, and
+    # a rest in a step of its own at least as long as a read of the weights.
+    sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 640, 704, 768, 896, 1024, 1536]
     sizes += range(2048, MAX_BUCKET, 1024)
     return [size for size in sizes if size < last] + [last]

@@ -43,6 +43,7 @@ class DecodeScheduler:
         engine: EngineConfig,
         eos_ids: frozenset[int],
         on_preempt: Callable[[], None] = lambda: None,
+        on_row: Callable[[Req, float], None] = lambda req, now: None,
     ) -> None:
         self.book = book
         self.local: deque[Req] = deque()
@@ -52,6 +53,7 @@ class DecodeScheduler:
         self._engine = engine
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
+        self._on_row = on_row  # told just before a request whose KV is here gets a row
         self._rows = RowTable(int(engine.max_num_reqs), int(engine.penalty_rows))
         self._step = 0
         self._arrivals = 0
@@ -114,6 +116,7 @@ class DecodeScheduler:
             if not self._rows.can_take(req.sampling):
                 continue  # no penalty slot is free: requests that need none may go first
             self.ready.remove(req)
+            self._on_row(req, now)
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
             req.phase = Phase.RUNNING
@@ -125,8 +128,7 @@ class DecodeScheduler:
 
     def matchers(self, step: int) -> list[Matcher | None]:
         """Return the matchers of the rows that unsettled step `step` samples; None: no grammar."""
-        sampled, _ = self._launched[step]
-        return [req.matcher for req in sampled]
+        return [req.matcher for req in self._launched[step][0]]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
         """Append the tokens of finished step `step`; returns (request, drawn, reason to end).
@@ -204,13 +206,13 @@ class DecodeScheduler:
         if not chunks:
             return None
         self._last_was_prefill = True
-        bound = max(chunk.start + len(chunk.tokens) for chunk in chunks)
-        return self._launch(sampled, bound, chunks=tuple(chunks))
+        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        return self._launch(sampled, ends, chunks=tuple(chunks))
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
         chosen: list[Req] = []
-        bound = 0
+        lengths: list[int] = []
         for req in sorted(self.running.values(), key=ARRIVAL):
             num_tokens = len(req.tokens) + req.num_in_flight
             if num_tokens >= req.max_len or req in self._leaving:
@@ -219,15 +221,14 @@ class DecodeScheduler:
             if req.hold is None or (num_tokens >= req.hold.num_slots and not self._bind_slot(req)):
                 continue
             chosen.append(req)
-            bound = max(bound, num_tokens)
-        if not chosen:
-            return None
-        return self._launch(chosen, bound, decode=tuple(req.row for req in chosen))
+            lengths.append(num_tokens)
+        rows = tuple(req.row for req in chosen)
+        return self._launch(chosen, lengths, decode=rows) if rows else None
 
     def _launch(
         self,
         sampled: list[Req],
-        max_seq_len_ub: int,
+        lengths: list[int],
         *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
@@ -244,10 +245,11 @@ class DecodeScheduler:
             chunks,
             decode,
             TAILS[max((draw.tail for draw in draws), default=0)],
-            max_seq_len_ub,
+            max(lengths),
             penalized=any(draw.penalized for draw in draws),
             num_logprobs=max((draw.num_logprobs for draw in draws), default=-1),
             masked=any(draw.masked for draw in draws),
+            num_keys=sum(lengths),
         )
 
     def _bind_slot(self, req: Req) -> bool:

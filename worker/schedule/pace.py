@@ -45,8 +45,9 @@ class Pace:
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
         """Choose how many tokens the next step may have, given `num_queued` waiting tokens.
 
-        Minimises the time to compute all of them in steps of one size, plus the pull that is left
-        after the last step. Small steps leave little to pull; large ones compute a token faster.
+        Minimises the time to compute all of them in steps of one size and a last one with the rest,
+        plus the pull that is left after the last step. Small steps leave little to pull; large ones
+        compute a token faster, and a short rest costs a step's whole read of the weights.
         Counts `whole_s` for every step, also where groups are announced.
         link_bytes_per_s: 0 = not known.
         """
@@ -54,12 +55,15 @@ class Pace:
         for each in self.times:
             if not MIN_STEP_TOKENS <= each.num_tokens <= self.max_tokens:
                 continue
-            last_s = self._pull_s(each.num_tokens, link_bytes_per_s)
-            if self.announce_groups(each.num_tokens, link_bytes_per_s):
+            num_full, rest = divmod(num_queued, each.num_tokens)
+            all_s = num_full * each.whole_s
+            if rest and (padded := self._padded(rest)) is not None:
+                all_s += padded.whole_s
+            last_s = self._pull_s(rest or each.num_tokens, link_bytes_per_s)
+            if self.announce_groups(rest or each.num_tokens, link_bytes_per_s):
                 last_s /= self.num_groups
-            all_s = max(1.0, num_queued / each.num_tokens) * each.whole_s + last_s
-            if all_s < best_s:
-                best, best_s = each.num_tokens, all_s
+            if all_s + last_s < best_s:
+                best, best_s = each.num_tokens, all_s + last_s
         return best
 
     def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:
@@ -71,8 +75,7 @@ class Pace:
         """
         if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1
-        at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
-        step = self.times[at] if at < len(self.times) else None
+        step = self._padded(num_tokens)
         hidden_s, early_s = self._pull_s(num_tokens, link_bytes_per_s), 0.0
         costs_s = (self.num_groups - 1) * ANNOUNCE_S
         if step is not None:
@@ -81,6 +84,11 @@ class Pace:
                 early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
         return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s
+
+    def _padded(self, num_tokens: int) -> StepTime | None:
+        """The shortest measured step that holds `num_tokens`."""
+        at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
+        return self.times[at] if at < len(self.times) else None
 
     def _pull_s(self, num_tokens: int, link_bytes_per_s: float) -> float:
         num_bytes = num_tokens * self.kv_bytes_per_token

@@ -111,6 +111,7 @@ class PrefillScheduler:
             chunks=tuple(chunk for _, chunk in launched),
             tail=tail_of(start.sampling for start in starts),
             max_seq_len_ub=max(req.num_planned_tokens for req, _ in launched),
+            num_keys=sum(req.num_planned_tokens for req, _ in launched),
         )
 
     def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
