@@ -85,6 +85,8 @@ class WorkerStats(Message, frozen=True):
     num_queued_tokens: int = 0  # prompt tokens admitted and not yet computed
     prefill_s_per_token: float = 0.0  # moving average of its own prefill steps; 0 = none yet
     draining: bool = False
+    num_steps: int = 0  # settled since its start
+    has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
 
 
 class Sampling(Message, frozen=True):

@@ -140,6 +140,8 @@ class PrefillLoop:
             num_queued_tokens=self._scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,
+            num_steps=self._engine.meter.num_steps,
+            has_work=bool(self._scheduler.waiting),
         )
 
 

@@ -40,7 +40,9 @@ class Worker:
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
-        metrics_address = self.engine.metrics.serve(self._host, self._metrics_port)
+        metrics_address = self.engine.metrics.serve(
+            self._host, self._metrics_port, self._thread.stalled
+        )
         address = self._thread.start(self._host, self._loop.turn)
         return self.engine.member(self._name, self._incarnation, address, metrics_address)
 
