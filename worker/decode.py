@@ -71,6 +71,7 @@ class DecodeLoop:
             thread.connect,
             thread.disconnect,
         )
+        self.measured_paths = self._peers.measured
         context = FetchContext(
             engine.book,
             engine.layout,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
 from worker.engine.engine import Engine
 from worker.engine.groups import LayerGroups
 from worker.engine.runner import Step
@@ -60,6 +60,10 @@ class PrefillLoop:
     def num_peers(self) -> int:
         """0: prefill workers pull from nobody."""
         return 0
+
+    def measured_paths(self) -> list[PullPath]:
+        """None, for the same reason."""
+        return []
 
     def close(self) -> None:
         """Do nothing: there is nothing to close beyond the engine."""

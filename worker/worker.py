@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Member
+from worker.api import Member, PullPath
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
 from worker.loop import DrainAsked, EngineThread, MembersChanged
@@ -71,6 +71,10 @@ class Worker:
     def num_peers(self) -> int:
         """Number of workers that this one can pull KV from."""
         return self._loop.num_peers()
+
+    def measured_paths(self) -> list[PullPath]:
+        """Measure the ways from all prefill workers to this decode worker, while it serves."""
+        return self._loop.measured_paths()
 
     def stop(self) -> None:
         """End the loop and free everything."""
