@@ -97,8 +97,9 @@ class PullPath(Message, frozen=True):
 
     peer: PeerId  # the prefill worker
     transport: str  # name and kind of what the bytes travelled on, e.g. "mooncake/tcp"
-    bytes_per_s: float = 0.0  # of a pull of `num_bytes`
+    bytes_per_s: float = 0.0  # of a pull of `num_bytes` in `num_ranges` ranges
     num_bytes: int = 0
+    num_ranges: int = 0
     small_pull_s: float = 0.0  # one pull of a few bytes
     error: str = ""  # why nothing can be pulled
 

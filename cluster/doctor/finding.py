@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 
@@ -27,6 +27,7 @@ class Finding:
     why: str = ""  # it matters
     remedy: str = ""
     where: str = ""  # worker or node; "": this machine
+    figures: dict[str, float] | None = field(default=None, hash=False)  # that `what` rounds
 
     def at(self, where: str) -> Finding:
         """The same finding at another place."""

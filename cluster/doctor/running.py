@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.doctor.facts import MOONCAKE, Facts, read_facts
@@ -146,14 +146,20 @@ def _paths(asked: tuple[str, str], told: dict[str, Examination]) -> Iterator[Fin
     for name, each in told.items():
         for path in each.paths:
             num_paths += 1
-            yield _path(asked, path).at(f"{path.peer.partition('/')[0]} -> {name}")
+            figures = {"bytes_per_s": path.bytes_per_s, "small_pull_s": path.small_pull_s}
+            yield replace(
+                _path(asked, path),
+                where=f"{path.peer.partition('/')[0]} -> {name}",
+                figures=None if path.error else figures,
+            )
     if not num_paths:
         yield ok("path", "none: no prefill worker serves a decode worker")
 
 
 def _path(asked: tuple[str, str], path: PullPath) -> Finding:
     said = (
-        f"{path.transport}, {path.bytes_per_s / 1e9:.3g} GB/s, "
+        f"{path.transport}, {path.bytes_per_s / 1e9:.3g} GB/s in ranges of "
+        f"{path.num_bytes / max(1, path.num_ranges) / 1024:.0f} KiB, "
         f"{path.small_pull_s * 1e6:.0f} us for a small pull"
     )
     kind = path.transport.partition("/")[2]
@@ -170,7 +176,7 @@ def _path(asked: tuple[str, str], path: PullPath) -> Finding:
                 "path",
                 f"{said}; asked for is transport.{leaf}={wanted}",
                 "KV moves in another way than was meant, and maybe much slower",
-                f"serve with --set transport.name={asked[0]} --set transport.kind={asked[1]}",
+                f"serve with --set transport.{leaf}={wanted}",
             )
     if path.bytes_per_s < LEAST_BYTES_PER_S.get(kind, 0.0) and path.num_bytes >= MIN_JUDGED_BYTES:
         return warning(

@@ -196,7 +196,7 @@ class PrefillPeers:
                 connection.close()
         except (TransferError, OSError) as error:
             return PullPath(member.peer, label, error=str(error))
-        return PullPath(member.peer, label, rate, num_bytes, small_s)
+        return PullPath(member.peer, label, rate, num_bytes, len(runs), small_s)
 
     def _dial(self, peer: PeerId, member: Member) -> None:
         try:
