@@ -86,9 +86,16 @@ def requirements(extra: str) -> tuple[str, ...]:
         extras = project["optional-dependencies"]
         told = [*project["dependencies"], *(extras[extra] if extra else ())]
     else:
-        told = metadata.requires("kvlane") or []
+        told = _installed_requirements()
     each = ((text, Requirement(text).marker) for text in told)
     return tuple(text for text, m in each if m is None or m.evaluate({"extra": extra}))
+
+
+def _installed_requirements() -> list[str]:
+    try:
+        return metadata.requires("kvlane") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _version(name: str) -> str:

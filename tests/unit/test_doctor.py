@@ -22,7 +22,7 @@ import pytest
 from cluster.check import decided_here
 from cluster.config import load
 from cluster.doctor import running
-from cluster.doctor.facts import MOONCAKE, Facts, Port, read_facts
+from cluster.doctor.facts import MOONCAKE, Facts, Port, read_facts, requirements
 from cluster.doctor.finding import Finding, Level, has_failure
 from cluster.doctor.machine import examine
 from cluster.doctor.running import Examination, Examined, Patient
@@ -187,6 +187,22 @@ def test_gpus_without_peer_access_are_a_failure_where_kv_goes_over_nvlink(gpu_ho
     assert "0 from 1, 1 from 0" in found.what
     assert "transport.kind=tcp" in found.remedy
     assert only(judged(replace(broken, rdma_ports=()), "transport.kind=tcp")).level is Level.WARNING
+
+
+def test_gpus_of_which_some_have_peer_access_are_a_warning(gpu_host: Facts) -> None:
+    four = replace(H200, gpus=("NVIDIA L40S",) * 4, unreachable=((0, 2), (2, 0)))
+    found = only(judged(replace(gpu_host, driver=four), *NVLINK))
+    assert (found.subject, found.level) == ("peers", Level.WARNING)
+
+
+def test_what_is_wanted_is_known_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the metadata of what pip has installed."""
+    here = requirements("cpu")
+    monkeypatch.setattr("cluster.doctor.facts.PROJECT", Path("/no/such/file"))
+    ray = [text for text in requirements("") if text.startswith("ray")]
+    assert ray == [text for text in here if text.startswith("ray")]
+    assert any(text.startswith("torch") for text in requirements("cpu"))
+    assert not any(text.startswith("torch") for text in requirements(""))
 
 
 def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
