@@ -18,7 +18,7 @@ class Driver:
     """The driver and its GPUs, those hidden by CUDA_VISIBLE_DEVICES included."""
 
     version: str = ""  # "": there is none
-    cuda: str = ""  # the newest CUDA that it runs, as "13.0"
+    cuda: str = ""  # the newest CUDA that it runs, as "13.0"; "": it does not tell
     gpus: tuple[str, ...] = ()  # names, by index
     unreachable: tuple[tuple[int, int], ...] = ()  # (i, j): GPU i cannot read GPU j's memory
 
@@ -35,12 +35,12 @@ def read_driver() -> Driver:
         devices = [_device(nvml, index) for index in range(_count(nvml))]
         return Driver(
             version.value.decode(),
-            f"{number.value // 1000}.{number.value % 1000 // 10}",
+            f"{number.value // 1000}.{number.value % 1000 // 10}" if number.value else "",
             tuple(_name(nvml, device) for device in devices),
             tuple(
                 (i, j)
                 for i, j in permutations(range(len(devices)), 2)
-                if not _can_read(nvml, devices[i], devices[j])
+                if _cannot_read(nvml, devices[i], devices[j])
             ),
         )
 
@@ -92,7 +92,8 @@ def _name(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> str:
     return name.value.decode()
 
 
-def _can_read(nvml: ctypes.CDLL, reader: ctypes.c_void_p, owner: ctypes.c_void_p) -> bool:
-    status = ctypes.c_int(1)
+def _cannot_read(nvml: ctypes.CDLL, reader: ctypes.c_void_p, owner: ctypes.c_void_p) -> bool:
+    """Whether the driver says so; one that cannot tell says nothing."""
+    status = ctypes.c_int(0)
     failed = nvml.nvmlDeviceGetP2PStatus(reader, owner, CAN_READ, ctypes.byref(status))
-    return not failed and status.value == 0
+    return not failed and status.value != 0

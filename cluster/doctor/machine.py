@@ -53,8 +53,8 @@ def _gpus(facts: Facts, *, on_gpus: bool) -> Iterator[Finding]:
             yield ok("gpus", "none; workers run on the CPU")
         return
     names = ", ".join(f"{driver.gpus.count(n)} x {n}" for n in dict.fromkeys(driver.gpus))
-    text = f"{names}, driver {driver.version} for CUDA {driver.cuda}, torch for "
-    if built and int(built.split(".")[0]) > int(driver.cuda.split(".")[0]):
+    text = f"{names}, driver {driver.version} for CUDA {driver.cuda or '?'}, torch for "
+    if built and driver.cuda and int(built.split(".")[0]) > int(driver.cuda.split(".")[0]):
         yield failure(
             "gpus",
             f"{text}CUDA {built}",
