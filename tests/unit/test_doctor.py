@@ -180,6 +180,40 @@ def test_another_version_than_is_wanted_is_a_failure(
     assert found["remedy"].startswith(f"pip install '{name}")
 
 
+DRIVER = """
+#include <string.h>
+#define BASE 0x7f1200000000L  /* a handle is as wide as a pointer */
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *to, unsigned n) { strncpy(to, "580.159.04", n); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *to) { *to = 13010; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *to) { *to = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **to) { *to = (void *)(BASE + i); return 0; }
+int nvmlDeviceGetName(void *gpu, char *to, unsigned n) {
+    strncpy(to, gpu == (void *)BASE ? "first" : "second", n); return 0;
+}
+int nvmlDeviceGetP2PStatus(void *reader, void *owner, int what, int *to) {
+    if (what || (long)reader < BASE || (long)owner < BASE) return 2;
+    *to = reader > owner; return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
+    """A library in the place of the driver's."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    code, rows = doctor("--port", "0", env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)})
+    assert code == 1
+    (gpus,) = [row["what"] for row in rows if row["subject"] == "gpus"]
+    assert gpus.startswith("1 x first, 1 x second, driver 580.159.04 for CUDA 13.1, torch for ")
+    (peers,) = [row for row in rows if row["subject"] == "peers"]
+    assert "memory: 1 from 0 (" in peers["what"], "GPU 1 cannot read GPU 0's, and else all can"
+    assert peers["level"] == "warning"
+
+
 def test_gpus_without_peer_access_are_a_failure_where_kv_goes_over_nvlink(gpu_host: Facts) -> None:
     broken = replace(gpu_host, driver=APART)
     found = only(judged(broken))  # `auto` is nvlink between GPUs of one machine
