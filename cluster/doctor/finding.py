@@ -61,7 +61,11 @@ def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
     if as_json:
         return json.dumps([asdict(each) for each in findings], indent=2)
     count = Counter(each.level for each in findings)
-    total = ", ".join(f"{count[level]} {level}" for level in reversed(Level) if count[level])
+    total = ", ".join(
+        f"{count[level]} {level}{'s' * (level is not Level.OK and count[level] > 1)}"
+        for level in reversed(Level)
+        if count[level]
+    )
     return "\n".join([*(line for each in findings for line in each.lines), total])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from cluster.doctor.machine import examine
 from worker.errors import MissingLibrary, UserError
 
 REFUSED = "serve refuses to start with it"
+WITH_REMEDY = re.compile(r"(.+?)(?:; |\. |: (?=pip |--))(.+)", re.DOTALL)
 PORTS = ("cluster.host", "cluster.port")
 
 
@@ -65,12 +67,8 @@ def _model(config: Config) -> Iterator[Finding]:
 
 
 def _refused(error: UserError) -> Finding:
-    """A message of ours has its remedy at its end, behind a semicolon or a colon."""
+    """A message of ours most often ends with the remedy."""
     subject = {"cluster": "ports", "model": "model"}.get((error.param or "").split(".")[0])
-    what, _, remedy = str(error).partition("; ")
-    if not remedy:
-        before, _, after = what.rpartition(": ")
-        what, remedy = (before, after) if after.startswith(("pip ", "--")) else (what, "")
-    return failure(
-        subject or "config", what, REFUSED, remedy or f"change {error.param or 'it'} as it says"
-    )
+    parts = WITH_REMEDY.fullmatch(str(error))
+    what, remedy = parts.groups() if parts else (str(error), f"change {error.param or 'it'}")
+    return failure(subject or "config", what, REFUSED, remedy)
