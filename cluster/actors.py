@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.config import Config
+from cluster.doctor.running import Examination, examined_here
 from cluster.door import Door
 from cluster.placement import Group
 from cluster.process import Report, Stage
@@ -134,6 +135,10 @@ class WorkerActor(ProcessActor):
     def report(self) -> Report:
         """Idle or not, and the counters."""
         return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
+
+    def examine(self) -> Examination:
+        """Its machine and the ways of KV to it, for `doctor`; takes seconds."""
+        return examined_here(self._part.measured_paths)
 
     def stop(self) -> None:
         """End threads and sockets."""

@@ -5,8 +5,8 @@ Imports neither torch nor Ray, which take seconds: a mistake is told in less tha
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import sys
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from cluster import hub
 from cluster.config import Config, WorkerRole
 from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
 from cluster.seats import seats_of
@@ -37,6 +38,36 @@ PACKAGES = {  # of attention backends
 }
 
 
+def checked(config: Config, num_gpus: int | None, *, offline: bool) -> Config:
+    """The configuration with its model here, once all that can be checked without Ray is right.
+
+    Args:
+        config: as the user wrote it.
+        num_gpus: that the Ray which `serve` starts will count; None: it joins one.
+        offline: take no model from the network.
+
+    Raises:
+        UserError, WorldError: as the checks below and `hub.fetch`.
+    """
+    joins = num_gpus is None
+    if num_gpus is None:
+        check_before_joining(config)
+    else:
+        check_before_ray(config, num_gpus)
+    named = hub.is_name(config.model.path)
+    if named:
+        config = hub.fetch(
+            config, offline=offline, check=lambda c: check_model(c, with_weights=False)
+        )
+    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
+    if named or not joins:
+        check_model(config)
+    if named and joins:
+        directory = config.model.directory
+        print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
+    return config
+
+
 def check_before_ray(config: Config, num_gpus: int) -> None:
     """All that has to be right where `serve` starts Ray on this machine, its model aside.
 
@@ -47,9 +78,14 @@ def check_before_ray(config: Config, num_gpus: int) -> None:
     Raises:
         UserError: a line for each mistake, with the field's path and what to do.
     """
-    decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
-    decided = with_transport(decided, ["this machine"])
-    _raise_all(
+    if errors := mistakes(config, num_gpus):
+        raise _together(errors)
+
+
+def mistakes(config: Config, num_gpus: int) -> list[UserError]:
+    """What `check_before_ray` would say, line by line; the same arguments."""
+    decided = decided_here(config, num_gpus)
+    return _errors(
         *_names(config),
         lambda: _keys(config),
         lambda: _port(config),
@@ -69,7 +105,14 @@ def check_before_joining(config: Config) -> None:
     """
     beside_serve = not config.routers.num_cpus and not config.routers.resources
     here = (lambda: _keys(config), lambda: _port(config)) if beside_serve else ()
-    _raise_all(*_names(config), *here)
+    if errors := _errors(*_names(config), *here):
+        raise _together(errors)
+
+
+def decided_here(config: Config, num_gpus: int) -> Config:
+    """With devices and transport as a Ray of our own on this machine leads to."""
+    decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
+    return with_transport(decided, ["this machine"])
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
@@ -96,36 +139,20 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
 
 
-def count_gpus(visible: str | None) -> int:
-    """GPUs that Ray would find: those that NVIDIA's driver has and `visible` does not hide.
-
-    visible: CUDA_VISIBLE_DEVICES; None: not set.
-    """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0  # no driver
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return 0
-    nvml.nvmlShutdown()
-    if visible is None:
-        return count.value
-    ids = [] if visible in ("", "NoDevFiles") else visible.split(",")
-    return min(count.value, len(ids))
-
-
-def _raise_all(*checks: Callable[[], None]) -> None:
+def _errors(*checks: Callable[[], None]) -> list[UserError]:
     errors: list[UserError] = []
     for check in checks:
         try:
             check()
         except UserError as error:
             errors.append(error)
+    return errors
+
+
+def _together(errors: list[UserError]) -> UserError:
     if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise UserError("\n".join(map(str, errors)), errors[0].param)
+        return errors[0]
+    return UserError("\n".join(map(str, errors)), errors[0].param)
 
 
 def _names(config: Config) -> Iterable[Callable[[], None]]:

@@ -143,6 +143,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(command=_status)
 
+    doctor = commands.add_parser("doctor", help="say what is wrong here, or with what runs")
+    _add_config(doctor)
+    _add_address(doctor, "examine what runs on this Ray cluster")
+    doctor.add_argument("--running", action="store_true", help="examine the serve of this machine")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command=_doctor)
+
     drain = commands.add_parser("drain", help="finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
     drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
@@ -195,7 +202,13 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    config = _checked(config, joins=bool(address), offline=args.offline)
+    from cluster.check import checked
+    from cluster.doctor.command import warnings
+
+    num_gpus = None if address else _num_gpus(config)
+    config = checked(config, num_gpus, offline=args.offline)
+    for line in warnings(config, num_gpus):
+        print(line, file=sys.stderr)
     if not address:
         config = config.anchored(Path.cwd())
     auth_mode = _prepare_environment("" if address else "disabled")
@@ -220,31 +233,9 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
         return serve(config, address, auth_mode, lent, out)
 
 
-def _checked(config: Config, *, joins: bool, offline: bool) -> Config:
-    """The configuration with its model here, once all that can be checked without Ray is right."""
-    from cluster import check, hub
-
-    if joins:
-        check.check_before_joining(config)
-    else:
-        check.check_before_ray(config, _num_gpus(config))
-    named = hub.is_name(config.model.path)
-    if named:
-        config = hub.fetch(
-            config, offline=offline, check=lambda c: check.check_model(c, with_weights=False)
-        )
-    # In a Ray cluster that we join, only the nodes of workers and routers need the model.
-    if named or not joins:
-        check.check_model(config)
-    if named and joins:
-        directory = config.model.directory
-        print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
-    return config
-
-
 def _num_gpus(config: Config) -> int:
     """GPUs that the Ray which we start will count."""
-    from cluster.check import count_gpus
+    from cluster.nvml import count_gpus
 
     asked = config.cluster.local_ray.num_gpus
     return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked
@@ -282,6 +273,22 @@ def _status(args: argparse.Namespace) -> int:
     else:
         print(_table(rows))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from cluster.doctor import command
+
+    config = _load(args)
+    if not (args.running or args.address):
+        return command.tell(command.of_machine(config, _num_gpus(config)), as_json=args.json)
+    controller, close = _connect(args)
+    from cluster import launch
+
+    try:
+        examined = launch.ask(controller.examine)
+    finally:
+        close()
+    return command.tell(command.of_cluster(config, examined), as_json=args.json)
 
 
 def _drain(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ from cluster.actors import (
     fence,
 )
 from cluster.config import Config
+from cluster.doctor.running import Examined, Patient
 from cluster.door import Door
-from cluster.monitor import Monitor
+from cluster.monitor import Monitor, in_time
 from cluster.placement import Ask, Group, live_nodes, place, remove
 from cluster.process import Process, Stage
 from cluster.ray_private import RAY
@@ -43,6 +45,7 @@ log = logging.getLogger("kvlane.controller")
 NAME = "kvlane-controller"
 NAMESPACE = "kvlane"
 BEAT_S = 1.0
+EXAMINE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +274,12 @@ class Controller:
         """One row a name."""
         return [] if self._monitor is None else await self._monitor.status()
 
+    async def examine(self) -> Examined:
+        """What `doctor` judges. One worker after another: each measures its paths alone."""
+        seats = [] if self._monitor is None else self._monitor.seats()
+        patients = [await _examined(seat) for seat in seats if seat.role != "router"]
+        return Examined(self._config, self._site.config, tuple(patients))
+
     async def warning(self, name: str) -> str:
         """What to say before `name` is drained, or ''."""
         return "" if self._monitor is None else last_of_its_kind(name, self._monitor.seats())
@@ -304,3 +313,16 @@ class Controller:
         if self._wire is not None:
             await asyncio.to_thread(self._wire.close)
         return idle
+
+
+async def _examined(seat: Seat) -> Patient:
+    """What a worker tells the doctor, or why it does not."""
+    process, asked_at = seat.reachable, time.time()
+    told, error = None, f"it is {seat.state}"
+    if isinstance(process, RayProcess):
+        try:
+            asked = call(process.actor.examine)
+            told = await in_time(asked, EXAMINE_TIMEOUT_S, "answer the doctor")
+        except WorldError as e:
+            error = str(e)
+    return Patient(seat.name, seat.role, asked_at, time.time(), told, "" if told else error)

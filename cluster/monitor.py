@@ -30,6 +30,10 @@ POLL_S = 0.1
 LOOK_S = 0.3  # between questions how far a start is
 PINGED = "tcp://"  # scheme of the addresses that answer pings; a router's is http://
 REPORT_TIMEOUT_S = 2.0
+# A router has no socket that answers pings: it is asked through Ray, and killed once it is silent
+# for so long. It loses all its streams, so a machine that is merely busy has to get by.
+SILENT_S = 20.0
+ASK_S = 2.0  # between two questions
 
 
 class Monitor:
@@ -169,6 +173,8 @@ class Monitor:
         seat.member, seat.state = member, State.READY
         if member.address.startswith(PINGED):
             self._links.connect(member.peer, member.address)
+        else:
+            self._background.spawn(listen(seat), f"reports of {seat.name}")
         self._publish()
 
     def _leave(self, seat: Seat) -> None:
@@ -283,6 +289,19 @@ async def until_over(seat: Seat, process: Process, stop_timeout_s: float) -> Non
             await asyncio.wait((seat.stopping,), timeout=stop_timeout_s)
     finally:
         run.cancel()
+
+
+async def listen(seat: Seat) -> None:
+    """Notice when a process that answers no pings falls silent; returns when it is over."""
+    process, silent = seat.reachable, seat.silent
+    while process is not None and seat.reachable is process and not silent.done():
+        try:
+            await in_time(process.report(), SILENT_S, "report")
+        except WorldError as error:
+            if not silent.done():
+                silent.set_result(str(error))
+            return
+        await asyncio.sleep(ASK_S)
 
 
 async def fence(site: Site, seat: Seat) -> None:

@@ -30,13 +30,14 @@ from router.status import Front
 from router.text import Text
 from worker.api import Member
 from worker.config import ModelConfig, PingConfig
-from worker.errors import UserError
+from worker.errors import UserError, WorldError
 from worker.wire import Event, Wire
 
 log = logging.getLogger("kvlane.router")
 
 BEAT_S = 1.0
 DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
+ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
 LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
 CLOSE = (b"connection", b"close")
 
@@ -223,7 +224,15 @@ class RouterServer:
             begun.result(DRAIN_TIMEOUT_S)
 
     def num_inflight(self) -> int:
-        """HTTP generation requests that have not ended."""
+        """HTTP generation requests that have not ended. An answer also says that the loop turns.
+
+        Raises:
+            WorldError: the loop hangs.
+        """
+        turned = threading.Event()
+        self._post(turned.set)
+        if self._loop is not None and not turned.wait(ANSWER_TIMEOUT_S):
+            raise WorldError(f"its loop has hung for {ANSWER_TIMEOUT_S:g} s")
         return self._front.num_open if self._front is not None else 0
 
     def stop(self) -> None:

@@ -72,6 +72,7 @@ class Status(BaseModel):
 
     status: str
     reason: str = ""
+    workers: dict[str, str] = {}
 
 
 class ErrorObject(BaseModel):
@@ -185,7 +186,12 @@ OPERATIONS = (
         ((JSON, ModelList, {"object": "list", "data": [CARD]}),),
     ),
     Operation("/v1/models/{name}", "The model of this name", ((JSON, Model, CARD),)),
-    Operation("/health", "Whether the process is alive", ((JSON, Status, {"status": "ok"}),)),
+    Operation("/health", "Whether a decode worker answers", ((JSON, Status, {"status": "ok"}),)),
+    Operation(
+        "/live",
+        "That this router's loop turns, and which workers make progress",
+        ((JSON, Status, {"status": "live", "workers": {"decode-0": "live"}}),),
+    ),
     Operation(
         "/ready", "Whether requests can be served now", ((JSON, Status, {"status": "ready"}),)
     ),
@@ -247,7 +253,7 @@ def _operation(each: Operation, model: str) -> dict[str, Any]:
             "5XX": {"description": "It could not be served", "content": failed},
         },
     }
-    if each.path == "/ready":
+    if each.path in ("/health", "/ready"):
         found["responses"]["503"] = {
             "description": "Not now; `reason` says why",
             "content": content,

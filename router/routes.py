@@ -205,6 +205,7 @@ def application(front: Front) -> ASGIApp:
         ("/v1/models/{name:path}", routes.one_model),
         ("/", status.index),
         ("/health", status.health),
+        ("/live", status.live),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
         ("/metrics/targets", status.targets),

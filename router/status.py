@@ -31,7 +31,7 @@ at <code>/v1</code>.</p>
 <ul>
 <li><a href="docs">docs</a>: the API, to be tried out; <a href="openapi.json">openapi.json</a></li>
 <li><a href="v1/models">v1/models</a>: the model</li>
-<li><a href="ready">ready</a>, <a href="health">health</a>: probes;
+<li><a href="ready">ready</a>, <a href="health">health</a>, <a href="live">live</a>: probes;
 <a href="metrics">metrics</a>: for Prometheus</li>
 <li><a href="config">config</a>: the configuration, and who is in the cluster</li>
 </ul>
@@ -79,8 +79,23 @@ class StatusRoutes:
         return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
 
     async def health(self) -> Response:
-        """GET /health: the process is alive."""
+        """GET /health: some decode worker answers, so this server generates; it may be draining."""
+        if not self._front.members.live("decode"):
+            reason = "no decode worker answers"
+            return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
+
+    async def live(self) -> Response:
+        """GET /live: this router's loop turns, as it answers; and which workers make progress.
+
+        200 even if none does: the controller replaces them, and to restart a router helps nobody.
+        """
+        workers = {
+            known.member.name: "live" if known.live else "not live"
+            for known in self._by_name()
+            if known.member.role in ("prefill", "decode")
+        }
+        return JSONResponse({"status": "live", "workers": workers})
 
     async def ready(self) -> Response:
         """GET /ready: requests can be served now."""

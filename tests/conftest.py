@@ -30,8 +30,8 @@ NICE = 5  # of processes that run other tests: clusters wait more than they comp
 # First those that look for what a Ray of their own has left, then those that share one.
 CLUSTERS = (
     "test_two_nodes", "test_lifecycle", "test_interrupted_starts", "test_user_directory",
-    "test_prefill_decode", "test_clients", "test_fuzz", "test_openapi", "test_browser",
-    "test_disconnects", "test_kill_under_load", "test_repeated_kills",
+    "test_prefill_decode", "test_doctor", "test_clients", "test_fuzz", "test_openapi",
+    "test_browser", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (

@@ -85,6 +85,23 @@ class WorkerStats(Message, frozen=True):
     num_queued_tokens: int = 0  # prompt tokens admitted and not yet computed
     prefill_s_per_token: float = 0.0  # moving average of its own prefill steps; 0 = none yet
     draining: bool = False
+    num_steps: int = 0  # settled since its start
+    has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
+
+
+class PullPath(Message, frozen=True):
+    """The way of KV from one prefill worker to one decode worker, as that measured it when asked.
+
+    Never on the wire: the control plane asks for it.
+    """
+
+    peer: PeerId  # the prefill worker
+    transport: str  # name and kind of what the bytes travelled on, e.g. "mooncake/tcp"
+    bytes_per_s: float = 0.0  # of a pull of `num_bytes` in `num_ranges` ranges
+    num_bytes: int = 0
+    num_ranges: int = 0
+    small_pull_s: float = 0.0  # one pull of a few bytes
+    error: str = ""  # why nothing can be pulled
 
 
 class Sampling(Message, frozen=True):

@@ -213,7 +213,7 @@ class PingConfig(Section):
     max_misses: int = Field(default=3, ge=1)
     """Pings without an answer after which a peer counts as lost."""
     stall_s: float = Field(default=60.0, gt=0)
-    """A loop that stands still for so long stops answering pings."""
+    """A loop that hangs for so long, or settles no step though it has work, answers no pings."""
 
 
 class DisaggregationConfig(Section):

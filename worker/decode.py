@@ -40,7 +40,7 @@ from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
 from worker.sampling.grammar import Grammars
-from worker.schedule.decode import DecodeScheduler
+from worker.schedule.decode import DecodeScheduler, has_work
 from worker.schedule.req import Phase, Req, finish_reason
 
 log = logging.getLogger("kvlane.decode")
@@ -72,6 +72,7 @@ class DecodeLoop:
             thread.connect,
             thread.disconnect,
         )
+        self.measured_paths = self._peers.measured
         context = FetchContext(
             engine.book,
             engine.layout,
@@ -289,4 +290,6 @@ def _stats(
         num_queued_tokens=scheduler.num_queued_tokens,
         prefill_s_per_token=engine.meter.prefill_s_per_token,
         draining=draining,
+        num_steps=engine.meter.num_steps,
+        has_work=has_work(scheduler),
     )

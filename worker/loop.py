@@ -43,6 +43,10 @@ class EngineThread:
 
     `turn` handles events, runs at most one step and returns idle_s: the next turn starts when an
     event arrives, or after idle_s (MAX_IDLE_S at most). It sets `stats`, which every Pong carries.
+
+    Liveness. A turn counts as a beat of the wire unless work was there (`stats.has_work`) and no
+    step has settled since the last beat. So an engine that turns and gets nowhere is lost like one
+    that hangs or is dead, and a saturated one, whose steps settle, is not.
     """
 
     def __init__(self, me: PeerId, ping: PingConfig) -> None:
@@ -53,6 +57,7 @@ class EngineThread:
         self.send = self._wire.send
         self.connect = self._wire.connect
         self.disconnect = self._wire.disconnect
+        self._num_steps = 0  # settled at the last beat
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -76,6 +81,11 @@ class EngineThread:
         self.join()
         self._wire.close()
 
+    def stalled(self) -> str:
+        """Say why this worker is not live; "" if it is. For any thread."""
+        stalled_s = self._wire.stalled_s
+        return f"no step has settled for {stalled_s:.0f} s while work waits" if stalled_s else ""
+
     def join(self) -> None:
         """Wait until the thread has ended."""
         if self._thread is not None:
@@ -86,13 +96,18 @@ class EngineThread:
         try:
             while not self._stopping:
                 events = self._receive(idle_s)
-                self._wire.beat()
+                self._beat()
                 idle_s = turn(events)
         except BaseException:
             # A bug of ours: a half-alive process must not stay. The controller starts a new one.
             log.critical("engine of %s failed", self.me, exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+    def _beat(self) -> None:
+        if not self.stats.has_work or self.stats.num_steps != self._num_steps:
+            self._num_steps = self.stats.num_steps
+            self._wire.beat()
 
     def _receive(self, idle_s: float) -> list[Incoming]:
         events: list[Incoming] = []

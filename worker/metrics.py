@@ -1,15 +1,16 @@
 """Metric families of a worker, in a registry of their own; every name starts with `kvlane_`.
 
-Each worker serves them on a port of its own (Member.metrics_address); the router's
-/metrics/targets lists the ports of all.
+Each worker serves them on a port of its own (Member.metrics_address), and /live beside them; the
+router's /metrics/targets lists the ports of all.
 """
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -22,6 +23,9 @@ from prometheus_client import (
 )
 
 from worker.errors import UserError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -83,8 +87,11 @@ class WorkerMetrics:
         )
         self.transport = gauge("transport_info", "1 for the transport in use", "transport")
 
-    def serve(self, host: str, port: int = 0) -> str:
-        """Serve /metrics on `port` of `host`, 0 is any free one; returns host:port.
+    def serve(self, host: str, port: int = 0, stalled: Callable[[], str] = lambda: "") -> str:
+        """Serve /metrics and /live on `port` of `host`, 0 is any free one; returns host:port.
+
+        Args:
+            stalled: says why the worker is not live; "" if it is.
 
         Raises:
             UserError: the port is taken.
@@ -94,6 +101,9 @@ class WorkerMetrics:
         except OSError as error:
             path = "cluster.worker_metrics_port"
             raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
+        metrics = server.get_app()
+        assert metrics is not None
+        server.set_app(with_live(metrics, stalled))
         self._server = server, thread
         return f"{host}:{server.server_port}"
 
@@ -138,3 +148,18 @@ class WorkerMetrics:
             return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
 
         return child
+
+
+def with_live(metrics: WSGIApplication, stalled: Callable[[], str]) -> WSGIApplication:
+    """`metrics`, and GET /live: 200 while `stalled` says "", else 503 and what it says."""
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/live":
+            return metrics(environ, start_response)
+        reason = stalled()
+        body = {"status": "not live", "reason": reason} if reason else {"status": "live"}
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps(body).encode()]
+
+    return app

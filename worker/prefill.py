@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
 from worker.engine.engine import Engine
 from worker.engine.flight import Flight
 from worker.engine.groups import LayerGroups
@@ -61,6 +61,10 @@ class PrefillLoop:
     def num_peers(self) -> int:
         """0: prefill workers pull from nobody."""
         return 0
+
+    def measured_paths(self) -> list[PullPath]:
+        """None, for the same reason."""
+        return []
 
     def close(self) -> None:
         """Do nothing: there is nothing to close beyond the engine."""
@@ -143,6 +147,8 @@ class PrefillLoop:
             num_queued_tokens=self._scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,
+            num_steps=self._engine.meter.num_steps,
+            has_work=bool(self._scheduler.waiting),
         )
 
 

@@ -8,7 +8,7 @@ arrives through `deliver`, so that pings are answered while a long step runs.
 Liveness. The connecting side pings every interval; both sides count silence. Silence for
 `max_misses` intervals, a full send queue, or a send to a vanished peer delivers `Lost` once.
 A process whose own loop has not called `beat()` for `stall_s` stops answering: to the others a
-hung loop and a dead process are the same.
+hung loop and a dead process are the same. What an engine's loop has to do for a beat, `loop` says.
 
 A link works or is lost, for both sides. Each connect() begins a link with a number of its own, and
 the link's frames are numbered. When ZeroMQ reconnects by itself, it forgets frames that were under
@@ -103,6 +103,12 @@ class Wire:
         """The owner's loop is alive; to be called at least every `stall_s`."""
         self._beat_at = time.monotonic()
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long the owner's loop has not beaten, from `stall_s` on; 0: it is alive."""
+        silent_s = time.monotonic() - self._beat_at
+        return silent_s if silent_s >= self._ping.stall_s else 0.0
+
     def close(self) -> None:
         """Send what is queued (up to half a second), close every socket, end the thread.
 
@@ -128,7 +134,7 @@ class Wire:
 
     def _pong(self) -> Pong | None:
         """The answer to a ping, or None while our own loop is stalled."""
-        if time.monotonic() - self._beat_at >= self._ping.stall_s:
+        if self.stalled_s:
             return None
         return Pong(self.me, self._stats())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Member
+from worker.api import Member, PullPath
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
 from worker.loop import DrainAsked, EngineThread, MembersChanged
@@ -40,7 +40,9 @@ class Worker:
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
-        metrics_address = self.engine.metrics.serve(self._host, self._metrics_port)
+        metrics_address = self.engine.metrics.serve(
+            self._host, self._metrics_port, self._thread.stalled
+        )
         address = self._thread.start(self._host, self._loop.turn)
         return self.engine.member(self._name, self._incarnation, address, metrics_address)
 
@@ -69,6 +71,10 @@ class Worker:
     def num_peers(self) -> int:
         """Number of workers that this one can pull KV from."""
         return self._loop.num_peers()
+
+    def measured_paths(self) -> list[PullPath]:
+        """Measure the ways from all prefill workers to this decode worker, while it serves."""
+        return self._loop.measured_paths()
 
     def stop(self) -> None:
         """End the loop and free everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
+from tests.fault.saturation import saturate, stop_engine
 
 STALL_S = 2
 OLD_S = 8.0  # the stall time, and three misses after it
@@ -47,8 +49,8 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert row["incarnation"] != first["decode-0"]["incarnation"]
     assert ask(serve)["choices"]
 
-    os.kill(first["prefill-0"]["pid"], signal.SIGSTOP)  # Ray never notices this one
-    row = serve.wait_status("prefill-0", restarts=1, state="ready")
+    stop_engine(serve, "prefill-0")  # Ray never notices this one
+    row = serve.status()["prefill-0"]
     assert row["pid"] != first["prefill-0"]["pid"]
     assert first["prefill-0"]["pid"] not in processes()
     assert ask(serve)["choices"]
@@ -123,7 +125,10 @@ def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
     assert wrong.returncode == 2
     assert "no worker or router is called decode-7" in wrong.stderr
 
-    time.sleep(max(0.0, ready_at + OLD_S - time.monotonic()))
+    seen = asyncio.run(saturate(serve.url, max(1.0, ready_at + OLD_S - time.monotonic())))
+    assert seen.most_waiting > 0, "it was not saturated"
+    assert not seen.not_live
+    assert not seen.bad_answers
     assert {row["restarts"] for row in serve.status().values()} == {0}, serve.output
     assert " lost" not in serve.output
 

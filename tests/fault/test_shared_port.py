@@ -100,7 +100,7 @@ def test_connections_are_shared_evenly_and_one_scrape_shows_all(routers: Routers
     listed = {group["labels"]["worker"]: group["targets"] for group in targets}
     for name, member in routers.members.items():
         assert listed[name] == [member.metrics_address]
-    for path in ("/health", "/ready", "/config", "/metrics/targets"):
+    for path in ("/live", "/health", "/ready", "/config", "/metrics/targets"):
         answers = {httpx.get(f"{routers.own_url(name)}{path}").text for name in routers.members}
         assert len(answers) == 1, path
 
@@ -177,21 +177,21 @@ def test_a_router_that_leaves_serves_whoever_has_come_to_its_port(
 
     with ExitStack() as stack:
         old = stack.enter_context(httpx.Client(base_url=f"http://{one.metrics_address}"))
-        assert "connection" not in old.get("/health").headers
+        assert "connection" not in old.get("/live").headers
         first._post(leave_after_a_while)
         clients = [
             stack.enter_context(socket.create_connection((host, int(port)), HANG_S))
             for _ in range(NUM_WAITING)
         ]
         for client in clients:
-            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            client.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
         go_on.set()
         heads = [client.recv(4096).partition(b"\r\n\r\n")[0].lower() for client in clients]
         assert [head[:12] for head in heads] == [b"http/1.1 200"] * NUM_WAITING
         num_waited = sum(b"connection: close" in head for head in heads)
         assert 0 < num_waited < NUM_WAITING
         print(f"{num_waited} of {NUM_WAITING} connections waited for the router that left")
-        assert old.get("/health").headers["connection"] == "close"
+        assert old.get("/live").headers["connection"] == "close"
 
     assert first.num_inflight() == 1, "whoever has just connected has time to ask"
     asyncio.run(connect_and_ask(one.address, NUM_WAITING))

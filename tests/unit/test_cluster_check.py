@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from cluster.check import check_before_joining, check_before_ray, check_model, count_gpus
+from cluster.check import check_before_joining, check_before_ray, check_model
 from cluster.config import Config, load
+from cluster.nvml import count_gpus
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError
 from worker.models.files import INDEX_NAME

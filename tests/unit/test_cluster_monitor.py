@@ -30,12 +30,15 @@ class FakeProcess:
     dead: bool = False
     told: list[str] = field(default_factory=list)
     deaf: bool = False
+    frozen: bool = False
+    address: str = ""
 
     async def start(self) -> Member:
         if self.start_error is not None:
             raise self.start_error
         role = "router" if self.name.startswith("router") else "decode"
         address = "tcp://routers" if role == "router" else f"tcp://{self.name}"
+        address = self.address or address
         return Member(self.name, role, self.incarnation, address)
 
     async def stage(self) -> Stage:
@@ -54,6 +57,8 @@ class FakeProcess:
         self.log.append(f"drain {self.name}" + (" others" if others else ""))
 
     async def report(self) -> Report:
+        if self.frozen:
+            await asyncio.Event().wait()
         return Report(self.idle, {"pages": 0})
 
     async def stop(self) -> None:
@@ -70,10 +75,12 @@ class FakeProcess:
 class FakeSite:
     log: list[str] = field(default_factory=list)
     made: dict[str, list[FakeProcess]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
     start_error: Exception | None = None
 
     async def create(self, name: str, incarnation: str) -> FakeProcess:
         process = FakeProcess(name, incarnation, self.log, start_error=self.start_error)
+        process.address = self.addresses.get(name, "")
         self.made.setdefault(name, []).append(process)
         self.log.append(f"create {name}")
         return process
@@ -158,6 +165,28 @@ def test_a_silent_process_is_treated_as_dead() -> None:
         cluster.monitor.lost(peer, "silent")
         await cluster.until(lambda: len(cluster.site.made["decode-0"]) == 2)
         assert "fence decode-0" in cluster.site.log
+
+    run(body)
+
+
+def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no pings; and a stopped one never dies by itself."""
+    monkeypatch.setattr("cluster.monitor.SILENT_S", 0.05)
+    monkeypatch.setattr("cluster.monitor.ASK_S", 0.01)
+
+    async def body() -> None:
+        cluster = Cluster("router-0", "router-1")
+        for name in ("router-0", "router-1"):
+            cluster.site.addresses[name] = "http://127.0.0.1:8000"
+        await cluster.monitor.start()
+        cluster.last("router-0").frozen = True
+        await cluster.until(lambda: len(cluster.site.made["router-0"]) == 2)
+        assert "fence router-0" in cluster.site.log
+        assert any("did not report" in event.text for event in cluster.monitor.events)
+        await asyncio.sleep(0.2)
+        assert len(cluster.site.made["router-0"]) == 2, "the next one reports"
+        assert len(cluster.site.made["router-1"]) == 1
+        await cluster.monitor.stop(0.0)
 
     run(body)
 

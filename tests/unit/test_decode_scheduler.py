@@ -20,7 +20,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
-from worker.schedule.decode import DecodeScheduler
+from worker.schedule.decode import DecodeScheduler, has_work
 from worker.schedule.req import Phase, Req, finish_reason
 
 VOCAB = 40
@@ -224,6 +224,7 @@ class Simulation:
         self.ids = 0
         self.arriving = True
         self.num_chunk_steps = 0
+        self.num_stuck = 0  # turns in a row
 
     def preempted(self) -> None:
         self.counts["preemptions"] += 1
@@ -303,7 +304,12 @@ class Simulation:
         if self.in_flight and rnd.random() > self.load.overlap:
             self.settle()
         decodable = [req for req in self.scheduler.running.values() if self.may_decode(req)]
+        had_work = has_work(self.scheduler)
         plan = self.scheduler.plan()
+        moves = plan is not None or bool(self.in_flight)
+        assert had_work or plan is None, "a step without work"
+        self.num_stuck = 0 if moves or not had_work else self.num_stuck + 1
+        assert self.num_stuck <= 1, "work, and no step: a healthy worker would be killed"
         assert not any(req.num_in_flight for req in self.scheduler.preempted), "left too early"
         alternates = plan is None or not plan.chunks or not decodable
         self.num_chunk_steps = 0 if alternates else self.num_chunk_steps + 1

@@ -105,6 +105,7 @@ def test_waiting_request_is_woken_by_a_new_worker(
 ) -> None:
     with serving(directory) as (router, url):
         assert httpx.get(f"{url}/ready").status_code == 503
+        assert httpx.get(f"{url}/health").json()["reason"] == "no decode worker answers"
         future = ask(url)
         wait_until(lambda: metric(url, "requests_waiting") == 1)
         double = DecodeDouble(script=speak(ids))

@@ -28,8 +28,8 @@ from tests.fault.router_doubles import (
 from worker.api import FinishReason
 from worker.errors import UserError
 
-GETS = ("/", "/docs", "/openapi.json", "/v1/models", "/v1/models/small", "/health", "/ready",
-        "/metrics", "/metrics/targets", "/config")  # fmt: skip
+GETS = ("/", "/docs", "/openapi.json", "/v1/models", "/v1/models/small", "/health", "/live",
+        "/ready", "/metrics", "/metrics/targets", "/config")  # fmt: skip
 ORIGIN = {"origin": "https://page.example"}
 PREFLIGHT = ORIGIN | {
     "access-control-request-method": "POST",

@@ -114,7 +114,7 @@ def test_api_keys(text: Text, tmp_path: Path) -> None:
         _,
         url,
     ):
-        for open_path in ("/health", "/ready", "/metrics", "/config"):
+        for open_path in ("/live", "/health", "/ready", "/metrics", "/config"):
             assert httpx.get(f"{url}{open_path}").status_code == 200
         for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
             headers = {} if header is None else {"authorization": header}

@@ -44,8 +44,13 @@ def test_request_id_is_returned(url: str) -> None:
 
 def test_state_of_the_router(served: tuple[DecodeDouble, str]) -> None:
     double, url = served
-    assert httpx.get(f"{url}/health").status_code == 200
-    assert httpx.get(f"{url}/ready").status_code == 200
+    for path, said in (
+        ("health", {"status": "ok"}),
+        ("ready", {"status": "ready"}),
+        ("live", {"status": "live", "workers": {"decode-0": "live"}}),
+    ):
+        answer = httpx.get(f"{url}/{path}")
+        assert (answer.status_code, answer.json()) == (200, said)
     config = httpx.get(f"{url}/config").json()
     assert config["config"]["router"]["max_body_bytes"] == 20_000
     assert "RDMA" in config["notes"][0]

@@ -17,6 +17,7 @@ class StepMeter:
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet
+        self.num_steps = 0  # settled
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
@@ -38,6 +39,7 @@ class StepMeter:
     def settled(self, plan: Plan, path: str) -> None:
         """Count and time the step of `plan`, which has finished; path: Step.path."""
         now = time.monotonic()
+        self.num_steps += 1
         self._metrics.steps(_kind(plan), path).inc()
         took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
         self._free_at = now

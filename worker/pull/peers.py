@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from worker.api import Candidate, Member, PeerId
+from worker.api import Candidate, Member, PeerId, PullPath
 from worker.cache.layout import KVLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
@@ -25,7 +25,11 @@ log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
 NUM_READS = 3  # to measure a link; the fastest counts
+# What `measured` pulls: as many ranges as make the bytes, or the most, and one short range.
+MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
+SMALL_BYTES, NUM_SMALL = 64, 20
 SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
+SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
 _decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
 
 
@@ -59,7 +63,10 @@ class _Known:
 
 
 class PrefillPeers:
-    """The live prefill workers. Other threads may only read num_connected, and run `_dial`."""
+    """The live prefill workers.
+
+    Other threads may only read num_connected, call `measured`, and run `_dial`.
+    """
 
     def __init__(
         self,
@@ -158,6 +165,14 @@ class PrefillPeers:
             never = isinstance(event.error, Incompatible)
             known.retry_at = None if never else time.monotonic() + RETRY_S
 
+    def measured(self) -> list[PullPath]:
+        """Measure the way from each listed prefill worker, one after another; for any thread.
+
+        Over connections of their own, which are made and closed like those that requests use. What
+        is pulled lands in page 0. Takes up to a few seconds for a peer that does not answer.
+        """
+        return [self._measured(member) for member in list(self._listed.values())]
+
     def close(self) -> None:
         """Close all links."""
         self._listed = {}
@@ -166,25 +181,50 @@ class PrefillPeers:
         for link in self._closing:
             link.connection.close()
 
+    def _measured(self, member: Member) -> PullPath:
+        label = f"{self._transport.name}/{self._transport.kind}"
+        try:
+            connection, pool_pages = self._connected(member)
+            try:
+                runs = plan_runs(self._layout, SINK, pool_pages)
+                num_bytes = sum(run.num_bytes for run in runs)
+                runs *= min(-(-MEASURED_BYTES // num_bytes), -(-MAX_MEASURED_RUNS // len(runs)))
+                num_bytes = sum(run.num_bytes for run in runs)
+                rate = num_bytes / fastest_pull_s(connection, runs, NUM_READS)
+                small_s = fastest_pull_s(connection, [Run(0, 0, 0, SMALL_BYTES)], NUM_SMALL)
+            finally:
+                connection.close()
+        except (TransferError, OSError) as error:
+            return PullPath(member.peer, label, error=str(error))
+        return PullPath(member.peer, label, rate, num_bytes, len(runs), small_s)
+
     def _dial(self, peer: PeerId, member: Member) -> None:
         try:
-            if member.layout_hash != self._layout.hash:
-                raise Incompatible(
-                    f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
-                    "served model name, model shape, dtype, page_size, num_groups and the version "
-                    "of the KV layout must be the same"
-                )
-            endpoint = _decode_endpoint(member.endpoint)
-            pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
-            connection = self._transport.connect(endpoint, self._timeout_s)
-            unused = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
-            rate = measured_rate(connection, plan_runs(self._layout, unused, pool_pages))
+            connection, pool_pages = self._connected(member)
+            rate = measured_rate(connection, plan_runs(self._layout, SINK, pool_pages))
         except TransferError as error:
             self._post(DialFailed(peer, error))
         except OSError as error:  # out of descriptors or memory: dial again later
             self._post(DialFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
         else:
             self._post(Link(peer, connection, pool_pages, rate))
+
+    def _connected(self, member: Member) -> tuple[Peer, PoolPages]:
+        """A new connection, and how many pages the two sides have.
+
+        Raises:
+            TransferError: it cannot be reached, or its KV layout is another.
+            OSError: no descriptor or memory is left.
+        """
+        if member.layout_hash != self._layout.hash:
+            raise Incompatible(
+                f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
+                "served model name, model shape, dtype, page_size, num_groups and the version "
+                "of the KV layout must be the same"
+            )
+        endpoint = _decode_endpoint(member.endpoint)
+        pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
+        return self._transport.connect(endpoint, self._timeout_s), pool_pages
 
 
 def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
@@ -195,8 +235,13 @@ def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
     Raises:
         Unreachable: a pull failed; the connection is closed.
     """
-    best = 0.0
-    for _ in range(NUM_READS):
+    return sum(run.num_bytes for run in runs) / fastest_pull_s(connection, runs, NUM_READS)
+
+
+def fastest_pull_s(connection: Peer, runs: Sequence[Run], num_reads: int) -> float:
+    """Measure the seconds of a pull of `runs`, the least of `num_reads`; as `measured_rate`."""
+    best = float("inf")
+    for _ in range(num_reads):
         began_at = time.perf_counter()
         pull = connection.pull(runs)
         while (state := pull.poll()) is PullState.RUNNING:
@@ -205,5 +250,5 @@ def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
         if state is PullState.FAILED:
             connection.close()
             raise Unreachable(f"a first read of a page failed: {pull.error}")
-        best = max(best, pull.num_bytes / (time.perf_counter() - began_at))
+        best = min(best, time.perf_counter() - began_at)
     return best

@@ -298,3 +298,8 @@ class DecodeScheduler:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
+
+
+def has_work(scheduler: DecodeScheduler) -> bool:
+    """Whether a step can run or runs. The preempted may wait for pages that pulls hold."""
+    return bool(scheduler.running or scheduler.ready or scheduler.local)

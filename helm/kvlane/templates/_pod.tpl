@@ -227,7 +227,7 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 5
 livenessProbe:
-  httpGet: {path: /health, port: http}
+  httpGet: {path: /live, port: http}
   timeoutSeconds: 5
   failureThreshold: 6
 {{- end -}}

@@ -1,0 +1,1 @@
+"""`kvlane doctor`: what is wrong with a machine or what runs, why it matters, what to do."""

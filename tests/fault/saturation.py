@@ -1,0 +1,135 @@
+"""Hold a cluster saturated and ask for its liveness all the while; then stop one of its engines.
+
+    python -m tests.fault.saturation --seconds 300      prints figures, exits 1 if they are bad
+
+A saturated engine has to stay live. One that was stopped (SIGSTOP) has to be not live within
+seconds, and is replaced. Needs root: it runs in namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.namespace import start_over
+from tests.e2e.harness import INSIDE, Serve
+
+NUM_CLIENTS = 72  # more than a decode worker on a CPU has rows
+PROMPT = list(range(5, 37))
+MAX_TOKENS = 24
+PROBE_S = 0.25
+HANG_S = 60.0
+STALL_S = 5  # of the cluster that is started here, so that minutes hold many of them
+WAITING = "kvlane_requests_waiting{"
+
+
+@dataclass
+class Record:
+    """What was seen meanwhile."""
+
+    num_answers: int = 0
+    bad_answers: Counter[str] = field(default_factory=Counter[str])
+    num_probes: int = 0
+    not_live: Counter[str] = field(default_factory=Counter[str])
+    most_waiting: float = 0.0  # requests without a row, at one worker
+
+
+async def saturate(url: str, seconds: float) -> Record:
+    """Ask more than the cluster at `url` can do, and probe the router and every worker."""
+    record, until = Record(), time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=HANG_S, limits=httpx.Limits(max_connections=None)) as http:
+        clients = [_ask(http, url, i, until, record) for i in range(NUM_CLIENTS)]
+        await asyncio.gather(_probe(http, url, until, record), *clients)
+    return record
+
+
+async def _ask(
+    http: httpx.AsyncClient, url: str, number: int, until: float, record: Record
+) -> None:
+    while time.monotonic() < until:
+        number += NUM_CLIENTS
+        prompt = [5 + number % 1000, *PROMPT]  # no two share a prefix
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+        answer = await http.post(f"{url}/v1/completions", json=body)
+        record.num_answers += 1
+        whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"]
+        if whole != MAX_TOKENS:
+            record.bad_answers[f"{answer.status_code}: {answer.text[:80]}"] += 1
+
+
+async def _probe(http: httpx.AsyncClient, url: str, until: float, record: Record) -> None:
+    targets = (await http.get(f"{url}/metrics/targets")).json()
+    workers = {
+        each["labels"]["worker"]: f"http://{each['targets'][0]}"
+        for each in targets
+        if each["labels"]["role"] != "router"
+    }
+    while time.monotonic() < until:
+        said = (await http.get(f"{url}/live")).json()["workers"]
+        for name, address in workers.items():
+            own = await http.get(f"{address}/live")
+            record.num_probes += 1
+            if own.status_code != 200 or said.get(name) != "live":
+                record.not_live[f"{name}: {said.get(name)}, {own.text}"] += 1
+            page = (await http.get(f"{address}/metrics")).text
+            lines = [line for line in page.splitlines() if line.startswith(WAITING)]
+            waiting = max((float(line.split()[-1]) for line in lines), default=0.0)
+            record.most_waiting = max(record.most_waiting, waiting)
+        await asyncio.sleep(PROBE_S)
+
+
+def stop_engine(serve: Serve, name: str) -> tuple[float, float]:
+    """SIGSTOP a worker; seconds until /live does not call it live, and until another is ready."""
+    pid = serve.status()[name]["pid"]
+    began_at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    while httpx.get(f"{serve.url}/live").json()["workers"].get(name) == "live":
+        assert time.monotonic() < began_at + HANG_S, "it is called live"
+        time.sleep(0.1)
+    not_live_s = time.monotonic() - began_at
+    serve.wait_status(name, restarts=1, state="ready")
+    replaced_s = time.monotonic() - began_at
+    while httpx.get(f"{serve.url}/live").json()["workers"].get(name) != "live":
+        assert time.monotonic() < began_at + 2 * HANG_S, "it is not called live"
+        time.sleep(0.1)
+    return not_live_s, replaced_s
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run both; the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=300.0)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="kvl-sat-", dir="/tmp") as root:
+        serve = Serve(Path(root)).start("--set", f"ping.stall_s={STALL_S}")
+        try:
+            serve.wait_ready()
+            record = asyncio.run(saturate(serve.url, args.seconds))
+            restarts = {name: row["restarts"] for name, row in serve.status().items()}
+            print(f"{args.seconds:g} s saturated: {record}, restarts {restarts}")
+            bad = bool(record.not_live or record.bad_answers or any(restarts.values()))
+            for name in ("decode-0", "prefill-0"):
+                not_live_s, replaced_s = stop_engine(serve, name)
+                print(f"{name} stopped: not live after {not_live_s:.1f} s, "
+                      f"replaced after {replaced_s:.1f} s")  # fmt: skip
+        finally:
+            serve.end()
+    return int(bad)
+
+
+if __name__ == "__main__":
+    if not os.environ.get(INSIDE):
+        os.environ[INSIDE] = "1"
+        start_over([sys.executable, "-m", "tests.fault.saturation", *sys.argv[1:]])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""A worker is live while its steps settle or nothing is to be done, to its peers and to a probe."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from worker.api import Lost, Pong, WorkerStats
+from worker.config import PingConfig
+from worker.loop import EngineThread, Incoming
+from worker.metrics import WorkerMetrics
+from worker.wire import Wire
+
+STALL_S = 1.5
+HANG_S = 60.0
+PING = PingConfig(interval_s=0.1, max_misses=10, stall_s=STALL_S)
+PATIENT = PingConfig(interval_s=0.1, max_misses=10, stall_s=3600.0)
+
+Turn = Callable[[list[Incoming]], float]
+
+
+class Engine:
+    """An engine thread whose turn is a test's, its probe, and a peer that pings it."""
+
+    def __init__(self, turn: Callable[[EngineThread], float]) -> None:
+        self.thread = EngineThread("decode-0/1", PING)
+        self.metrics = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
+        self.url = f"http://{self.metrics.serve('127.0.0.1', 0, self.thread.stalled)}/live"
+        address = self.thread.start("127.0.0.1", lambda _: turn(self.thread))
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.peer = Wire("controller/1", PATIENT, self.events.put)
+        self.peer.start()
+        self.peer.connect("decode-0/1", address)
+
+    def answers(self) -> Iterator[Pong]:
+        """What its pongs say, until it is lost."""
+        while True:
+            for _, event in self.events.get(timeout=HANG_S):
+                if isinstance(event, Lost):
+                    return
+                assert isinstance(event, Pong)
+                yield event
+
+    def probed(self) -> tuple[int, dict[str, str]]:
+        """Status and body of GET /live."""
+        try:
+            with urllib.request.urlopen(self.url, timeout=HANG_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.thread.stop()
+        self.metrics.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[Callable[[EngineThread], float]], Engine]]:
+    engines: list[Engine] = []
+
+    def make(turn: Callable[[EngineThread], float]) -> Engine:
+        engines.append(Engine(turn))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+
+
+def test_an_engine_that_turns_and_settles_nothing_is_not_live(
+    engine: Callable[..., Engine],
+) -> None:
+    num_turns = 0
+
+    def turn(thread: EngineThread) -> float:
+        nonlocal num_turns
+        num_turns += 1
+        thread.stats = WorkerStats(num_running=3, num_steps=7, has_work=True)
+        return 0.02
+
+    stuck = engine(turn)
+    assert stuck.probed() == (200, {"status": "live"})
+    assert [*stuck.answers()], "it was live before"
+    at_loss = num_turns
+    status, body = stuck.probed()
+    assert (status, body["status"]) == (503, "not live")
+    assert "while work waits" in body["reason"]
+    limit = time.monotonic() + HANG_S
+    while num_turns == at_loss and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert num_turns > at_loss, "its loop does turn"
+
+
+def test_an_engine_that_hangs_in_a_turn_is_not_live(engine: Callable[..., Engine]) -> None:
+    go_on = threading.Event()
+    hung = engine(lambda _: float(go_on.wait(HANG_S)))
+    try:
+        assert [*hung.answers()]
+        assert hung.probed()[0] == 503
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_engine_without_work_or_with_too_much_is_live(
+    busy: bool, engine: Callable[..., Engine]
+) -> None:
+    """Saturated: work waits all the time, and steps settle now and then."""
+    num_steps, settles_at = 0, 0.0
+
+    def turn(thread: EngineThread) -> float:
+        nonlocal num_steps, settles_at
+        if busy and time.monotonic() > settles_at:
+            num_steps, settles_at = num_steps + 1, time.monotonic() + STALL_S / 4
+        thread.stats = WorkerStats(
+            num_running=256, num_waiting=9999, num_steps=num_steps, has_work=busy
+        )
+        return 0.02
+
+    well = engine(turn)
+    until = time.monotonic() + 2.5 * STALL_S
+    answers = well.answers()
+    while time.monotonic() < until:
+        last = next(answers)  # StopIteration: it was lost
+        assert well.probed() == (200, {"status": "live"})
+    assert last.stats is not None
+    assert last.stats.num_waiting == 9999
