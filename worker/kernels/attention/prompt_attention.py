@@ -83,8 +83,8 @@ def _units(
     Without MASKED every row sees all of these keys. `page` and `other_page` are those of the two
     blocks that begin at `begin`, and returned for those that begin at the last unit's end.
     """
-    STAGES: tl.constexpr = 2 if MASKED else None  # masked units are one or two
-    for key in tl.range(
+    STAGES: tl.constexpr = 2 if MASKED else None  # type: ignore[assignment]
+    for key in tl.range(  # type: ignore[misc]
         bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), PAIR * BLOCK_N,
         num_stages=STAGES,
     ):  # fmt: skip
