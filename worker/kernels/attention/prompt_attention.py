@@ -8,6 +8,8 @@ where they lie. 64 keys are a block; PAIR blocks share one maximum and one resca
 A row takes its keys in units of PAIR blocks, counted from its first key, and a unit without a key
 that it sees leaves its sums as they are. So its bits depend neither on where its prompt is cut into
 chunks, nor on the other rows.
+
+The twin in plain torch is `worker.attention.reference`.
 """
 
 from __future__ import annotations
