@@ -385,19 +385,7 @@ def choose(
         num_reqs, rows, num_tokens * group, highest, lowest, wanted=7 * num_sms // (8 * heads[1])
     )
     programs = tiles * heads[1]
-    few_rows = rows <= 64
-    if few_rows:
-        # Two waves of the three programs that an SM holds. Microseconds on an H200, of 8 programs
-        # over 32768 keys: 16 splits 42, 64 splits 58; of 64 programs: 6 splits 253, 33 splits 268.
-        most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
-    else:
-        most = min(-(-4 * num_sms // programs), MAX_SPLITS)
-    # Microseconds for 576 keys, unsplit and in splits of 320, 192 and 128, on an H200: 8 programs
-    # 11.5, 9.1, 7.4, 7.2; 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
-    # With more programs a split has few loads to wait for: over 8192 keys 256 take 253 in 3 splits,
-    # 262 in 9; over 4096 keys 512 take 254 in 3, 261 in 8.
-    shortest = 128 if 3 * programs <= num_sms else 256 if 2 * programs <= num_sms else None
-    shortest = shortest or (1408 if few_rows else 1024)
+    shortest, most = _splits(programs, rows <= 64, num_sms)
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
     # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
     # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
@@ -422,6 +410,27 @@ def choose(
         # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.
         early=programs <= num_sms or programs > 3 * num_sms,
     )
+
+
+def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
+    """(keys that are worth a split of their own, most splits of a tile) for so many (tile, head).
+
+    The figures are microseconds a layer on an H200.
+    """
+    if few_rows:
+        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 42 in 16
+        # splits and 58 in 64; 64 programs 253 in 6 and 268 in 32.
+        most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
+    else:
+        most = min(-(-4 * num_sms // programs), MAX_SPLITS)
+    # 576 keys, unsplit and in splits of 320, 192 and 128: 8 programs 11.5, 9.1, 7.4, 7.2;
+    # 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
+    if 3 * programs <= num_sms:
+        return 128, most
+    if 2 * programs <= num_sms:
+        return 256, most
+    # 256 programs take 253 over 8192 keys in 3 splits, 262 in 8; 512 over 4096 254 in 3, 259 in 4.
+    return (1408 if few_rows else 1024), most
 
 
 def _tiles(
