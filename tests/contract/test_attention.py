@@ -18,9 +18,11 @@ import torch
 from tests.support import pairwise
 from tests.support.attention_cases import EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
@@ -271,6 +273,60 @@ def test_few_programs_take_many_items_each(monkeypatch):
     check("triton", [(399, 1), (0, 2), (300, 3)], page_size=64)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (128, 128)])
+def test_long_chunks_match_the_dense_oracle(head_dim, page_size, monkeypatch):
+    """By the kernel for them, at fewer rows than it serves: units with and without a mask."""
+    monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
+    launched = spied(monkeypatch)
+    shapes = [(130, 40), (0, 3), (64, 1)]
+    check(
+        "triton", shapes, page_size=page_size, head_dim=head_dim, groups=2, dtype="bfloat16",
+        padded_rows=20, padded_reqs=1,
+    )  # fmt: skip
+    assert launched
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+def test_where_a_long_chunk_is_cut_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
+    launched = spied(monkeypatch)
+    rows, pages = make_rows([(0, 210), (100, 9)], 64, 0)
+    pool = make_pool(64, 1, 64, 1, "bfloat16", pages)
+    generator = torch.Generator().manual_seed(0)
+    for row in rows:
+        for cache in pool.layer(0):
+            for at in range(row.length):
+                cache[row.pages[at // 64], :, at % 64] = torch.randn(1, 64, generator=generator)
+    attention: Any = TritonAttention(pool, 2, 1, 64, 0.1)
+    q = torch.randn(210, 2, 64, generator=generator).bfloat16()
+
+    def attend(first: int, end: int, *others: Row) -> torch.Tensor:
+        batch = make_batch([*others, replace(rows[0], prefix=first, width=end - first)], 64, 0, 0)
+        mine = torch.cat([q[: batch.num_tokens - (end - first)], q[first:end]])
+        with forward_context(batch, attention, attention.plan(batch)):
+            return attention.forward(mine, None, None, 0)[first - end :]
+
+    whole = attend(0, 210)
+    parts = [attend(0, 45), attend(45, 151, rows[1]), attend(151, 210)]
+    assert torch.equal(bits(torch.cat(parts)), bits(whole))
+    assert len(launched) == 4
+    pool.close()
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The calls of prompt_attention from now on, which is still carried out."""
+    calls: list[object] = []
+
+    def run(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return prompt_attention(*args)
+
+    prompt_attention = triton_backend.prompt_attention
+    monkeypatch.setattr(triton_backend, "prompt_attention", run)
+    return calls
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_that_ended_unseen_changes_no_other(backend):
     """The device has the sink in its place; the host still counts on."""
@@ -382,3 +438,18 @@ if not INTERPRETED:
         assert tensor_core in ptx
         assert "cp.async" in ptx
         assert "add.f32" not in "".join(line for line in ptx.splitlines() if "atom" in line)
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    def test_the_kernel_of_long_chunks_compiles_for_an_h200():
+        from worker.kernels.attention import prompt_attention as prompt
+
+        types = dict.fromkeys(("q", "out"), "*bf16")
+        types |= dict.fromkeys(("keys", "values"), "tensordesc<bf16[64, 128]>")
+        types |= dict.fromkeys(("page_table", "items", "counts"), "*i32") | {"num_tokens": "i32"}
+        types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
+        types |= {"scale": "fp32"}
+        constants = prompt.prompt_constants((32, 8), 128, 64) | {"PDL": True}
+        options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES}
+        ptx = ptx_of(prompt._prompt_kernel, types, constants, **options)
+        assert "wgmma" in ptx
+        assert "cp.async.bulk.tensor" in ptx

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from tests.support.attention_cases import DTYPES, EVERY, GROUPS, HEAD_DIMS, PAGE
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
+from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
+from worker.kernels.attention import prompt_attention as prompts
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)
@@ -155,6 +158,8 @@ def check(case: Case, name: str = "triton") -> None:
 RAGGED = [(0, 1), (63, 1), (64, 1), (700, 1), (129, 1), (1300, 1)]
 WIDTHS = [(0, 16), (37, 1), (500, 7), (0, 1), (64, 3), (1000, 16)]
 CHUNKS = [(0, 300), (512, 200), (100, 1), (17, 130)]
+LONG = ([(0, 1300)], [(700, 1100), (0, 40), (64, 130), (300, 1)], [(3000, 1025), (127, 129)])
+LONG_POOLS = [(64, 128, "bfloat16"), (128, 128, "float16"), (64, 64, "float16")]
 
 
 @pytest.mark.parametrize(("ratio", "head_dim", "page", "dtype", "groups"), EVERY)
@@ -171,6 +176,43 @@ def test_flashinfer_matches_the_reference(name, dtype, head_dim, page, groups):
     for kv_heads in (8, 4, 2, 1):
         for shapes in (RAGGED, WIDTHS, CHUNKS):
             check(make(shapes, (8, kv_heads), head_dim, page, groups, dtype), name)
+
+
+def only_prompts(*_args: Any) -> Tensor:
+    raise AssertionError("the batch is for prompt_attention")
+
+
+@pytest.mark.parametrize("pair", [1, 2])
+@pytest.mark.parametrize(("page", "head_dim", "dtype"), LONG_POOLS)
+def test_long_chunks_match_the_reference(page, head_dim, dtype, pair, monkeypatch):
+    monkeypatch.setattr(prompts, "PAIR", pair)
+    monkeypatch.setattr(triton_backend, "paged_attention", only_prompts)
+    for shapes in LONG:
+        for heads in ((8, 2), (14, 2), (4, 4)):
+            check(make(shapes, heads, head_dim, page, 4, dtype, padded_rows=40))
+
+
+@pytest.mark.parametrize("cuts", [(1030, 2100), (1025, 2051)])
+def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
+    """Nor does a request beside it."""
+    monkeypatch.setattr(triton_backend, "paged_attention", only_prompts)
+    case = make([(0, 3200), (100, 1100)], heads=(32, 8), page=64, padded_reqs=0, padded_rows=0)
+    attention = backend("triton", case.pool, 32)
+    whole = attend(attention, case)
+    for first, end in pairwise((0, *cuts, 3200)):
+        width = end - first
+        batch = replace(
+            case.batch,
+            query_start=torch.tensor([0, width], dtype=torch.int32).cuda(),
+            seq_lens=torch.tensor([end], dtype=torch.int32).cuda(),
+            page_table=case.batch.page_table[:1],
+            num_reqs=1,
+            num_tokens=width,
+            max_query_len=width,
+        )
+        with forward_context(batch, attention, attention.plan(batch)):
+            part = attention.forward(case.q[first:end], None, None, LAYER)
+        assert torch.equal(part, whole[first:end])
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])

@@ -22,6 +22,12 @@ from worker.kernels.attention.paged_attention import (
     paged_attention,
     plan_items,
 )
+from worker.kernels.attention.prompt_attention import (
+    prompt_attention,
+    prompt_cache,
+    prompt_constants,
+    prompt_tiles,
+)
 from worker.kernels.attention.store_kv import store_kv
 from worker.kernels.jit import HAS_TRITON, INTERPRETED
 
@@ -32,15 +38,16 @@ class TritonPlan:
 
     slot_mapping: Tensor  # [num_tokens] i64
     paged: PagedPlan
+    is_long: bool  # for prompt_attention, else for paged_attention
 
 
 class TritonAttention:
-    """Prefill, decode and verify windows by one split-KV kernel.
+    """Prefill, decode and verify windows by one split-KV kernel; long chunks by one that uses TMA.
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
     captured at high bounds serves all batches of its bucket. A row's result depends on its own
-    tokens, on the batch's padded shape (num_reqs, num_tokens, max_query_len), and for prompts on
-    whether the bound is above SHORT_KEYS.
+    tokens, on the batch's padded shape (num_reqs, num_tokens, max_query_len), and for prompts of up
+    to SHORT_ROWS rows on whether the bound is above SHORT_KEYS.
     `plan` allocates all scratch, in a capture from the graph's pool; one stream at a time.
     """
 
@@ -51,6 +58,7 @@ class TritonAttention:
         page_sizes=frozenset(1 << i for i in range(13)),
     )
     static_plan: ClassVar[bool] = True
+    SHORT_ROWS: ClassVar[int] = 1024  # of the longest step that is captured without a break
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
@@ -65,37 +73,46 @@ class TritonAttention:
         self._page_size = region.page_size
         self._item_bytes = getattr(torch, region.dtype).itemsize
         self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
+        # Of long chunks; None for all layers where the GPU or the pool rules their kernel out.
+        self._prompts = [prompt_cache(*caches) for caches in self._layers]
         self._num_sms = 132
         if pool.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
 
     def plan(self, batch: Batch) -> TritonPlan:
         """See AttentionBackend.plan; device work only."""
-        tiles = self._tiles(
-            batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
-        )
+        bounds = batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
         paged = plan_items(
             batch.query_start,
             batch.seq_lens,
             batch.page_table,
-            tiles,
+            self._tiles(*bounds),
             self.heads,
             self.head_dim,
             self._page_size,
         )
-        return TritonPlan(batch.slot_mapping, paged)
+        return TritonPlan(batch.slot_mapping, paged, self._is_long(*bounds[1:3]))
 
     def variant(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> Hashable:
         """See AttentionBackend.variant."""
+        shape = self.heads, self.head_dim, self._page_size
         tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        return *constants_of(tiles, self.heads, self.head_dim, self._page_size).values(), *options
+        if self._is_long(num_tokens, max_query_len):
+            return "long", *prompt_constants(*shape).values(), *options
+        return *constants_of(tiles, *shape).values(), *options
+
+    def _is_long(self, num_tokens: int, max_query_len: int) -> bool:
+        long = num_tokens > self.SHORT_ROWS and max_query_len > 1
+        return long and self._prompts[0] is not None
 
     def _tiles(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> PagedTiles:
+        if self._is_long(num_tokens, max_query_len):
+            return prompt_tiles(num_reqs, num_tokens, max_query_len, self.heads)
         bounds = num_reqs, num_tokens, max_query_len, max_seq_len_ub
         return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
 
@@ -117,4 +134,7 @@ class TritonAttention:
         caches = self._layers[layer_id]
         if k is not None and v is not None:
             store_kv(k, v, *caches, plan.slot_mapping)
+        prompts = self._prompts[layer_id]
+        if plan.is_long and prompts is not None:
+            return prompt_attention(q, prompts, plan.paged, self.scale, out)
         return paged_attention(q, *caches, plan.paged, self.scale, out)

@@ -33,12 +33,12 @@ from worker.kernels.launch import overlap, power_of_two
 
 MAX_SPLITS = 64
 SHORT_KEYS = 2048
-FIELDS = 8  # i32 words of an item, see _item: one sector of the L2
+FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
 _TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
 
 
 @triton.jit
-def _bound(x, INTERPRETED: tl.constexpr):
+def bound_of(x, INTERPRETED: tl.constexpr):
     """x for range(): the interpreter's scalars are arrays of one element, which range refuses."""
     if INTERPRETED:
         return x.handle.data.item()
@@ -71,14 +71,14 @@ def _plan_kernel(
     """Grid (requests,): each writes its own items behind those of all requests before it."""
     req = tl.program_id(0)
     before = tl.zeros((BLOCK_R,), tl.int32)
-    for first in range(0, _bound(req, INTERPRETED), BLOCK_R):
+    for first in range(0, bound_of(req, INTERPRETED), BLOCK_R):
         others = first + tl.arange(0, BLOCK_R)
         earlier = others < req
         other_start = tl.load(query_start + others, mask=earlier, other=0)
         other_end = tl.load(query_start + others + 1, mask=earlier, other=0)
         other_seq_len = tl.load(seq_lens + others, mask=earlier, other=0)
         other_len = other_end - other_start
-        for tile in range(_bound(max_tiles, INTERPRETED)):
+        for tile in range(bound_of(max_tiles, INTERPRETED)):
             num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP)
             num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
             before += tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
@@ -91,7 +91,7 @@ def _plan_kernel(
     split = tl.arange(0, BLOCK_S)
     table = page_table + req.to(tl.int64) * stride_table
     num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
-    for tile in range(_bound(num_tiles, INTERPRETED)):
+    for tile in range(bound_of(num_tiles, INTERPRETED)):
         num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP)
         num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
         at = items + (item + split) * FIELDS
@@ -123,7 +123,7 @@ def _combine(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    for first in range(0, _bound(num_splits, INTERPRETED), UNROLL):
+    for first in range(0, bound_of(num_splits, INTERPRETED), UNROLL):
         for i in tl.static_range(UNROLL):  # so many loads are in flight together
             slot = first_slot + (first + i) * KV_HEADS
             known = here & (first + i < num_splits)
@@ -142,7 +142,7 @@ def _combine(
 
 
 @triton.jit
-def _item(items, index, wanted, FIELDS: tl.constexpr):
+def item_at(items, index, wanted, FIELDS: tl.constexpr):
     """The fields of one item, as _plan_kernel wrote them."""
     at = items + index * FIELDS
     start = tl.load(at, mask=wanted, other=0)
@@ -179,7 +179,7 @@ def _blocks(
     """
     dims = tl.arange(0, HEAD_DIM)
     block = tl.arange(0, BLOCK_N)
-    for key in range(_bound(begin, INTERPRETED), _bound(stop, INTERPRETED), BLOCK_N):
+    for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
         keys = key + block
         if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
             spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
@@ -271,14 +271,14 @@ def _attend_kernel(
     num_rows = tl.load(counts + 1)
     # `items` has room for one item a program, so this load need not wait for the number of items.
     index = tl.maximum(num_pairs - 1 - program, 0) if MANY else program
-    start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
+    start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
         items, index // KV_HEADS, program >= 0, FIELDS
     )
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
     for turn in range(
-        _bound(program, INTERPRETED), _bound(num_pairs, INTERPRETED),
-        _bound(num_programs, INTERPRETED),
+        bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
+        bound_of(num_programs, INTERPRETED),
     ):  # fmt: skip
         flat = num_pairs - 1 - turn if MANY else turn
         head = flat % KV_HEADS
@@ -321,15 +321,15 @@ def _attend_kernel(
                 tl.store(out_at, total.to(out.dtype.element_ty), mask=here[:, None])
                 tl.store(arrivals + first_slot, 0)
         following = flat - num_programs if MANY else flat + num_programs
-        start, num_r, past, begin, end, req, page, cut = _item(  # type: ignore[misc]
+        start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
             items, following // KV_HEADS, (following >= 0) & (following < num_pairs), FIELDS
         )
 
     HEADS: tl.constexpr = KV_HEADS * GROUP
     last = num_tokens * HEADS
     for first in range(
-        _bound(num_rows * HEADS + program * 16, INTERPRETED), _bound(last, INTERPRETED),
-        _bound(num_programs * 16, INTERPRETED),
+        bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
+        bound_of(num_programs * 16, INTERPRETED),
     ):  # fmt: skip
         padding = first + tl.arange(0, 16)
         zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
@@ -371,7 +371,7 @@ def choose(
 
     `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
     high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
-    A long row gets up to 8 splits in any decode batch, so that the other rows do not wait for it.
+    A long row gets several splits in any decode batch, so that the other rows do not wait for it.
     """
     group = heads[0] // heads[1]
     rows = max_query_len * group
@@ -385,12 +385,7 @@ def choose(
         num_reqs, rows, num_tokens * group, highest, lowest, wanted=7 * num_sms // (8 * heads[1])
     )
     programs = tiles * heads[1]
-    few_rows = rows <= 64
-    most = -(-(16 if few_rows else 4) * num_sms // programs)
-    most = min(max(most, 8 if few_rows else 1), MAX_SPLITS)
-    # Microseconds for 576 keys, unsplit and in splits of 320, 192 and 128, on an H200: 8 programs
-    # 11.5, 9.1, 7.4, 7.2; 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
-    shortest = 128 if 3 * programs <= num_sms else 256 if 2 * programs <= num_sms else 1024
+    shortest, most = _splits(programs, rows <= 64, num_sms)
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
     # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
     # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
@@ -415,6 +410,27 @@ def choose(
         # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.
         early=programs <= num_sms or programs > 3 * num_sms,
     )
+
+
+def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
+    """(keys that are worth a split of their own, most splits of a tile) for so many (tile, head).
+
+    The figures are microseconds a layer on an H200.
+    """
+    if few_rows:
+        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 42 in 16
+        # splits and 58 in 64; 64 programs 253 in 6 and 268 in 32.
+        most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
+    else:
+        most = min(-(-4 * num_sms // programs), MAX_SPLITS)
+    # 576 keys, unsplit and in splits of 320, 192 and 128: 8 programs 11.5, 9.1, 7.4, 7.2;
+    # 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
+    if 3 * programs <= num_sms:
+        return 128, most
+    if 2 * programs <= num_sms:
+        return 256, most
+    # 256 programs take 253 over 8192 keys in 3 splits, 262 in 8; 512 over 4096 254 in 3, 259 in 4.
+    return (1408 if few_rows else 1024), most
 
 
 def _tiles(
