@@ -56,13 +56,18 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(options: argparse.Namespace, max_batch: int) -> Engine:
-    """A decode engine with random weights of the given shape."""
+def build(options: argparse.Namespace, max_batch: int, max_tokens: int = 0) -> Engine:
+    """A decode engine with random weights of the given shape.
+
+    max_tokens: of all prompts of a batch together, if not each has options.prompt_len.
+    """
     place = Path(tempfile.mkdtemp(prefix="kvlane-bench-"))
     shutil.copy(options.model_config, place / "config.json")
     max_len = options.prompt_len + options.output_len + 8
     page_size = options.page_size
     other = {"decode": "prefill", "prefill": "decode"}[options.phase]
+    per_req = options.output_len + 8 + 2 * page_size
+    num_tokens = max_batch * per_req + (max_tokens or max_batch * options.prompt_len)
     graphs = "eager" if options.eager else {other: "eager"}  # only of what is measured
     if options.graph and not options.eager:
         graphs = {other: "eager", options.phase: options.graph.split(",")[0]}
@@ -75,10 +80,10 @@ def build(options: argparse.Namespace, max_batch: int) -> Engine:
             },
             "kv": {"page_size": page_size},
             "engine": {
-                "max_num_reqs": max_batch, "penalty_rows": 1, "prefix_cache": False,
+                "max_num_reqs": max_batch, "penalty_rows": 1, "prefix_cache": options.cached,
                 "max_prefill_tokens": options.chunk, "graph": graphs,
                 "attention": options.attention, "growth_tokens": options.output_len,
-                "num_pages": max_batch * (-(-max_len // page_size) + 1) + 2,
+                "num_pages": -(-num_tokens // page_size) + 2,
             },
         }
     )  # fmt: skip
@@ -142,15 +147,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def step_times(bench: Bench, batch: int, sampling: str, options: argparse.Namespace) -> list[float]:
+def step_times(
+    bench: Bench, batch: int, prompt_len: int, sampling: str, options: argparse.Namespace
+) -> list[float]:
     """Milliseconds a step, one figure a repetition."""
     found = []
     for number in range(options.repeat + 1):
         took = {
             length: bench.generate(
-                batch, options.prompt_len, length,
+                batch, prompt_len, length,
                 Sampling(length, ignore_eos=True, seed=number, **SAMPLINGS[sampling]),
-                seed=number,
+                seed=0 if options.cached else number,
             )
             for length in (SHORT_OUTPUT, options.output_len)
         }  # fmt: skip
@@ -181,15 +188,14 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def floor_ms(engine: Engine, batch: int, options: argparse.Namespace, bandwidth: float) -> float:
-    """Milliseconds to read the weights a step needs, and the mean KV of `batch` requests."""
+def floor_ms(engine: Engine, batch: int, mean_len: float, bandwidth: float) -> float:
+    """Milliseconds to read the weights a step needs, and KV of `batch` requests of mean_len."""
     model = engine.runner.loaded.model
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if model.head is not model.embedding:
         weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
     per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
-    tokens = options.prompt_len + options.output_len / 2
-    return 1e3 * (weights + batch * tokens * per_token) / bandwidth
+    return 1e3 * (weights + batch * mean_len * per_token) / bandwidth
 
 
 def product_speed(dtype: torch.dtype) -> float:
@@ -267,7 +273,7 @@ def graphs_of(engine: Engine, options: argparse.Namespace) -> dict[str, ChunkGra
 
 
 def measure_prefill(
-    bench: Bench, batches: list[int], options: argparse.Namespace, bandwidth: float
+    bench: Bench, batches: list[tuple[int, int]], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
     """A row for each number of tokens; prints them."""
     engine = bench.engine
@@ -277,7 +283,7 @@ def measure_prefill(
     heads = "".join(f"{name:>14}      min      max" for name in graphs)
     print(f"batch tokens{heads}    floor")
     rows: list[dict[str, Any]] = []
-    for batch in batches:
+    for batch, _ in batches:
         for num_tokens in options.tokens:
             found, figures = first_token_ms(bench, graphs, batch, num_tokens, options), ""
             for each in found.values():
@@ -301,30 +307,35 @@ def measure_prefill(
 
 
 def measure_decode(
-    bench: Bench, batches: list[int], options: argparse.Namespace, bandwidth: float
+    bench: Bench, batches: list[tuple[int, int]], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """A row for each batch; prints them."""
+    """A row for each batch, (requests, tokens of each prompt); prints them."""
     engine = bench.engine
     rows: list[dict[str, Any]] = []
-    print("milliseconds a step\nbatch   median      min      max    floor")
-    also = [part.split("@") for part in options.also.split(",") if part]
-    wanted = [(batch, options.sampling) for batch in batches]
-    for batch, sampling in wanted + [(int(batch), name) for name, batch in also]:
-        times = step_times(bench, batch, sampling, options)
-        floor = floor_ms(engine, batch, options, bandwidth)
+    print("milliseconds a step\nbatch  prompt   median      min      max    floor")
+    wanted = [(*batch, options.sampling) for batch in batches]
+    for batch, length, sampling in wanted + options.also:
+        times = step_times(bench, batch, length, sampling, options)
+        floor = floor_ms(engine, batch, length + options.output_len / 2, bandwidth)
         median = statistics.median(times)
         figures = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{floor:9.3f}"
-        print(f"{batch:5}{figures}  {sampling}", flush=True)
+        print(f"{batch:5}{length:8}{figures}  {sampling}", flush=True)
         rows.append(
             {
-                "batch": batch, "sampling": sampling, "median_ms": median, "times_ms": times,
-                "floor_ms": floor,
+                "batch": batch, "prompt_len": length, "sampling": sampling, "median_ms": median,
+                "times_ms": times, "floor_ms": floor,
             }
         )  # fmt: skip
     if options.profile:
         sampling = Sampling(20, ignore_eos=True, temperature=0.0)
-        profile(options.profile, lambda: bench.generate(batches[-1], 16, 20, sampling, seed=99))
+        profile(options.profile, lambda: bench.generate(batches[-1][0], 16, 20, sampling, seed=99))
     return rows
+
+
+def shape(text: str, options: argparse.Namespace) -> tuple[int, int]:
+    """(requests, tokens of each prompt): "8", with options.prompt_len each, or "8x32768"."""
+    batch, _, length = text.partition("x")
+    return int(batch), int(length or options.prompt_len)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -335,6 +346,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="", help="default: as the config says; float32 on CPU")
     add("--prompt-len", type=int, default=512)
     add("--output-len", type=int, default=128)
+    add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
@@ -352,7 +364,9 @@ def main() -> None:
     add_engine_options(parser)
     parser.add_argument("--phase", default="decode", choices=("decode", "prefill"))
     parser.add_argument("--tokens", default="16,64,128,256,512,1024,2048,8192", help="of a prompt")
-    parser.add_argument("--batch", default="1,8,32", help="requests at a time, comma-separated")
+    parser.add_argument(
+        "--batch", default="1,8,32", help="requests at a time; 8x32768: of so many tokens"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
     parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
@@ -362,11 +376,16 @@ def main() -> None:
     if options.model_config is None:
         parser.error("--model-config is required")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    batches = [int(part) for part in options.batch.split(",")]
+    batches = [shape(part, options) for part in options.batch.split(",")]
+    also = [part.split("@") for part in options.also.split(",") if part]
+    options.also = [(*shape(batch, options), name) for name, batch in also]
     options.tokens = [int(part) for part in options.tokens.split(",")]
     if options.phase == "prefill":
-        options.prompt_len, options.output_len = max(options.tokens), SHORT_OUTPUT
-    bench = Bench(build(options, max(batches)))
+        options.output_len = SHORT_OUTPUT
+        batches = [(batch, max(options.tokens)) for batch, _ in batches]
+    options.prompt_len = max(length for _, length in batches)
+    num_reqs, num_tokens = max(batch for batch, _ in batches), max(b * n for b, n in batches)
+    bench = Bench(build(options, num_reqs, num_tokens))
     engine = bench.engine
     with torch.inference_mode():
         bandwidth = read_bandwidth()

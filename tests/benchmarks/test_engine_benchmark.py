@@ -19,7 +19,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     options = Namespace(
         model_config=TINY / "config.json", prompt_len=20, output_len=12, page_size=16, chunk=64,
         dtype="", load_format="dummy", eager=False, graph="", attention="auto",
-        phase="decode",
+        phase="decode", cached=False,
     )  # fmt: skip
     bench = engine.Bench(engine.build(options, 3))
     counter = bench.engine.metrics.steps
@@ -33,7 +33,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
 @pytest.mark.parametrize(
     ("phase", "asked"),
     [
-        ("decode", ["--batch", "1,2", "--also", "top_p@2"]),
+        ("decode", ["--batch", "1,2x24", "--also", "top_p@2", "--cached"]),
         ("prefill", ["--tokens", "8,16", "--batch", "1"]),
     ],
 )
@@ -49,8 +49,8 @@ def test_a_row_is_written_for_every_case(
     engine.main()
     rows: list[dict[str, Any]] = json.loads(path.read_text())["steps"]
     if phase == "decode":
-        cases = [(row["batch"], row["sampling"]) for row in rows]
-        assert cases == [(1, "greedy"), (2, "greedy"), (2, "top_p")]
+        cases = [(row["batch"], row["prompt_len"], row["sampling"]) for row in rows]
+        assert cases == [(1, 16, "greedy"), (2, 24, "greedy"), (2, 16, "top_p")]
     else:
         assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 8), (1, 16)]
         assert all("eager" in row["graphs"] for row in rows)

@@ -274,7 +274,7 @@ def test_few_programs_take_many_items_each(monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (128, 16)])
 def test_long_chunks_match_the_dense_oracle(head_dim, page_size, monkeypatch):
     """By the kernel for them, at fewer rows than it serves: units with and without a mask."""
     monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
@@ -444,11 +444,10 @@ if not INTERPRETED:
         from worker.kernels.attention import prompt_attention as prompt
 
         types = dict.fromkeys(("q", "out"), "*bf16")
-        types |= dict.fromkeys(("keys", "values"), "tensordesc<bf16[64, 128]>")
-        types |= dict.fromkeys(("page_table", "items", "counts"), "*i32") | {"num_tokens": "i32"}
-        types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
-        types |= {"scale": "fp32"}
-        constants = prompt.prompt_constants((32, 8), 128, 64) | {"PDL": True}
+        types |= dict.fromkeys(("keys", "values"), "tensordesc<bf16[128, 128]>")
+        types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32")
+        types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
+        constants = prompt.prompt_constants((32, 8), 128)
         options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES}
         ptx = ptx_of(prompt._prompt_kernel, types, constants, **options)
         assert "wgmma" in ptx

@@ -23,13 +23,16 @@ from worker.kernels.attention.paged_attention import (
     plan_items,
 )
 from worker.kernels.attention.prompt_attention import (
+    PromptPlan,
+    num_rows,
+    plan_prompts,
     prompt_attention,
-    prompt_cache,
     prompt_constants,
-    prompt_tiles,
+    serves,
 )
 from worker.kernels.attention.store_kv import store_kv
 from worker.kernels.jit import HAS_TRITON, INTERPRETED
+from worker.kernels.launch import power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,11 @@ class TritonPlan:
     """What all layers of one pass share."""
 
     slot_mapping: Tensor  # [num_tokens] i64
-    paged: PagedPlan
-    is_long: bool  # for prompt_attention, else for paged_attention
+    kernel: PagedPlan | PromptPlan
 
 
 class TritonAttention:
-    """Prefill, decode and verify windows by one split-KV kernel; long chunks by one that uses TMA.
+    """Prefill, decode and verify windows by one split-KV kernel, long chunks over gathered keys.
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
     captured at high bounds serves all batches of its bucket. A row's result depends on its own
@@ -59,6 +61,9 @@ class TritonAttention:
     )
     static_plan: ClassVar[bool] = True
     SHORT_ROWS: ClassVar[int] = 1024  # of the longest step that is captured without a break
+    # Of all requests of a batch; more stay in their pages. 0.5 GB for 8 kv heads of 128 in 16 bits,
+    # which is taken beside the pool, when such prompts come.
+    MAX_GATHERED: ClassVar[int] = 131_072
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
@@ -73,46 +78,55 @@ class TritonAttention:
         self._page_size = region.page_size
         self._item_bytes = getattr(torch, region.dtype).itemsize
         self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
-        # Of long chunks; None for all layers where the GPU or the pool rules their kernel out.
-        self._prompts = [prompt_cache(*caches) for caches in self._layers]
+        self._has_prompts = serves(self._layers[0][0])
+        self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._num_sms = 132
         if pool.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
 
     def plan(self, batch: Batch) -> TritonPlan:
         """See AttentionBackend.plan; device work only."""
-        bounds = batch.num_reqs, batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
+        lengths = batch.query_start, batch.seq_lens, batch.page_table
+        bounds = batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
+        host = batch.host.seq_lens if batch.host is not None else [bounds[-1]] * batch.num_reqs
+        if self._is_long(*bounds[:2], num_rows(host)):
+            room = self._room(num_rows(host), batch.seq_lens.device)
+            return TritonPlan(batch.slot_mapping, plan_prompts(*lengths, bounds, self.heads, room))
         paged = plan_items(
-            batch.query_start,
-            batch.seq_lens,
-            batch.page_table,
-            self._tiles(*bounds),
+            *lengths,
+            self._tiles(batch.num_reqs, *bounds),
             self.heads,
             self.head_dim,
             self._page_size,
         )
-        return TritonPlan(batch.slot_mapping, paged, self._is_long(*bounds[1:3]))
+        return TritonPlan(batch.slot_mapping, paged)
 
     def variant(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> Hashable:
         """See AttentionBackend.variant."""
-        shape = self.heads, self.head_dim, self._page_size
+        if self._is_long(num_tokens, max_query_len, num_rows([max_seq_len_ub])):
+            return "long", *prompt_constants(self.heads, self.head_dim).values()
         tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        if self._is_long(num_tokens, max_query_len):
-            return "long", *prompt_constants(*shape).values(), *options
-        return *constants_of(tiles, *shape).values(), *options
+        return *constants_of(tiles, self.heads, self.head_dim, self._page_size).values(), *options
 
-    def _is_long(self, num_tokens: int, max_query_len: int) -> bool:
+    def _is_long(self, num_tokens: int, max_query_len: int, num_gathered: int) -> bool:
         long = num_tokens > self.SHORT_ROWS and max_query_len > 1
-        return long and self._prompts[0] is not None
+        return long and self._has_prompts and num_gathered <= self.MAX_GATHERED
+
+    def _room(self, num_rows: int, device: torch.device) -> Tensor:
+        """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order."""
+        if self._gathered is None or self._gathered.shape[2] < num_rows:
+            shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
+            dtype = self._layers[0][0].dtype
+            self._gathered = None  # before the next is taken
+            self._gathered = torch.empty(shape, dtype=dtype, device=device)
+        return self._gathered
 
     def _tiles(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> PagedTiles:
-        if self._is_long(num_tokens, max_query_len):
-            return prompt_tiles(num_reqs, num_tokens, max_query_len, self.heads)
         bounds = num_reqs, num_tokens, max_query_len, max_seq_len_ub
         return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
 
@@ -134,7 +148,6 @@ class TritonAttention:
         caches = self._layers[layer_id]
         if k is not None and v is not None:
             store_kv(k, v, *caches, plan.slot_mapping)
-        prompts = self._prompts[layer_id]
-        if plan.is_long and prompts is not None:
-            return prompt_attention(q, prompts, plan.paged, self.scale, out)
-        return paged_attention(q, *caches, plan.paged, self.scale, out)
+        if isinstance(plan.kernel, PromptPlan):
+            return prompt_attention(q, *caches, plan.kernel, self.scale, out)
+        return paged_attention(q, *caches, plan.kernel, self.scale, out)
