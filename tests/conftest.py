@@ -1,8 +1,9 @@
 """What all tests share: how the processes of pytest-xdist divide them, products, the gpu marker.
 
 With `-n 3`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
-by any of them, test by test. All that start clusters are run by one process, one after another, as
-these have fixed ports and look at what is left of processes.
+by any of them, test by test. What starts clusters is run one after another, as these have fixed
+ports and look at what is left of processes: by two processes where each is in namespaces of its
+own (those with a Ray of their own, and those that share one), else by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import enter_namespace
+from tests.e2e.harness import APART, part_processes
 from tests.e2e.shared import clusters, serve
 from tests.support import pairwise
 
@@ -25,17 +26,17 @@ __all__ = ["clusters", "serve"]
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
-CLUSTER = "cluster"
+CLUSTER, OWN_RAY = "cluster", "own_ray"
 NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first
 # First those that look for what a Ray of their own has left, then those that share one.
+OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_user_directory", "test_lifecycle")
 CLUSTERS = (
-    "test_two_nodes", "test_lifecycle", "test_interrupted_starts", "test_user_directory",
-    "test_prefill_decode", "test_doctor", "test_clients", "test_fuzz", "test_openapi",
+    *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_fuzz", "test_openapi",
     "test_browser", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (
-    CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
+    OWN_RAY, CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
     "test_first_token", "test_piecewise", "test_compiled", "test_transfer_benchmark",
     "test_attention_backends", "test_transport", "test_protocol_faults", "test_attention",
     "test_structured", "test_models",
@@ -55,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     pairwise.whole = config.option.whole
     if getattr(config.option, "numprocesses", None):
-        enter_namespace(config)  # before xdist starts its processes, which have to be inside
+        part_processes(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,7 +74,9 @@ def group_of(path: Path) -> str:
     """Modules of the same name are run one after another by one process."""
     text = path.read_text(encoding="utf-8")
     starts = any(f"from tests.e2e.{name} import" in text for name in ("harness", "shared"))
-    return CLUSTER if starts else path.stem
+    if starts:
+        return OWN_RAY if path.stem in OWN_RAYS and os.environ.get(APART) else CLUSTER
+    return path.stem
 
 
 def rank_of(path: Path) -> tuple[int, int]:
@@ -119,7 +122,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if hasattr(item.config, "workerinput") and group_of(item.path) != CLUSTER:
+    if hasattr(item.config, "workerinput") and group_of(item.path) not in (CLUSTER, OWN_RAY):
         os.nice(max(0, NICE - os.nice(0)))
     marker = item.get_closest_marker("gpu")
     if marker is None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
-from scipy import stats
 
 from benchmarks.load.arrivals import starts
 
@@ -26,6 +25,8 @@ ALPHA = 1e-4  # seeds are fixed, so a test that passes once passes always
 
 def looks_poisson(times: list[float], rate: float) -> bool:
     """Whether gaps have the exponential law of mean 1/rate and none depends on the one before."""
+    from scipy import stats  # two seconds, where these tests run only
+
     gaps = np.diff([0.0, *times])
     law = stats.kstest(gaps * rate, "expon").pvalue
     chain = stats.spearmanr(gaps[:-1], gaps[1:]).pvalue
@@ -72,6 +73,8 @@ def test_the_judges_see_wrong_processes() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_poisson_counts_of_a_fixed_time_have_the_right_spread(seed: int) -> None:
+    from scipy import stats
+
     rng = default_rng(seed)
     counts = [len(starts("poisson:10", rng, duration_s=6)) for _ in range(400)]
     assert abs(np.mean(counts) - 60) < 4 * math.sqrt(60 / 400)
@@ -81,6 +84,8 @@ def test_poisson_counts_of_a_fixed_time_have_the_right_spread(seed: int) -> None
 
 @pytest.mark.parametrize("shape", [0.25, 0.5, 2.0, 10.0])
 def test_gamma_keeps_the_rate_and_has_the_asked_burstiness(shape: float) -> None:
+    from scipy import stats
+
     times = starts(f"gamma:10,{shape}", default_rng(1), NUM)
     gaps = np.diff([0.0, *times])
     assert rate_is(times, 10, variance=1 / shape)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support import pairwise
-from tests.support.attention_cases import EVERY, PAIRWISE
+from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
@@ -218,13 +218,14 @@ def check_memory(pool, layer_id, rows, dense, before, page_size) -> None:
 
 
 LAYOUTS = {"dtype": ("float32", "bfloat16"), "page_size": (1, 16, 64), "groups": (1, 4)}
+SHAPES = (PAIRWISE, EVERY), (EACH, PAIRWISE)  # of the reference and doubles, and of Triton
 VALUES = [("float32", 16, 4), ("bfloat16", 64, 1), ("bfloat16", 1, 4)]  # each of them once
 MIXED = [(0, 16), (37, 1), (5, 7), (0, 1), (64, 3), (15, 2), (16, 16)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("ratio", "head_dim", "page_size", "dtype", "groups"), PAIRWISE if INTERPRETED else EVERY
+    ("ratio", "head_dim", "page_size", "dtype", "groups"), SHAPES[INTERPRETED][pairwise.whole]
 )
 def test_ragged_rows_match_the_dense_oracle(backend, ratio, head_dim, page_size, dtype, groups):
     heads = (8, 8 // ratio) if ratio > 1 else (2, 2)

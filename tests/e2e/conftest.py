@@ -9,5 +9,5 @@ from tests.e2e.harness import enter_namespace
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # of pytest-xdist: its first process has entered
+    if not getattr(config.option, "numprocesses", None):  # tests/conftest.py sees to those
         enter_namespace(config)

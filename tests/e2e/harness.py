@@ -1,13 +1,15 @@
 """Real clusters for tests: a namespace to run them in, `serve` as a process, and what it left.
 
 Ray runs the code of whoever reaches it, so the whole pytest process moves into fresh namespaces
-with a loopback interface only and a /dev/shm of their own (`enter_namespace`). Clients and servers
-are then in the same ones, and everything dies with their first process.
+with a loopback interface only and a /dev/shm of their own (`enter_namespace`); each process of
+pytest-xdist starts in some (`part_processes`). Clients and servers are then in the same ones, and
+everything dies with their first process.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,13 +20,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.namespace import can_enter, start_over
+from benchmarks.namespace import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
 from cluster.owned import find_running
 from tests.e2e.watch import Watch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
+APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of its own
+APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
 READY_TIMEOUT_S = 120.0
 
 
@@ -42,6 +46,16 @@ def enter_namespace(config: pytest.Config) -> None:
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()
     start_over(pytest_again, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])  # empty, and ours
+
+
+def part_processes(config: pytest.Config) -> None:
+    """Let each process of pytest-xdist start inside namespaces of its own, if it may enter any: so
+    two can run clusters at a time."""
+    if os.environ.get(INSIDE) or config.option.collectonly or not can_enter():
+        return
+    os.environ[INSIDE] = os.environ[APART] = "1"
+    command = shlex.join([*UNSHARE, "bash", str(APART_BY), sys.executable])
+    config.option.tx = [f"popen//python={command}" for _ in config.option.tx]
 
 
 @dataclass(slots=True)

@@ -30,6 +30,11 @@ USUAL = (
     "--set", "transport.name=mooncake",
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
+BRIEF = (
+    "--prefill", "1", "--decode", "1",
+    "--set", "disaggregation.mode=always",
+    "--set", "model.max_model_len=64",  # a mutated or drawn body may have no limit of tokens
+)  # fmt: skip
 NUM_CPUS = 8  # Ray only counts them: room for the largest cluster
 TIMEOUT_S = 60.0
 SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has disturbed

@@ -21,16 +21,12 @@ import pytest
 
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import Clusters
+from tests.e2e.test_disconnects import ARGUMENTS
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak, wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 HANG_S = 60.0
 PAGE = REPOSITORY / "tests" / "clients" / "page.html"
-ARGUMENTS = (
-    "--prefill", "1", "--decode", "1",
-    "--set", "disaggregation.mode=always",
-    "--set", "cluster.log_level=DEBUG",
-)  # fmt: skip
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; Debian's is `chromium`")
 
 

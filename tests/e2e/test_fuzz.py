@@ -13,18 +13,13 @@ import pytest
 
 from tests.e2e.harness import shared_memory
 from tests.e2e.raw import Connection
-from tests.e2e.shared import Clusters, identity
+from tests.e2e.shared import BRIEF, Clusters, identity
 from tests.support.mutants import judge, mutants
 
 NUM_BODIES, NUM_WHOLE = 4_000, 20_000  # the latter with --whole
 NUM_CONNECTIONS = 32
 HANG_S = 60.0
 MAX_NEW_FILES = 4  # open ones, of a process; a leak would be one a request or a hang-up
-ARGUMENTS = (
-    "--prefill", "1", "--decode", "1",
-    "--set", "disaggregation.mode=always",
-    "--set", "model.max_model_len=64",  # a body may have lost its limit of tokens
-)  # fmt: skip
 
 Bodies = Iterator[tuple[str, bytes]]
 
@@ -83,7 +78,7 @@ def test_mutated_bodies_make_no_5xx_and_leave_nothing(
     clusters: Clusters, pytestconfig: pytest.Config
 ) -> None:
     num_bodies = NUM_WHOLE if pytestconfig.option.whole else NUM_BODIES
-    serve = clusters.lend(*ARGUMENTS)
+    serve = clusters.lend(*BRIEF)
     first = mutants(200, seed=8, model="tiny")
     asyncio.run(clients(serve.port, first))  # whatever is made only once has been made
     before = serve.wait_idle()

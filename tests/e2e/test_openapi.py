@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.harness import REPOSITORY, Serve
-from tests.e2e.shared import Clusters
+from tests.e2e.shared import BRIEF, Clusters
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
 SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
@@ -74,7 +74,7 @@ def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
     if not DOCUMENT.exists() or not SCHEMATHESIS:
         assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False
         pytest.skip(f"needs {DOCUMENT} and schemathesis")
-    serve = clusters.lend("--set", "model.max_model_len=512")
+    serve = clusters.lend(*BRIEF)
     before = num_served(serve)
     examine(serve, adapted(json.loads(DOCUMENT.read_text())), f"{serve.url}/v1", tmp_path)
     assert num_served(serve) - before >= 5, "schemathesis has seen mistakes only"
@@ -82,7 +82,7 @@ def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not SCHEMATHESIS, reason="needs schemathesis")
 def test_our_own_document_is_true(clusters: Clusters, tmp_path: Path) -> None:
-    serve = clusters.lend("--set", "model.max_model_len=512")
+    serve = clusters.lend(*BRIEF)
     before = num_served(serve)
     examine(serve, httpx.get(f"{serve.url}/openapi.json").json(), serve.url, tmp_path)
     assert num_served(serve) - before >= 5, "schemathesis has seen mistakes only"

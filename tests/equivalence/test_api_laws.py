@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tests.support import pairwise
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.errors import Unsupported
 from worker.kernels.step.philox import gumbel_ref
@@ -59,7 +60,11 @@ def engine(**changes: object) -> dict[str, object]:
 
 
 def sections(mode: str = "always", **changes: object) -> dict:
-    return {"engine": engine(**changes), "disaggregation": {"mode": mode}}
+    return {
+        "model": {"path": str(shallow())},
+        "engine": engine(**changes),
+        "disaggregation": {"mode": mode},
+    }
 
 
 def token_of(text: str) -> int:
@@ -198,7 +203,7 @@ def draw(values: np.ndarray, sampling: Sampling, position: int) -> int:
 def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
     from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(shallow(), dtype=torch.float32)
     num_logprobs = num_tokens = 0
     for prompt, sampling, answer in zip(problem_ids(NUM), wishes(), expected, strict=True):
         with torch.inference_mode():
@@ -444,7 +449,7 @@ def test_choices_that_are_preempted(separate: dict) -> None:
     prompt = SHORT
     few = {"engine": {"num_pages": -(-len(prompt) // 16) + 4, "growth_tokens": 1}}
     config = sections("always")
-    config["model"] = {"max_model_len": len(prompt) + 36}
+    config["model"]["max_model_len"] = len(prompt) + 36
     with running(config, decode_sections=few) as cluster:
         for _ in range(2):
             same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])

@@ -17,6 +17,7 @@ from tests.support.engines import Running, running
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
+from tests.support.shallow import shallow
 from worker.api import Sampling
 from worker.attention.backends import ATTENTION
 from worker.attention.base import build_attentions
@@ -32,6 +33,7 @@ DOUBLE = "tests.support.flashinfer_double:FlashInferDouble"
 
 def sections(attention: object, mode: str, **engine: object) -> dict[str, dict[str, object]]:
     return {
+        "model": {"path": str(shallow())},
         "engine": {
             "device": "cpu", "threads": 1, "cpu_pool_bytes": 32 << 20, "attention": attention,
             "max_prefill_tokens": 23, **engine,

@@ -14,11 +14,12 @@ import torch
 
 from tests.support import pairwise
 from tests.support.engines import Running, running
-from tests.support.prompts import TINY, problem_ids
+from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
-GREEDY = Sampling(max_tokens=48, temperature=0.0)
-NUM = 16 if pairwise.whole else 6
+NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (6, 24)
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
 
 
 def engine(**changes: object) -> dict[str, object]:
@@ -35,6 +36,7 @@ def sections(
     mode: str = "always", page_size: int = 16, first_token: str = "prefill", **changes: object
 ) -> dict:
     return {
+        "model": {"path": str(shallow())},
         "engine": engine(**changes),
         "kv": {"page_size": page_size},
         "disaggregation": {"mode": mode, "first_token": first_token},
@@ -46,7 +48,7 @@ def seeded(num: int) -> list[Sampling]:
     rng = random.Random(5)
     return [
         Sampling(
-            max_tokens=40,
+            max_tokens=NUM_TOKENS - 4,
             temperature=rng.choice([0.5, 0.9, 1.3]),
             top_p=rng.choice([1.0, 0.9, 0.7]),
             top_k=rng.choice([0, 5, 40]),
@@ -71,7 +73,7 @@ def greedy_ids() -> list[list[int]]:
     """Greedy continuation by transformers, EOS included, in float32."""
     from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(shallow(), dtype=torch.float32)
     out = []
     with torch.inference_mode():
         for prompt in problem_ids(NUM):
@@ -111,7 +113,7 @@ def check(cluster: Running, greedy_ids: list, seeded_ids: list) -> None:
 def decode_engine(pages: str, page_size: int) -> dict[str, object]:
     """What is different for decode workers: another pool, or one that is too small for all."""
     if pages == "few":
-        longest = max(len(prompt) for prompt in problem_ids(NUM)) + 50
+        longest = max(len(prompt) for prompt in problem_ids(NUM)) + NUM_TOKENS + 2
         return {"num_pages": 5 * -(-longest // page_size), "growth_tokens": 1}
     return {"num_pages": 12_432 // page_size} if pages == "other" else {}
 

@@ -15,6 +15,7 @@ import pytest
 from tests.support.engines import Answer, Running, running
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.engine import runner
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
@@ -29,6 +30,7 @@ CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, Transfe
 
 def sections(mode: str, first_token: str = "prefill", **engine: object) -> dict[str, Any]:
     return {
+        "model": {"path": str(shallow()), "served_name": "tiny"},
         "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, **engine},
         "kv": {"page_size": PAGE_SIZE},
         "disaggregation": {"mode": mode, "first_token": first_token},
@@ -82,9 +84,10 @@ Asked = tuple[tuple[int, ...], Sampling, int]  # text, sampling, tokens of it th
 
 def resumed(alone: Running) -> list[Asked]:
     """As after the death of a decode worker; in the first the next token is the end's."""
-    (whole,) = alone.client.generate(problem_ids(1), Sampling(300, temperature=0.0))
+    prompt = problem_ids(1)[0]
+    num = len(prompt)
+    (whole,) = alone.client.generate([prompt], Sampling(300, temperature=0.0))
     assert (whole.finish_reason, whole.tokens[-1]) == (FinishReason.STOP, EOS)
-    prompt, num = problem_ids(1)[0], len(problem_ids(1)[0])
     limit = Sampling(300, temperature=0.0)
     num_all = len(whole.tokens)
     late = Sampling(num_all + 20, temperature=0.0, min_tokens=num_all + 2)
@@ -225,7 +228,7 @@ def test_a_request_that_ends_with_it_holds_nothing(
 def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
     prompt = problem_ids(1)[0]
     config = sections("always", first_token)
-    config["model"] = {"max_model_len": len(prompt) + 1}
+    config["model"]["max_model_len"] = len(prompt) + 1
     only = Sampling(1, temperature=0.0)
     with running(config) as cluster:
         assert ended(answers_of(cluster, [(prompt, only, len(prompt))])) == ended(

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.engines import Answer, running
 from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import Sampling, Stages
 
 NUM = 24
@@ -16,6 +17,7 @@ def ask(
 ) -> tuple[list[Answer], list[Answer]]:
     """The same prompts twice: computed, then found in the prefix trees."""
     sections = {
+        "model": {"path": str(shallow())},
         "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, **engine},
         "disaggregation": {"mode": mode, "first_token": first_token},
     }

@@ -18,6 +18,7 @@ from router.structured import composed, schema_part
 from tests.support import pairwise
 from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.sampling import sampler
 
@@ -189,8 +190,10 @@ def answers_of(
     """One decode worker in float32, as many at a time as it takes."""
     prompt = chat_ids("How many apples are left? Answer as JSON.")
     engine = {"device": device, "threads": 1, "num_pages": 3000, "max_num_reqs": BATCH}
+    path = str(shallow()) if device == "cpu" else "tiny"
     config = {
-        "engine": engine, "disaggregation": {"mode": "never"}, "model": {"dtype": "float32"},
+        "engine": engine, "disaggregation": {"mode": "never"},
+        "model": {"path": path, "dtype": "float32"},
     }  # fmt: skip
     answers = []
     with running(config, num_prefill=0) as cluster:

@@ -26,7 +26,7 @@ from router.config import RouterConfig
 from tests.fault.router_doubles import HANG_S, num_live, wait_until
 from tests.support.engines import Running, running
 from tests.support.odd_models import raising, unknown_decoder
-from tests.support.prompts import TINY
+from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig
 
 PROBLEM = {"messages": [{"role": "user", "content": "Tom has 3 apples and buys 4. How many?"}]}
@@ -63,7 +63,7 @@ def served(path: Path) -> Iterator[tuple[Running, str]]:
 
 @pytest.fixture(scope="module")
 def usual() -> Iterator[tuple[Running, str]]:
-    with served(TINY) as found:
+    with served(shallow()) as found:
         yield found
 
 

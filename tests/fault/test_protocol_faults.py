@@ -17,6 +17,7 @@ import pytest
 import worker.loop
 from tests.support.engines import Running, running
 from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import (
     AnyMessage,
     KVReady,
@@ -163,6 +164,7 @@ def patched() -> Iterator[None]:
 
 def sections() -> dict:
     return {
+        "model": {"path": str(shallow())},
         "engine": {
             "device": "cpu",
             "threads": 1,
@@ -351,13 +353,16 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
 def test_aborts_while_pulls_run_give_pages_back_only_after_them(
     cluster: Running, texts: list[list[int]]
 ) -> None:
-    Delays.pull_s = 0.6
-    sent = ask(cluster)
-    time.sleep(0.2)
+    Delays.pull_s = 1.2
+    sent, decode = ask(cluster), cluster.workers["decode-0"]
+    limit = time.monotonic() + LIMIT_S
+    while decode.counters()["pulls"] == 0:
+        assert time.monotonic() < limit, "no pull begins"
+        time.sleep(0.01)
     for each in sent:
         cluster.client.abort(each)
     time.sleep(0.1)
-    assert cluster.workers["decode-0"].counters()["private_pages"] > 0
+    assert decode.counters()["private_pages"] > 0
     cluster.wait_idle(IDLE_S)
     Delays.pull_s = 0.0
     before = num_ended(cluster)

@@ -18,3 +18,5 @@ FACTORS = {
 }
 EVERY = every(FACTORS)
 PAIRWISE = pairwise(FACTORS)
+EACH = [(1, 64, 16, "float16", 4), (2, 256, 1, "bfloat16", 1), (4, 128, 64, "bfloat16", 4),
+        (8, 64, 1, "float16", 1)]  # every value in some case  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.shallow import shallow
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
 from worker.engine.runner import Step
@@ -26,12 +27,14 @@ Layout = Sequence[tuple[int, int]]  # (tokens that were there before, tokens of 
 
 
 def build(device: str, graph: object, *, role: str = "decode", **engine: object) -> Engine:
-    """An engine of the bundled model in float32, unless `engine` says otherwise."""
+    """An engine in float32, unless `engine` says otherwise: of the bundled model, on a CPU of a
+    part of its layers."""
     dtype = engine.pop("dtype", "float32")
+    path = str(shallow(4)) if device == "cpu" else "tiny"
     config = WorkerConfig.model_validate(
         {
             "role": role,
-            "model": {"dtype": dtype},
+            "model": {"path": path, "dtype": dtype},
             "kv": {"page_size": PAGE_SIZE},
             "engine": {
                 "device": device, "graph": graph, "num_pages": 400, "max_num_reqs": ROWS,

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask
 from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
 ROWS = 8
@@ -22,11 +23,11 @@ def sections(
     device: str, mode: str, num_groups: int = 1, first_token: str = "prefill", **engine: object
 ) -> dict[str, dict[str, object]]:
     """Few pages of 16 tokens, few rows, small chunks."""
-    transport: dict[str, object] = {"name": "shm"}
+    path, transport = str(shallow()), {"name": "shm"}
     if device == "cuda":
-        transport = {"name": "mooncake", "kind": "tcp"}
+        path, transport = "tiny", {"name": "mooncake", "kind": "tcp"}
     return {
-        "model": {"dtype": "float32", "max_model_len": 512},
+        "model": {"path": path, "dtype": "float32", "max_model_len": 512},
         "kv": {"page_size": 16, "num_groups": num_groups},
         "engine": {
             "device": device, "threads": 1, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,

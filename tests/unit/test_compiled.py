@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from tests.gpu.test_graphs_on_cuda import sampling_of, serve
@@ -62,6 +61,8 @@ def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForwa
 @pytest.fixture(scope="module", params=["plain", "inductor"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    from torch._dynamo.utils import counters  # seconds, where these tests run only
+
     loaded, exact = engine.runner.loaded, request.param == "plain"
     pieces, num_traced = list[GraphModule](), counters["stats"].copy()
     forward = forward_of(loaded.model, request.param, pieces)
@@ -101,6 +102,8 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
 def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
     bench: Bench, num_tokens: int
 ) -> None:
+    from torch._dynamo.utils import counters
+
     loaded, exact = bench.engine.runner.loaded, not bench.runner._rounding
     layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
     wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)

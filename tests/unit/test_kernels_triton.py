@@ -245,16 +245,16 @@ else:
         with mock.patch.object(swiglu, "MANY_ROWS", 3):
             assert torch.equal(swiglu.swiglu_triton(gate_up), few)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize(
-        ("heads", "kv_heads", "head_dim", "page_size"),
-        [(4, 2, 32, 4), (1, 1, 64, 1), (6, 2, 24, 16), (14, 2, 16, 5), (8, 8, 128, 2)],
+    @pytest.mark.product(
+        shape=((4, 2, 32, 4), (1, 1, 64, 1), (6, 2, 24, 16), (14, 2, 16, 5), (8, 8, 128, 2)),
+        dtype=DTYPES,
+        normed=(False, True),
     )
     def test_qk_rope_store_matches_its_twin(
-        heads: int, kv_heads: int, head_dim: int, page_size: int, normed: bool, dtype: torch.dtype
+        shape: tuple[int, ...], dtype: torch.dtype, normed: bool
     ) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0."""
+        heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
         qkv = noise(6, width + 8, dtype=dtype)[:, :width]
         qkv[4:] = qkv[3]  # padded rows are equal, so that it does not matter which one wins
@@ -363,12 +363,12 @@ else:
     @pytest.mark.parametrize(  # 0: all logits are equal; 0.02: many are, in bf16
         ("name", "dtype", "scale"),
         [
-            *((name, torch.bfloat16, 0.02) for name in ("top_k", "top_p", "min_p")),
             ("top_k, top_p", torch.bfloat16, 0.0),
+            ("all", torch.bfloat16, 0.02),
             ("all", torch.float32, 2.0),
             *in_whole(
+                *((name, torch.bfloat16, 0.02) for name in ("top_k", "top_p", "min_p")),
                 ("top_k, top_p", torch.bfloat16, 0.02),
-                ("all", torch.bfloat16, 0.02),
                 ("top_p", torch.float32, 2.0),
             ),
         ],

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 
 from worker.kernels.step import philox
 from worker.kernels.step.philox import gumbel_ref, philox_ref
@@ -94,6 +93,8 @@ def test_noise_is_finite_where_it_was_not(position: int, token: int) -> None:
 
 
 def test_noise_is_gumbel_and_independent_between_neighbours() -> None:
+    from scipy import stats  # two seconds, where these tests run only
+
     noise = gumbel_ref(torch.arange(40), torch.arange(40) * 17, 2_500)
     flat = noise.flatten().double().numpy()
     assert stats.kstest(flat, stats.gumbel_r.cdf).pvalue > 1e-3

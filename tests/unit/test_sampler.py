@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
@@ -193,6 +192,8 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
     penalties = penalties_of([case]) if case.has_penalties else None
     mask = mask_of([case]).expand(DRAWS, -1) if case.allowed else None
     tokens = sample(logits.repeat(DRAWS, 1), rows, tail, penalties, mask)
+    from scipy import stats  # two seconds, where these tests run only
+
     counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
     expected = exact(logits, case) * DRAWS
     if counts[expected == 0].sum() > 0:
