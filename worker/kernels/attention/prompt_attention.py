@@ -13,6 +13,7 @@ The twin in plain torch is `worker.attention.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,9 @@ def _units(
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys begin..stop - 1; without MASKED every row sees all of them."""
-    for key in tl.range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
+    for key in tl.range(  # type: ignore[misc]
+        bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N
+    ):
         k_tile = keys.load([first_row + key, 0])
         v_tile = values.load([first_row + key, 0])
         dtype = v_tile.dtype
@@ -183,7 +186,7 @@ def _has_room(x: Tensor) -> bool:
     return device.shared_memory_per_multiprocessor >= SHARED_BYTES
 
 
-def num_rows(seq_lens: list[int]) -> int:
+def num_rows(seq_lens: Sequence[int]) -> int:
     """Rows of gathered keys that requests of such lengths take."""
     return sum(-(-length // BLOCK_N) * BLOCK_N for length in seq_lens)
 
@@ -203,12 +206,10 @@ def plan_prompts(
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
     num_tokens, max_query_len, max_seq_len = bounds
-    head_dim, page_size_unknown = gathered.shape[-1], 1  # no split needs its first page
+    head_dim = gathered.shape[-1]
     tiles = prompt_tiles(len(seq_lens), num_tokens, max_query_len, heads[0])
-    each_head = heads[0], heads[0]
-    paged = plan_items(
-        query_start, seq_lens, page_table, tiles, each_head, head_dim, page_size_unknown
-    )
+    each_head, page_size = (heads[0], heads[0]), 1  # items name a first page, which nobody reads
+    paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, head_dim, page_size)
     units = torch.div(seq_lens + BLOCK_N - 1, BLOCK_N, rounding_mode="floor") * BLOCK_N
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
@@ -257,17 +258,17 @@ def prompt_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
     keys, values = plan.gathered
-    num_pages = -(-plan.max_seq_len // BLOCK_N) * BLOCK_N // page_size
+    num_pages = num_rows([plan.max_seq_len]) // page_size
+    constants: dict[str, Any] = {"PAGE": page_size, "HEAD_DIM": head_dim, "UNIT": BLOCK_N}
     _gather_kernel[(num_pages, len(plan.seq_lens), kv_heads)](
         k_cache, v_cache, keys, values, page_table, plan.seq_lens, plan.first_rows,
-        page_table.stride(0), *k_cache.stride()[:2], keys.stride(0),
-        PAGE=page_size, HEAD_DIM=head_dim, UNIT=BLOCK_N, num_warps=4,
+        page_table.stride(0), k_cache.stride(0), k_cache.stride(1), keys.stride(0), **constants,
     )  # fmt: skip
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _prompt_kernel[(tiles.programs,)](
         q, out, plan.keys, plan.values, plan.paged.items, plan.paged.counts, plan.first_rows,
         num_tokens, keys.shape[1], q.stride(0), scale * 1.4426950408889634,
-        **prompt_constants((num_heads, kv_heads), head_dim), num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **prompt_constants((num_heads, kv_heads), head_dim), **options,
     )  # fmt: skip
     return out
 
