@@ -23,8 +23,8 @@ CONFINED = (
 )  # fmt: skip
 
 
-def prepare() -> None:
-    """What podman needs of this machine."""
+def prepare(image: str = IMAGE) -> None:
+    """What podman needs of this machine; `image` has to be there."""
     # crun takes version 2 of control groups, or 1, but not both; and limits that we may not raise.
     run("umount", "--recursive", "/sys/fs/cgroup")
     run("mount", "-t", "cgroup2", "none", "/sys/fs/cgroup")
@@ -33,8 +33,8 @@ def prepare() -> None:
     limits.write_text('[containers]\ndefault_ulimits = ["nofile=20000:20000", "nproc=8192:8192"]\n')
     os.environ["CONTAINERS_CONF"] = str(limits)
     os.environ["CONTAINERS_STORAGE_CONF"] = str(TOOLS / "storage.conf")
-    if subprocess.run(["podman", "image", "exists", IMAGE], check=False).returncode != 0:
-        raise SystemExit(f"no {IMAGE}; run tests/deploy/build")
+    if subprocess.run(["podman", "image", "exists", image], check=False).returncode != 0:
+        raise SystemExit(f"no image {image}; run tests/deploy/build")
     # Those of a run that was cut off.
     subprocess.run(["podman", "rm", "--all", "--force"], check=True, stdout=subprocess.DEVNULL)
 

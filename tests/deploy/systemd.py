@@ -1,6 +1,6 @@
 """Runs the units of deploy/systemd as they are written: two bare hosts, without systemd itself.
 
-    tests/deploy/build                    # the image, once: its root stands for a host's
+    tests/deploy/build bare               # a host as deploy/README.md installs it, once: minutes
     python -m tests.deploy.systemd        # as root; a minute
 
 Each ExecStart line, with the environment file and the user of its unit, a read-only root
@@ -78,6 +78,7 @@ def host(name: str) -> Container:
             "--cap-drop=all", "--security-opt=no-new-privileges",
             f"--user={settings['User'][0]}", f"--entrypoint={first}",
         ),
+        image="bare",
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def start_serve(command: list[str], hosts: list[Container]) -> subprocess.Popen[
 def main() -> None:
     """Start both hosts, then serve; ask; stop."""
     enter("tests.deploy.systemd")
-    prepare()
+    prepare("bare")
     prepare_files()
     for name, address in ADDRESSES.items():
         join(name, address)
