@@ -91,10 +91,15 @@ def prepare_files() -> None:
     (etc / "config.yaml").write_text(example.read_text())
 
 
+def restart(hosts: list[Container]) -> None:
+    """As Restart= does: a node gives up where the head is not up yet."""
+    hosts[:] = [host(each.name) if each.ended() else each for each in hosts]
+
+
 def start_serve(command: list[str], hosts: list[Container]) -> subprocess.Popen[bytes]:
-    """As Restart= does, for the hosts, too: until the head listens, and where Ray was too slow."""
+    """As Restart= does, until the head listens."""
     for _ in range(6):
-        hosts[:] = [host(each.name) if each.ended() else each for each in hosts]
+        restart(hosts)
         with SERVE_LOG.open("wb") as log:
             serve = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -116,7 +121,12 @@ def main() -> None:
     words = [f"--env={key}={value}" for key, value in environment.items()]
     command = ["podman", "exec", *words, "head", *command_of("serve", environment)]
     serve = start_serve(command, hosts)
-    wait("serve is ready", lambda: answers(f"{URL}/ready"), 120, lambda: ended(hosts))
+
+    def ready() -> bool:
+        restart(hosts)
+        return answers(f"{URL}/ready")
+
+    wait("serve is ready", ready, 240, str)
     request = (CHART / "files" / "request.py").read_text()
     print(hosts[1].run("env", f"URL={URL}", "PREFILLS=prefill", "python3", "-c", request), end="")
     found = "grep -lsz '^serve$' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | head -1"
