@@ -103,10 +103,19 @@ def check_before_joining(config: Config) -> None:
     Raises:
         UserError: as `check_before_ray`.
     """
-    beside_serve = not config.routers.num_cpus and not config.routers.resources
-    here = (lambda: _keys(config), lambda: _port(config)) if beside_serve else ()
+    here = (lambda: _keys(config),) if _beside_serve(config) else ()
     if errors := _errors(*_names(config), *here):
         raise _together(errors)
+
+
+def check_port(config: Config) -> None:
+    """Whether routers can listen there; once it is known that no kvlane runs on that Ray cluster.
+
+    Raises:
+        UserError: something else does.
+    """
+    if _beside_serve(config):
+        _port(config)
 
 
 def decided_here(config: Config, num_gpus: int) -> Config:
@@ -182,6 +191,11 @@ def _keys(config: Config) -> None:
         read_keys(config.router.api_key_file)
     except UserError as error:
         raise UserError(f"router.api_key_file: {error}", error.param) from error
+
+
+def _beside_serve(config: Config) -> bool:
+    """Whether the routers of a Ray cluster that we join run on this machine."""
+    return not config.routers.num_cpus and not config.routers.resources
 
 
 def _port(config: Config) -> None:

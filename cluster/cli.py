@@ -24,7 +24,8 @@ from typing import Any
 import yaml
 
 from cluster.config import Config, load, origins
-from cluster.owned import all_running, find_running
+from cluster.owned import NothingRuns, all_running, find_running
+from cluster.screen import table
 from cluster.search_path import leave_directory
 from cluster.seats import SeatStatus
 from cluster.supervisor import Lent, Limits, supervise
@@ -156,6 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(drain, "the Ray cluster it runs on; default: the serve of this machine")
     drain.set_defaults(command=_drain)
 
+    down = commands.add_parser("down", help="end what runs, if anything does")
+    _add_address(down, "the Ray cluster it runs on; default: the serve of this machine")
+    down.set_defaults(command=_down)
+
     chat = commands.add_parser("chat", help="talk to a server; reads standard input")
     chat.add_argument("message", nargs="?", default="", help="ask this only")
     chat.add_argument("--url", default="", help="default: of the serve of this machine")
@@ -271,7 +276,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        print(_table(rows))
+        print(table(rows))
     return 0
 
 
@@ -303,6 +308,22 @@ def _drain(args: argparse.Namespace) -> int:
         close()
     print(f"{args.name or 'the cluster'} is drained" + ("" if idle else "; requests were cut off"))
     return 0 if idle else 1
+
+
+def _down(args: argparse.Namespace) -> int:
+    try:
+        controller, close = _connect(args)
+    except NothingRuns as error:
+        print(error)
+        return 0
+    from cluster import launch
+
+    try:
+        idle = launch.down(controller)
+    finally:
+        close()
+    print("kvlane is down" + ("" if idle else "; requests were cut off"))
+    return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -351,7 +372,7 @@ def _connect(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
     controller = launch.find_controller()
     if controller is None:
         session.close()
-        raise UserError(f"no kvlane runs on the Ray cluster at {address}")
+        raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}")
     return controller, session.close
 
 
@@ -369,25 +390,6 @@ def _runtime_dir() -> Path:
     if base:
         return Path(base) / "kvlane"
     return Path(tempfile.gettempdir()) / f"kvlane-run-{os.getuid()}"
-
-
-def _table(rows: Sequence[SeatStatus]) -> str:
-    """The rows of `status` in columns, and below them the counters that are not zero."""
-    head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
-    cells = [
-        (r.name, r.state, r.incarnation, str(r.restarts), r.node, str(r.pid), r.metrics_address)
-        for r in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *cells)
-    ]
-    for row in rows:
-        busy = {name: count for name, count in (row.counters or {}).items() if count}
-        if busy:
-            lines.append(f"{row.name}: {', '.join(f'{n} {c}' for n, c in busy.items())}")
-    return "\n".join(lines)
 
 
 def _fail(error: KvlaneError, code: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -221,6 +222,11 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
             yield prefix + name, field
         else:
             yield from fields(section, f"{prefix}{name}.")
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """Paths of the leaves in which two trees differ."""
+    return [path for path in leaves() if attrgetter(path)(one) != attrgetter(path)(other)]
 
 
 def leaves() -> Iterator[str]:

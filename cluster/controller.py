@@ -26,7 +26,7 @@ from cluster.actors import (
     create,
     fence,
 )
-from cluster.config import Config
+from cluster.config import Config, differences
 from cluster.doctor.running import Examined, Patient
 from cluster.door import Door
 from cluster.monitor import Monitor, in_time
@@ -217,6 +217,7 @@ class Controller:
         self._wire: Wire | None = None
         self._drained = False
         self._placed = asyncio.Event()  # room is reserved, or there is none
+        self._ready = asyncio.Event()
 
     def __repr__(self) -> str:
         return "controller"
@@ -245,6 +246,7 @@ class Controller:
         wire.start()
         self._beat(loop, wire)
         await monitor.start()
+        self._ready.set()
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
@@ -280,6 +282,20 @@ class Controller:
         patients = [await _examined(seat) for seat in seats if seat.role != "router"]
         return Examined(self._config, self._site.config, tuple(patients))
 
+    async def join(self, config: Config) -> tuple[str, ...]:
+        """For a second `serve`: waits until this cluster is ready; URLs of its routers.
+
+        Raises:
+            UserError: it runs with another configuration.
+        """
+        if others := differences(self._config, config):
+            raise UserError(
+                "kvlane runs on this Ray cluster already, with another value of "
+                f"{', '.join(others)}; end it first: kvlane down"
+            )
+        await self._ready.wait()
+        return (await self.progress(0)).urls
+
     async def warning(self, name: str) -> str:
         """What to say before `name` is drained, or ''."""
         return "" if self._monitor is None else last_of_its_kind(name, self._monitor.seats())
@@ -301,6 +317,14 @@ class Controller:
         idle = await self._monitor.stop(timeout_s)
         self._drained = True
         return idle
+
+    async def down(self) -> bool:
+        """End everything, and `serve` too, as Ctrl-C there does; whether no request was cut off."""
+        if self._monitor is None:  # it is being placed: `start` fails, and so does `serve`
+            self._site.closing = True
+            await self._placed.wait()
+            return True
+        return await self.drain(None, self._config.cluster.drain_timeout_s)
 
     async def stop(self, drain_timeout_s: float) -> bool:
         """End everything; returns whether all requests were finished in `drain_timeout_s`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from cluster.seats import seats_of
 from worker.errors import KvlaneError, UserError, WorldError
 
 CONNECT_TIMEOUT_S = 5.0
+DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,7 @@ def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySes
 
 
 def create_controller(config: Config, session: RaySession) -> Any:
-    """The controller of a new cluster, on this node.
-
-    Raises:
-        UserError: this Ray cluster has one already.
-    """
-    if find_controller() is not None:
-        raise UserError("kvlane runs on this Ray cluster already; end it first: kvlane drain")
+    """The controller of a new cluster, on this node."""
     node_id = RAY.get_runtime_context().get_node_id()
     home = Home(node_id, RAY.util.get_node_ip_address(), session.local)
     options = RAY.remote(Controller).options(
@@ -152,6 +148,23 @@ def wait_for(reference: Any, timeout_s: float | None = None) -> Any:
         raise
     except (RayActorError, RaySystemError) as error:
         raise WorldError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def down(controller: Any) -> bool:
+    """End the cluster, and wait until Ray has forgotten it; whether no request was cut off.
+
+    Raises:
+        WorldError: its `serve` does not end.
+    """
+    idle: bool = ask(controller.down)
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while find_controller() is not None:
+        if time.monotonic() > deadline:
+            raise WorldError(
+                f"all workers are stopped, but serve is still there: {DOWN_TIMEOUT_S:g} s"
+            )
+        time.sleep(0.1)
+    return idle
 
 
 def over(reference: Any, timeout_s: float) -> bool:

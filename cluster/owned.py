@@ -89,6 +89,10 @@ def _remove_unless_held(path: Path) -> None:
         os.close(lock)
 
 
+class NothingRuns(UserError):
+    """There is no kvlane to talk to."""
+
+
 class StateFile:
     """Where `status` and `drain` find a running `serve` of this user."""
 
@@ -115,11 +119,12 @@ def find_running(runtime_dir: Path, address: str = "") -> Running:
     """The one `serve` that runs here, or the one on the Ray cluster at `address`.
 
     Raises:
-        UserError: there is none, or more than one.
+        NothingRuns: there is none.
+        UserError: there is more than one.
     """
     found = [r for r in all_running(runtime_dir) if address in ("", r.address)]
     if not found:
-        raise UserError("no kvlane runs here; give the Ray cluster with --address HOST:PORT")
+        raise NothingRuns("no kvlane runs here; give the Ray cluster with --address HOST:PORT")
     if len(found) > 1:
         rows = "\n".join(f"  --address {r.address}  ({' '.join(r.urls)})" for r in found)
         raise UserError(f"more than one kvlane runs here, choose one:\n{rows}")

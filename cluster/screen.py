@@ -1,12 +1,13 @@
-"""What `serve` shows of its progress."""
+"""What `serve` shows of its progress, and the table of `status`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from cluster.process import Stage
+from cluster.seats import SeatStatus
 
 STAGES_SAID = {"load": "loading", "capture": "capturing graphs of"}
 STAGES = list(STAGES_SAID)
@@ -82,3 +83,22 @@ class Stages:
         filled = round(done * BAR_WIDTH)
         bar = "█" * filled + "░" * (BAR_WIDTH - filled)
         self._screen.live(f"{bar if self._screen.is_terminal else said + ':'} {done:4.0%}")
+
+
+def table(rows: Sequence[SeatStatus]) -> str:
+    """The rows of `status` in columns, and below them the counters that are not zero."""
+    head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
+    cells = [
+        (r.name, r.state, r.incarnation, str(r.restarts), r.node, str(r.pid), r.metrics_address)
+        for r in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *cells)
+    ]
+    for row in rows:
+        busy = {name: count for name, count in (row.counters or {}).items() if count}
+        if busy:
+            lines.append(f"{row.name}: {', '.join(f'{n} {c}' for n, c in busy.items())}")
+    return "\n".join(lines)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from cluster import launch
+from cluster.check import check_port
 from cluster.config import Config
 from cluster.controller import Progress
 from cluster.owned import Running
@@ -61,7 +62,11 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
         screen.line("starting Ray on this machine")
         session = launch.start_local(config, lent.directory)
     signals.install()
+    if (controller := launch.find_controller()) is not None:
+        return _joined(controller, config, session, screen, signals)
     try:
+        if not session.local:
+            check_port(config)
         controller = launch.create_controller(config, session)
         running = Running(os.getppid(), session.address, session.local, auth_mode, ())
         lent.state.write(running)
@@ -81,6 +86,22 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
         screen.line("stopped")
 
 
+def _joined(
+    controller: Any, config: Config, session: launch.RaySession, screen: Screen, signals: Signals
+) -> int:
+    """This Ray cluster has a kvlane: wait until that is ready, and leave it alone."""
+    try:
+        reference = controller.join.remote(config)
+        while not launch.over(reference, POLL_S):
+            if signals.asked:
+                return 0
+        urls: tuple[str, ...] = launch.wait_for(reference)
+        screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
+        return 0
+    finally:
+        session.close()
+
+
 def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str, ...], int]:
     """Show progress until everything is ready; the cluster's URLs, and the events shown."""
     reference = controller.start.remote()
@@ -93,8 +114,11 @@ def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str
         for event in progress.events:
             if event.state is State.LOST:  # the stages tell of all others
                 screen.line(f"{event.name}: {event.text}")
+        if progress.drained:  # before it was ready
+            raise Stopped
         if over:
             launch.wait_for(reference)
+        if over and progress.urls:
             screen.line("ready")
             return progress.urls, num_seen
         stages.show(progress.starting, progress.waiting)

@@ -76,6 +76,18 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
             if line.startswith("decode"):
                 assert "10.78.0.2" in line, status.stdout
         print(done.stdout)
+
+        serve = ("run", sys.executable, "-m", "cluster", "serve", *SUBMIT)
+        again = two_nodes(*serve)  # as a second job would
+        assert again.returncode == 0, again.stderr
+        assert "it runs already, with this configuration, at http://" in again.stderr
+        other = two_nodes(*serve, "--set", "kv.page_size=32")
+        assert other.returncode == 2, other.stderr
+        assert "with another value of kv.page_size; end it first: kvlane down" in other.stderr
+        assert two_nodes("get", f"{url}/ready").returncode == 0
+        down = two_nodes("run", sys.executable, "-m", "cluster", "down")
+        assert down.stdout == "kvlane is down\n", down.stderr
+        assert job.wait(60) == 0, output.read_text()
     finally:
         job.kill()
         job.wait()

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.check import check_before_joining
+from cluster.check import check_port
 from cluster.config import load
 from router import app
 from router.app import RouterServer
@@ -223,7 +223,7 @@ def test_a_router_that_is_to_be_the_first_is_alone_or_refused(directory: Path) -
             with pytest.raises(UserError, match=f"127.0.0.1:{port}: Address already in use"):
                 router_at(directory, "router-0", port, shared=shared).start()
         with pytest.raises(UserError, match=r"^cluster\.port: .* already in use"):
-            check_before_joining(load(None, [f"cluster.port={port}"]))
+            check_port(load(None, [f"cluster.port={port}"]))
     with ExitStack() as stack:
         alone = router_at(directory, "router-0", port, shared=False)
         assert alone.start().metrics_address == f"127.0.0.1:{port}"

@@ -17,20 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.helm.charts import REPOSITORY, documents
 from tests.helm.integrity import Render, port_names
+from tests.support.namespaces import answers, enter, join, run
 
-INSIDE = "KVLANE_HELM_PODS"
 WORK = Path("/run/kvlane-pods")
 ADDRESSES = {
     name: f"10.79.0.{i}" for i, name in enumerate(("head", "prefill", "decode", "serve"), 1)
 }
-ENTER = ("unshare", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-child")
 KVLANE = '#!/bin/sh\nexec python -P -m cluster "$@"\n'  # of this checkout
 PREPARE = """set -e
 mount -t tmpfs none /mnt; mkdir /mnt/repository /mnt/python
@@ -45,11 +43,6 @@ cd /
 """
 
 
-def run(*words: str) -> None:
-    """A command that has to succeed."""
-    subprocess.run(words, check=True)
-
-
 class Pod:
     """One running pod; its first process is the container's."""
 
@@ -57,28 +50,7 @@ class Pod:
         self.name, self.address = name, ADDRESSES[name]
         self.container = spec["containers"][0]
         user = str(spec["securityContext"]["runAsUser"])
-        namespace = f"kv{name}"
-        run("ip", "netns", "add", namespace)
-        run(
-            "ip",
-            "link",
-            "add",
-            f"v{name}",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            namespace,
-        )
-        run("ip", "link", "set", f"v{name}", "master", "bridge0", "up")
-        for words in (
-            ("addr", "add", f"{self.address}/24", "dev", "eth0"),
-            ("link", "set", "eth0", "up"),
-            ("link", "set", "lo", "up"),
-        ):
-            run("ip", "-n", namespace, *words)
+        namespace = join(name, self.address)
         prepare = PREPARE.format(repository=REPOSITORY, python=sys.base_prefix, work=WORK)
         words = [
             "env", "-i", *(f"{key}={value}" for key, value in environment.items()),
@@ -118,15 +90,6 @@ class Pod:
         self.process.wait(timeout_s)
 
 
-def answers(url: str) -> bool:
-    """Whether a URL answers 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
-
-
 def wait(what: str, happens: Callable[[], bool], timeout_s: float, pods: list[Pod]) -> None:
     """Until it happens; a pod that ends meanwhile is an error."""
     began = time.monotonic()
@@ -162,12 +125,9 @@ def environment_of(render: Render, container: dict[str, Any], address: str) -> d
 
 def prepare(render: Render) -> None:
     """Files and the cable that all pods share."""
-    run("mount", "--make-rprivate", "/")
-    run("mount", "-t", "tmpfs", "none", "/run")
     (WORK / "bin").mkdir(parents=True)
     (WORK / "bin" / "kvlane").write_text(KVLANE)
     (WORK / "bin" / "kvlane").chmod(0o755)
-    Path("/run/netns").mkdir()
     hosts = {"localhost": "127.0.0.1"}
     for service in render.kind("Service"):
         component = service["spec"]["selector"]["app.kubernetes.io/component"]
@@ -175,17 +135,11 @@ def prepare(render: Render) -> None:
     (WORK / "hosts").write_text("".join(f"{a} {name}\n" for name, a in hosts.items()))
     run("mount", "-t", "tmpfs", "none", "/opt")
     run("mount", "-o", "remount,mode=755", "/opt")
-    run("ip", "link", "set", "lo", "up")
-    run("ip", "link", "add", "bridge0", "type", "bridge")
-    run("ip", "addr", "add", "10.79.0.254/24", "dev", "bridge0")
-    run("ip", "link", "set", "bridge0", "up")
 
 
 def main() -> None:
     """Start all, test, end all."""
-    if INSIDE not in os.environ:
-        words = [*ENTER, sys.executable, "-m", "tests.helm.pods"]
-        os.execvpe(ENTER[0], words, {**os.environ, INSIDE: "1"})
+    enter("tests.helm.pods")
     render = Render(documents("default"))
     prepare(render)
     specs = {labels["app.kubernetes.io/component"]: spec for _, labels, spec in render.pods}

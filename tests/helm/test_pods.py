@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helm.charts import REPOSITORY, skip_without_tools
-from tests.helm.pods import ENTER
+from tests.support.namespaces import ENTER
 
 
 @pytest.mark.whole

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from cluster.check import check_before_joining, check_before_ray, check_model
+from cluster.check import check_before_ray, check_model, check_port
 from cluster.config import Config, load
 from cluster.nvml import count_gpus
 from worker.attention.backends import ATTENTION
@@ -109,8 +109,8 @@ def test_a_port_in_use_is_told_even_if_it_could_be_shared(shared: bool) -> None:
         assert "--port" in message
         config = load(None, [f"cluster.port={port}"])
         with pytest.raises(UserError, match="already in use"):
-            check_before_joining(config)
-        check_before_joining(load(None, [f"cluster.port={port}", "routers.num_cpus=1"]))
+            check_port(config)
+        check_port(load(None, [f"cluster.port={port}", "routers.num_cpus=1"]))
     check_before_ray(config, 0)
 
 

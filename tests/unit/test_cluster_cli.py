@@ -50,6 +50,14 @@ def test_the_version_is_told() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "kvlane")
 
 
+def test_down_where_nothing_runs_is_done_and_status_is_a_mistake(tmp_path: Path) -> None:
+    left = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment = left | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    down, status = (run(command, env=environment) for command in ("down", "status"))
+    assert (down.returncode, down.stdout[:20]) == (0, "no kvlane runs here;")
+    assert (status.returncode, status.stderr[:27]) == (2, "error: no kvlane runs here;")
+
+
 def test_every_leaf_is_described_in_the_schema() -> None:
     silent = [path for path, field in fields() if not field.description]
     assert not silent, "write a text below the field"

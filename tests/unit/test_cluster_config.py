@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import Config, leaves, load
+from cluster.config import Config, differences, leaves, load
 from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
 from cluster.seats import seats_of
 from worker.errors import UserError
@@ -173,7 +173,7 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     config = with_devices(load(path), has_gpus=True)
     assert max(config.role(role).replicas for role in ROLES) == 1
     num_gpus = sum(float(config.role(role).num_gpus) for role in ROLES)
-    assert num_gpus == {"one-gpu": 1, "two-gpus": 2}[path.stem]
+    assert num_gpus == {"one-gpu": 1, "two-gpus": 2, "two-hosts": 2}[path.stem]
     if num_gpus == 1:
         assert sum(float(config.role(role).engine.memory_fraction) for role in ROLES) < 0.98
 
@@ -217,6 +217,13 @@ def test_relative_paths_are_anchored_and_others_stay(tmp_path: Path) -> None:
     assert config.router.api_key_file == str(tmp_path / "keys")
     assert config.anchored(Path("/elsewhere")) == config
     assert Config().anchored(tmp_path) == Config()
+
+
+def test_two_trees_differ_in_leaves() -> None:
+    one = load(None, ["decode.replicas=2", "prefill.resources={a: 1}"])
+    other = load(None, ["decode.replicas=3", "prefill.resources={a: 2}"])
+    assert differences(one, other) == ["prefill.resources", "decode.replicas"]
+    assert differences(one, one) == []
 
 
 def test_a_pipe_that_closes_early_is_no_traceback() -> None:

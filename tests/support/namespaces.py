@@ -1,0 +1,122 @@
+"""Hosts in network namespaces of this machine, on one bridge.
+
+`enter` starts the program over in namespaces in which nothing else runs; all of it dies with it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+INSIDE = "KVLANE_NAMESPACES"
+ENTER = ("unshare", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-child")
+GATEWAY = "10.79.0.254"  # this program's own address on the bridge
+
+
+def run(*words: str) -> None:
+    """A command that has to succeed."""
+    subprocess.run(words, check=True)
+
+
+def enter(module: str) -> None:
+    """Run `python -m module` over with the same arguments; returns inside only."""
+    if INSIDE not in os.environ:
+        words = [*ENTER, sys.executable, "-m", module, *sys.argv[1:]]
+        os.execvpe(ENTER[0], words, {**os.environ, INSIDE: "1"})
+    run("mount", "--make-rprivate", "/")
+    run("mount", "-t", "tmpfs", "none", "/run")
+    Path("/run/netns").mkdir()
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "link", "add", "bridge0", "type", "bridge")
+    run("ip", "addr", "add", f"{GATEWAY}/24", "dev", "bridge0")
+    run("ip", "link", "set", "bridge0", "up")
+
+
+def join(name: str, address: str) -> str:
+    """A network namespace with this address on the bridge; its name."""
+    namespace = f"kv{name}"
+    run("ip", "netns", "add", namespace)
+    run(*f"ip link add v{name} type veth peer name eth0 netns {namespace}".split())
+    run("ip", "link", "set", f"v{name}", "master", "bridge0", "up")
+    for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+        run("ip", "-n", namespace, *words.split())
+    return namespace
+
+
+def wait(
+    what: str, happens: Callable[[], bool], timeout_s: float, ended: Callable[[], str]
+) -> None:
+    """Until it happens.
+
+    Args:
+        what: for whoever reads along.
+        happens: asked twice a second.
+        timeout_s: after which it is an error.
+        ended: what has ended meanwhile and should not have, with its output; else "".
+    """
+    began = time.monotonic()
+    while not happens():
+        if text := ended():
+            raise SystemExit(f"{what}: {text}")
+        if time.monotonic() - began > timeout_s:
+            raise SystemExit(f"{what}: not after {timeout_s:g} s")
+        time.sleep(0.5)
+    print(f"{what}: after {time.monotonic() - began:.1f} s", flush=True)
+
+
+def answers(url: str) -> bool:
+    """Whether a URL answers 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+class Host:
+    """A host of its own: network, processes, /dev/shm and /run; else the file system is ours."""
+
+    def __init__(self, name: str, address: str, environment: Mapping[str, str]) -> None:
+        self.name, self.address, self.environment = name, address, dict(environment)
+        prepare = "for d in /dev/shm /run; do mount -t tmpfs -o mode=1777 none $d; done"
+        reap = (
+            "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(1, flush=True)\n"
+            "while True: signal.pause()"
+        )
+        namespace = join(name, address)
+        # Ray takes the address by which it would go out.
+        run("ip", "-n", namespace, "route", "add", "default", "via", GATEWAY)
+        first = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "unshare", *ENTER[2:],
+             "bash", "-c", f"{prepare}; exec {sys.executable} -c '{reap}'"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert first.stdout is not None
+        first.stdout.readline()
+        self._pid = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().strip()
+
+    def words(self, command: str) -> list[str]:
+        """The words that run a line of shell there."""
+        return ["nsenter", f"--target={self._pid}", "--all", "bash", "-ec", command]
+
+    def run(self, command: str, cwd: Path, timeout_s: float = 120) -> str:
+        """What a line of shell prints there; it has to succeed."""
+        done = subprocess.run(
+            self.words(f"cd {cwd}; {command}"), env=self.environment, timeout=timeout_s,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise SystemExit(f"{self.name}: {command}: {done.returncode}\n{done.stdout}")
+        return done.stdout
+
+
+def path_with(directory: Path) -> str:
+    """PATH with a directory in front."""
+    return os.pathsep.join(
+        (str(directory), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
+    )
