@@ -1,6 +1,6 @@
 """Runs the units of deploy/systemd as they are written: two bare hosts, without systemd itself.
 
-    tests/deploy/build bare               # a host as deploy/README.md installs it, once: minutes
+    tests/deploy/build                    # the image, once: its root stands for a host's
     python -m tests.deploy.systemd        # as root; a minute
 
 Each ExecStart line, with the environment file and the user of its unit, a read-only root
@@ -78,7 +78,6 @@ def host(name: str) -> Container:
             "--cap-drop=all", "--security-opt=no-new-privileges",
             f"--user={settings['User'][0]}", f"--entrypoint={first}",
         ),
-        image="bare",
     )  # fmt: skip
 
 
@@ -91,15 +90,10 @@ def prepare_files() -> None:
     (etc / "config.yaml").write_text(example.read_text())
 
 
-def restart(hosts: list[Container]) -> None:
-    """As Restart= does: a node gives up where the head is not up yet."""
-    hosts[:] = [host(each.name) if each.ended() else each for each in hosts]
-
-
 def start_serve(command: list[str], hosts: list[Container]) -> subprocess.Popen[bytes]:
-    """As Restart= does, until the head listens."""
+    """As Restart= does, for the hosts, too: until the head listens, and where Ray was too slow."""
     for _ in range(6):
-        restart(hosts)
+        hosts[:] = [host(each.name) if each.ended() else each for each in hosts]
         with SERVE_LOG.open("wb") as log:
             serve = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -112,7 +106,7 @@ def start_serve(command: list[str], hosts: list[Container]) -> subprocess.Popen[
 def main() -> None:
     """Start both hosts, then serve; ask; stop."""
     enter("tests.deploy.systemd")
-    prepare("bare")
+    prepare()
     prepare_files()
     for name, address in ADDRESSES.items():
         join(name, address)
@@ -121,12 +115,7 @@ def main() -> None:
     words = [f"--env={key}={value}" for key, value in environment.items()]
     command = ["podman", "exec", *words, "head", *command_of("serve", environment)]
     serve = start_serve(command, hosts)
-
-    def ready() -> bool:
-        restart(hosts)
-        return answers(f"{URL}/ready")
-
-    wait("serve is ready", ready, 240, str)
+    wait("serve is ready", lambda: answers(f"{URL}/ready"), 120, lambda: ended(hosts))
     request = (CHART / "files" / "request.py").read_text()
     print(hosts[1].run("env", f"URL={URL}", "PREFILLS=prefill", "python3", "-c", request), end="")
     found = "grep -lsz '^serve$' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | head -1"
