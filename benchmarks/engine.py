@@ -383,8 +383,9 @@ def main() -> None:
     if options.phase == "prefill":
         options.output_len = SHORT_OUTPUT
         batches = [(batch, max(options.tokens)) for batch, _ in batches]
-    options.prompt_len = max(length for _, length in batches)
-    num_reqs, num_tokens = max(batch for batch, _ in batches), max(b * n for b, n in batches)
+    largest = batches + [(batch, length) for batch, length, _ in options.also]
+    options.prompt_len = max(length for _, length in largest)
+    num_reqs, num_tokens = max(batch for batch, _ in largest), max(b * n for b, n in largest)
     bench = Bench(build(options, num_reqs, num_tokens))
     engine = bench.engine
     with torch.inference_mode():

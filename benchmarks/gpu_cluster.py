@@ -8,7 +8,8 @@
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
 
 The third needs no GPU. The last runs the loads of `benchmarks.serving`: --concurrency is then the
-number of rows, and the two lengths together are the longest request that is served.
+number of rows and of requests of `full` at a time, and the two lengths together are the longest
+request that is served.
 
 Every prompt has exactly --prompt-len tokens, every answer exactly --output-len, and all KV is
 pulled from the prefill worker. For each kind of transport a cluster is started and asked, and --out
@@ -162,7 +163,8 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     with started(options, serve_config(options, model, kind), kind) as (url, start_s):
         if options.loads:
             traces = str(options.out / "traces")
-            named = "--name", kind, "--traces", traces, "--rates", options.loads
+            named = ["--name", kind, "--traces", traces, "--rates", options.loads]
+            named += ["--full", str(options.concurrency)]
             code = run_load(url, model, path, *named, harness="serving")
         else:
             code = run_load(
@@ -178,6 +180,8 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
         told["totals"].get(PULLED, 0.0),
     )
     num_asked = sum(each["sent"] for each in found)
+    if not options.loads:
+        num_asked = options.repeat * options.num
     served = sum(each["served"] for each in found)
     print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)
     if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):

@@ -7,7 +7,8 @@ With `--serving`, a result of `benchmarks.serving`, there is a table for each of
 steps that follow another step without a pause; medians. `period`: from one settling to the next.
 Served steps of a bucket (as many rows as one graph serves) stand beside the step that
 `benchmarks.engine` took for the most rows of that bucket. `idle`: the device's share of all such
-steps' time in which it computed nothing.
+steps' time in which it computed nothing, at least and at most: where a launch was late, it may have
+waited for as long as the launch took.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def loads(path: Path | None) -> list[tuple[str, float, float]]:
     if path is None:
         return [("all", 0.0, float("inf"))]
     found = result.read(path)
+    if "loads" not in found.workload:
+        raise ValueError(f"{path} is not a result of benchmarks.serving")
     begins = [datetime.fromisoformat(each["begun_at"]).timestamp() for each in found.summaries]
     names: list[str] = found.workload["loads"]
     return [
@@ -68,13 +71,17 @@ def loads(path: Path | None) -> list[tuple[str, float, float]]:
 def engine_ms(path: Path | None) -> dict[int, float]:
     """Rows -> milliseconds of a greedy step, of a result of `benchmarks.engine --phase decode`."""
     steps = json.loads(path.read_text())["steps"] if path is not None else []
-    return {each["batch"]: each["median_ms"] for each in steps if each["sampling"] == "greedy"}
+    greedy = [each for each in steps if each["sampling"] == "greedy"]
+    found = {each["batch"]: each["median_ms"] for each in greedy}
+    if len(found) < len(greedy):
+        raise ValueError(f"{path} has one number of rows at several lengths of prompts")
+    return found
 
 
 def table(steps: Sequence[Served], engine: dict[int, float], max_rows: int) -> list[str]:
     """A line for each bucket with MIN_STEPS steps, and the share of idle time."""
     by_bucket: dict[int, list[Served]] = defaultdict(list)
-    buckets = decode_buckets(max_rows)
+    buckets = decode_buckets(max([max_rows, *(each.line.rows for each in steps)]))
     for each in steps:
         by_bucket[next(size for size in buckets if size >= each.line.rows)].append(each)
     rows = [["rows", "steps", "keys", "period", "gpu", "idle", "launch", "wait", "host", "engine"]]
@@ -92,8 +99,11 @@ def table(steps: Sequence[Served], engine: dict[int, float], max_rows: int) -> l
         medians = [f"{statistics.median(column) / 1e3:.2f}" for column in columns]
         rows.append([f"<= {bucket}", str(len(found)), f"{keys:.0f}", *medians, known])
     idle = sum(max(each.line.idle_us, 0.0) for each in steps)
-    busy = sum(each.line.gpu_us for each in steps)
-    share = f"{100 * idle / (idle + busy):.2f} %" if busy else "not known: no GPU"
+    most = idle + sum(each.line.launch_us for each in steps if each.line.late)
+    whole = idle + sum(each.line.gpu_us for each in steps)
+    share = (
+        f"{100 * idle / whole:.2f} to {100 * most / whole:.2f} %" if idle else "not known: no GPU"
+    )
     return [*aligned(rows), f"all {len(steps)} steps: the device was idle {share} of their time"]
 
 

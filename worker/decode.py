@@ -137,7 +137,11 @@ class DecodeLoop:
         self._replies.flush(time.monotonic(), read_at=now)
         num_waiting = len(self._reqs) - len(self._scheduler.running)
         self._thread.stats = _stats(
-            self._engine, self._scheduler, num_waiting, draining=self._admission.draining
+            self._engine,
+            self._scheduler,
+            num_waiting,
+            draining=self._admission.draining,
+            has_work=self._flight.busy or has_work(self._scheduler),
         )
         poll_s = poll_after_s(self._inbound.pulls_began_at, now)
         return min(SWEEP_S if wait_s is None else wait_s, poll_s)
@@ -279,7 +283,12 @@ def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
 
 
 def _stats(
-    engine: Engine, scheduler: DecodeScheduler, num_waiting: int, *, draining: bool
+    engine: Engine,
+    scheduler: DecodeScheduler,
+    num_waiting: int,
+    *,
+    draining: bool,
+    has_work: bool,
 ) -> WorkerStats:
     return WorkerStats(
         num_running=len(scheduler.running),
@@ -291,5 +300,5 @@ def _stats(
         prefill_s_per_token=engine.meter.prefill_s_per_token,
         draining=draining,
         num_steps=engine.meter.num_steps,
-        has_work=has_work(scheduler),
+        has_work=has_work,
     )

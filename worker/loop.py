@@ -41,11 +41,12 @@ Incoming = tuple[PeerId, object]  # the sender and its message, or LOCAL and an 
 class EngineThread:
     """Runs `turn(events) -> idle_s` until stopped.
 
-    `turn` handles events, runs at most one step and returns idle_s: the next turn starts when an
-    event arrives, or after idle_s (MAX_IDLE_S at most). It sets `stats`, which every Pong carries.
+    `turn` handles events, launches and settles at most one step each, and returns idle_s: the next
+    turn starts when an event arrives, or after idle_s (MAX_IDLE_S at most). It sets `stats`, which
+    every Pong carries.
 
-    Liveness. A turn counts as a beat of the wire unless work was there (`stats.has_work`) and no
-    step has settled since the last beat. So an engine that turns and gets nowhere is lost like one
+    Liveness. A turn is a beat of the wire if there was no work (`stats.has_work`), or if a step has
+    settled since the last beat. So an engine that turns and gets nowhere is lost like one
     that hangs or is dead, and a saturated one, whose steps settle, is not.
     """
 

@@ -148,7 +148,7 @@ class PrefillLoop:
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,
             num_steps=self._engine.meter.num_steps,
-            has_work=bool(self._scheduler.waiting),
+            has_work=bool(self._scheduler.waiting) or self._flight.busy,
         )
 
 

@@ -9,13 +9,30 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from worker.api import Lost, Pong, WorkerStats
+from tests.support.engines import worker_config
+from worker.api import (
+    Abort,
+    Generate,
+    Lost,
+    Pong,
+    Prefill,
+    Release,
+    Sampling,
+    WorkerStats,
+    Xfer,
+)
 from worker.config import PingConfig
+from worker.decode import DecodeLoop
+from worker.engine.engine import build_engine
 from worker.loop import EngineThread, Incoming
 from worker.metrics import WorkerMetrics
+from worker.plan import Plan
+from worker.prefill import PrefillLoop
 from worker.wire import Wire
 
 STALL_S = 1.5
@@ -74,6 +91,45 @@ def engine() -> Iterator[Callable[[Callable[[EngineThread], float]], Engine]]:
     yield make
     for each in engines:
         each.close()
+
+
+class Endless:
+    """A step that does not end."""
+
+    groups = None
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def done(self) -> bool:
+        return False
+
+
+PROMPT = tuple(range(9, 73))
+ASKED = Generate("r", 1, PROMPT, len(PROMPT), Sampling(5), 1e3)
+XFER = Xfer("x", 1, "d", "1")
+ENDS = {  # what begins the step, and what takes back all that waited for it
+    "prefill": (PrefillLoop, Prefill(XFER, PROMPT, 0), Release(XFER)),
+    "decode": (DecodeLoop, ASKED, Abort("r", 1)),
+}
+
+
+@pytest.mark.parametrize("role", ENDS)
+def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
+    loop_class, begins, ends = ENDS[role]
+    sections: dict = {"engine": {"device": "cpu", "threads": 1, "num_pages": 64}}
+    worker = build_engine(worker_config(role, sections), name=f"{role}-0", host="127.0.0.1")
+    worker.runner.launch = lambda plan, groups=None: Endless(plan)  # type: ignore[assignment,return-value]
+    thread = SimpleNamespace(
+        me="w/1", stats=WorkerStats(), send=lambda *_: None, post=None, connect=None,
+        disconnect=None,
+    )  # fmt: skip
+    loop = loop_class(worker, cast("Any", thread), "1")
+    loop.turn([("peer/1", begins)])
+    loop.turn([("peer/1", ends)])
+    assert loop.turn([]) > 0, "it looks after messages"
+    assert (thread.stats.has_work, thread.stats.num_steps) == (True, 0)
+    worker.close()
 
 
 def test_an_engine_that_turns_and_settles_nothing_is_not_live(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,6 +35,8 @@ from worker.kernels.attention.store_kv import store_kv
 from worker.kernels.jit import HAS_TRITON, INTERPRETED
 from worker.kernels.launch import power_of_two
 
+log = logging.getLogger("kvlane.attention")
+
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
@@ -48,8 +51,9 @@ class TritonAttention:
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
     captured at high bounds serves all batches of its bucket. A row's result depends on its own
-    tokens, on the batch's padded shape (num_reqs, num_tokens, max_query_len), and for prompts of up
-    to SHORT_ROWS rows on whether the bound is above SHORT_KEYS.
+    tokens, on the batch's padded shape (num_reqs, num_tokens, max_query_len), for prompts of up to
+    SHORT_ROWS rows on whether the bound is above SHORT_KEYS, and for longer ones on whether all
+    requests' keys are more than MAX_GATHERED.
     `plan` allocates all scratch, in a capture from the graph's pool; one stream at a time.
     """
 
@@ -88,10 +92,11 @@ class TritonAttention:
         """See AttentionBackend.plan; device work only."""
         lengths = batch.query_start, batch.seq_lens, batch.page_table
         bounds = batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
-        host = batch.host.seq_lens if batch.host is not None else [bounds[-1]] * batch.num_reqs
-        if self._is_long(*bounds[:2], num_rows(host)):
-            room = self._room(num_rows(host), batch.seq_lens.device)
-            return TritonPlan(batch.slot_mapping, plan_prompts(*lengths, bounds, self.heads, room))
+        if batch.host is not None and self._is_long(*bounds):
+            room = self._room(num_rows(batch.host.seq_lens), batch.seq_lens.device)
+            if room is not None:
+                prompts = plan_prompts(*lengths, bounds, self.heads, room)
+                return TritonPlan(batch.slot_mapping, prompts)
         paged = plan_items(
             *lengths,
             self._tiles(batch.num_reqs, *bounds),
@@ -105,23 +110,31 @@ class TritonAttention:
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
     ) -> Hashable:
         """See AttentionBackend.variant."""
-        if self._is_long(num_tokens, max_query_len, num_rows([max_seq_len_ub])):
+        if self._is_long(num_tokens, max_query_len, max_seq_len_ub):
             return "long", *prompt_constants(self.heads, self.head_dim).values()
         tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
         return *constants_of(tiles, self.heads, self.head_dim, self._page_size).values(), *options
 
-    def _is_long(self, num_tokens: int, max_query_len: int, num_gathered: int) -> bool:
+    def _is_long(self, num_tokens: int, max_query_len: int, max_seq_len_ub: int) -> bool:
         long = num_tokens > self.SHORT_ROWS and max_query_len > 1
-        return long and self._has_prompts and num_gathered <= self.MAX_GATHERED
+        return long and self._has_prompts and num_rows([max_seq_len_ub]) <= self.MAX_GATHERED
 
-    def _room(self, num_rows: int, device: torch.device) -> Tensor:
-        """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order."""
+    def _room(self, num_rows: int, device: torch.device) -> Tensor | None:
+        """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order.
+
+        None: they are too many, or the GPU has no memory for them beside the pool.
+        """
+        if num_rows > self.MAX_GATHERED:
+            return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
             shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
             dtype = self._layers[0][0].dtype
             self._gathered = None  # before the next is taken
-            self._gathered = torch.empty(shape, dtype=dtype, device=device)
+            try:
+                self._gathered = torch.empty(shape, dtype=dtype, device=device)
+            except torch.OutOfMemoryError:
+                log.warning("no memory to gather %d keys: long prompts are slower", num_rows)
         return self._gathered
 
     def _tiles(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from torch import Tensor
 
 from worker.api import Member
 from worker.cache.book import PageBook
@@ -60,6 +61,12 @@ class Engine:
         if log is not None:
             log.launched(plan, began, time.monotonic() - began_at)
         return step
+
+    def launch_tail(self, step: Step, masks: Tensor) -> None:
+        """Enqueue the tail of a masked step; see ModelRunner."""
+        self.runner.launch_tail(step, masks)
+        if self.step_log is not None:
+            self.step_log.tail_launched(step.plan)
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""

@@ -24,10 +24,11 @@ from worker.engine.runner import Step
 # Of a step's expected end: what a timed wait of the OS, and other threads that hold the interpreter
 # lock, may add to the launch of the next one.
 SLACK_S = 4e-4
-# Before its expected end a step is waited for on the device, which returns within microseconds.
-BLOCK_S = 2e-4
-# A step may end before it is expected to, and the end of a step with chunks is not known at all.
+# How often the loop looks whether a step has ended: seldom, since it may end before it is expected
+# to, and the end of a step with chunks is not known; and often around its expected end.
 POLL_S = 2.5e-4
+NEAR_S = 2e-4
+NEAR_POLL_S = 3e-5
 NUM_LAUNCHES = 8  # that the next one is expected to be no longer than
 
 
@@ -38,7 +39,7 @@ class Flight:
         engine: launches and times steps.
         launch: launches the next step; None if nothing can run now.
         settle: waits until a step has ended and takes what it made; called in order of launch.
-        masks: of a masked step that is now the oldest one; see `sampler.sample`.
+        masks: makes the masks of a masked step, once all steps before it have settled.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class Flight:
         self._settle = settle
         self._masks = masks
         self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)  # host times of decode steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight."""
+        return self.pending is not None
 
     def advance(self, num_arriving: int = 0) -> float | None:
         """Launch and settle what is due; returns in how many seconds to call again.
@@ -77,7 +83,7 @@ class Flight:
             return None if settled is None else 0.0  # what has settled may have made room
         if self.pending.plan.masked:  # masks follow from the tokens of the step before
             assert self._masks is not None
-            self._engine.runner.launch_tail(self.pending, self._masks(self.pending))
+            self._engine.launch_tail(self.pending, self._masks(self.pending))
         return self._launch_wait_s(num_arriving)
 
     def _launch_next(self) -> None:
@@ -98,10 +104,11 @@ class Flight:
         return min(max(wait_s, 0.0), POLL_S)
 
     def _settle_wait_s(self, step: Step) -> float:
-        """How long to look after arrivals before blocking until `step` ends; 0: not any longer."""
+        """How long to look after arrivals before looking again; 0: `step` has ended."""
         if not self.waits or step.done():
             return 0.0
         ends_at = self._engine.meter.ends_at(step.plan)
         if ends_at is None:
-            return POLL_S if step.plan.chunks else 0.0
-        return min(max(ends_at - BLOCK_S - time.monotonic(), 0.0), POLL_S)
+            return POLL_S
+        left_s = ends_at - time.monotonic()
+        return NEAR_POLL_S if abs(left_s) < NEAR_S else POLL_S

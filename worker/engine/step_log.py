@@ -26,11 +26,12 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     num_keys: int  # of all rows, at most
     longest: int  # row, in keys, at most
     joined: bool  # it was launched while another step was in flight
+    late: bool  # which had ended when the launch had: the device may have waited up to launch_us
     launch_us: float  # of the host: from the plan to the last kernel
     wait_us: float  # of the host: blocked until the step had ended
     host_us: float  # CPU time of the loop's thread since the last settling, without the wait
-    gpu_us: float = 0.0  # from its first kernel to its last
-    idle_us: float = 0.0  # between the last step's end and its own first kernel
+    gpu_us: float = 0.0  # from the begin of its launch, or the last step's end if later, to its end
+    idle_us: float = 0.0  # between the last step's end and the begin of its launch
 
 
 @dataclass(slots=True)
@@ -39,7 +40,9 @@ class _Launched:
 
     launch_s: float
     joined: bool
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    late: bool
+    began: torch.cuda.Event | None
+    ended: torch.cuda.Event | None
 
 
 class StepLog:
@@ -60,7 +63,7 @@ class StepLog:
         self._cuda = device.type == "cuda"
         self._launched: dict[int, _Launched] = {}
         self._ended: torch.cuda.Event | None = None  # of the step that settled last
-        self._cpu_at = time.thread_time()
+        self._cpu_at: float | None = None  # of the loop's thread, at the last settling
         self._flushed_at = 0.0
 
     def event(self) -> torch.cuda.Event | None:
@@ -73,27 +76,32 @@ class StepLog:
 
     def launched(self, plan: Plan, began: torch.cuda.Event | None, launch_s: float) -> None:
         """Note a launch; began: an event from before its first kernel."""
-        ended = self.event()
-        events = (began, ended) if began is not None and ended is not None else None
-        self._launched[plan.step] = _Launched(launch_s, bool(self._launched), events)
+        before = next(reversed(self._launched.values()), None)
+        late = before is not None and before.ended is not None and before.ended.query()
+        joined = before is not None
+        self._launched[plan.step] = _Launched(launch_s, joined, late, began, self.event())
+
+    def tail_launched(self, plan: Plan) -> None:
+        """Note that the tail of a masked step was launched: the step ends behind it."""
+        self._launched[plan.step].ended = self.event()
 
     def settled(self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float) -> None:
         """Write the line of a step that has ended."""
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
+        since = cpu_at if self._cpu_at is None else self._cpu_at
         line = StepLine(
             plan.step, time.time(), path, len(plan.decode),
             sum(len(chunk.tokens) for chunk in plan.chunks), plan.num_keys, plan.max_seq_len_ub,
-            launched.joined,
-            1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * (cpu_at - self._cpu_at - wait_cpu_s),
+            launched.joined, launched.late,
+            1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * max(0.0, cpu_at - since - wait_cpu_s),
         )  # fmt: skip
         self._cpu_at = cpu_at
-        if launched.events is not None:
-            began, ended = launched.events
-            ended.synchronize()  # it follows the copies to the host within a microsecond
-            line.gpu_us = 1e3 * began.elapsed_time(ended)
+        if launched.began is not None and launched.ended is not None:
+            launched.ended.synchronize()
+            line.gpu_us = 1e3 * launched.began.elapsed_time(launched.ended)
             if self._ended is not None:
-                line.idle_us = 1e3 * self._ended.elapsed_time(began)
-            self._ended = ended
+                line.idle_us = 1e3 * self._ended.elapsed_time(launched.began)
+            self._ended = launched.ended
         self._file.write(msgspec.json.encode(line) + b"\n")
         if line.at - self._flushed_at > FLUSH_S:
             self._flushed_at = line.at

@@ -418,8 +418,8 @@ def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
     The figures are microseconds a layer on an H200.
     """
     if few_rows:
-        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 42 in 16
-        # splits and 58 in 64; 64 programs 253 in 6 and 268 in 32.
+        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 43 in 16
+        # splits and 58 in 64; 64 programs 248 in 12 and 263 in 33.
         most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
     else:
         most = min(-(-4 * num_sms // programs), MAX_SPLITS)
@@ -429,7 +429,7 @@ def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
         return 128, most
     if 2 * programs <= num_sms:
         return 256, most
-    # 256 programs take 253 over 8192 keys in 3 splits, 262 in 8; 512 over 4096 254 in 3, 259 in 4.
+    # 256 programs take 252 over 8192 keys in 6 splits, 256 in 8; 512 over 4096 251 in 3, 254 in 4.
     return (1408 if few_rows else 1024), most
 
 
