@@ -43,10 +43,12 @@ def two_nodes() -> Iterator[Run]:
             env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
-    done = run("up")
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield run
-    run("down")
+    try:
+        done = run("up")
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield run
+    finally:
+        run("down")
 
 
 def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:

@@ -28,18 +28,21 @@ export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=500
 export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
 
+# With ports of their agents given, nodes do not wait for them: after 15 s they would fail.
 node() { # NAME ADDRESS ARG…: a Ray node in its own namespaces; its first process is all of it
     local name=$1 address=$2; shift 2
     mkdir -p "$dir/$name"
     ip netns exec "kvl$name" unshare -p -f --mount-proc --kill-child \
         ray start --block --node-ip-address="$address" --num-cpus=4 --resources="{\"$name\": 8}" \
-        --object-store-memory=100000000 --disable-usage-stats "$@" \
+        --object-store-memory=100000000 --disable-usage-stats \
+        --dashboard-agent-grpc-port=52366 --dashboard-agent-listen-port=52365 \
+        --runtime-env-agent-port=52367 "$@" \
         >"$dir/$name.log" 2>&1 </dev/null &
     echo $! >"$dir/$name.pid"
 }
 
 failed() {
-    echo "the nodes did not come up:" >&2; tail -5 "$dir"/*.log >&2
+    echo "the nodes did not come up:" >&2; tail -n 5 "$dir"/*.log >&2
     exit 1
 }
 
