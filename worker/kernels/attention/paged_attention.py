@@ -157,6 +157,24 @@ def item_at(items, index, wanted, FIELDS: tl.constexpr):
 
 
 @triton.jit
+def zero_padding(
+    out, num_rows, num_tokens, program, num_programs,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the tokens num_rows..num_tokens - 1 of `out`; all programs share the work."""
+    dims = tl.arange(0, HEAD_DIM)
+    last = num_tokens * HEADS
+    for first in range(
+        bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
+        bound_of(num_programs * 16, INTERPRETED),
+    ):  # fmt: skip
+        padding = first + tl.arange(0, 16)
+        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
+        zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+
+
+@triton.jit
 def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page of the block of keys that begins at `key`; of each key if the block spans pages."""
     if PAGE >= BLOCK_N:
@@ -325,16 +343,9 @@ def _attend_kernel(
             items, following // KV_HEADS, (following >= 0) & (following < num_pairs), FIELDS
         )
 
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    last = num_tokens * HEADS
-    for first in range(
-        bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
-        bound_of(num_programs * 16, INTERPRETED),
-    ):  # fmt: skip
-        padding = first + tl.arange(0, 16)
-        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
-        zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+    zero_padding(  # type: ignore[misc]
+        out, num_rows, num_tokens, program, num_programs, KV_HEADS * GROUP, HEAD_DIM, INTERPRETED
+    )
 
 
 @dataclass(frozen=True, slots=True)

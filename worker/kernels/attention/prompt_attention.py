@@ -27,6 +27,7 @@ from worker.kernels.attention.paged_attention import (
     bound_of,
     item_at,
     plan_items,
+    zero_padding,
 )
 from worker.kernels.jit import INTERPRETED, tl, triton
 from worker.kernels.launch import has_dependent_launch
@@ -144,15 +145,9 @@ def _prompt_kernel(
         out_at = out + (row * HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(out_at, whole.to(out.dtype.element_ty), mask=here)
 
-    last = num_tokens * HEADS
-    for first in range(
-        bound_of(num_computed * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
-        bound_of(num_programs * 16, INTERPRETED),
-    ):  # fmt: skip
-        padding = first + tl.arange(0, 16)
-        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
-        zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+    zero_padding(  # type: ignore[misc]
+        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, INTERPRETED
+    )
 
 
 @dataclass(frozen=True, slots=True)
