@@ -84,6 +84,7 @@ class TritonAttention:
         self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
         self._has_prompts = serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
+        self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132
         if pool.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -125,7 +126,7 @@ class TritonAttention:
 
         None: they are too many, or the GPU has no memory for them beside the pool.
         """
-        if num_rows > self.MAX_GATHERED:
+        if num_rows > self._max_gathered:
             return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
             shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
@@ -134,7 +135,8 @@ class TritonAttention:
             try:
                 self._gathered = torch.empty(shape, dtype=dtype, device=device)
             except torch.OutOfMemoryError:
-                log.warning("no memory to gather %d keys: long prompts are slower", num_rows)
+                self._max_gathered = num_rows - 1
+                log.warning("no memory to gather %d keys: longer prompts are slower", num_rows)
         return self._gathered
 
     def _tiles(
