@@ -32,19 +32,16 @@ from cluster.supervisor import Lent, Limits, supervise
 from worker.errors import KvlaneError, UserError, WorldError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
-# wins. A node is found dead after 1.4 s instead of 14 s with these health checks. The memory
-# monitor would kill workers on machines whose memory grows as it is used. Ray's workers, our
-# engines, would run at nice 15 and give way to whatever else runs.
+# wins. The memory monitor would kill workers on machines whose memory grows as it is used. Ray's
+# workers, our engines, would run at nice 15 and give way to whatever else runs. The quick health
+# checks of a Ray of several nodes (deploy/, helm/) are left out: where there is one node alone,
+# they find nothing but a busy machine, and end its Ray.
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
 }
 DEFAULT_URL = "http://127.0.0.1:8000"
 # Beyond their own limits, for the processes that `serve` starts to end by themselves.

@@ -203,12 +203,14 @@ def env_file(deploy: Path) -> dict[str, str]:
 
 
 def environment(deploy: Path) -> Iterator[str]:
-    """Ray's settings are those that `serve` uses for a Ray of its own."""
+    """Ray's settings are those of `serve` and, because it may have several nodes, of the chart."""
     files = (deploy / "systemd" / "kvlane.env", deploy / "ray" / "cluster.yaml")
-    wanted = {k: v for k, v in cli.RAY_SETTINGS.items() if k.startswith("RAY_health_check")}
-    wanted |= {
+    wanted = {
         k: cli.RAY_SETTINGS[k] for k in ("RAY_worker_niceness", "RAY_memory_monitor_refresh_ms")
     }
+    for name, number in CHART["ray"]["healthCheck"].items():
+        snake = re.sub("[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
+        wanted[f"RAY_health_check_{snake}"] = str(number)
     for path in files:
         found = dict(re.findall(r"\b(RAY_[a-z]\w+)=(\w+)", path.read_text()))
         if found != wanted:

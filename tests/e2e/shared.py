@@ -35,6 +35,12 @@ BRIEF = (
     "--set", "disaggregation.mode=always",
     "--set", "model.max_model_len=64",  # a mutated or drawn body may have no limit of tokens
 )  # fmt: skip
+# With ports of its agents given, a node does not wait for them: late ones would end it.
+AGENT_PORTS = (
+    "--dashboard-agent-grpc-port=52366",
+    "--dashboard-agent-listen-port=52365",
+    "--runtime-env-agent-port=52367",
+)
 NUM_CPUS = 8  # Ray only counts them: room for the largest cluster
 TIMEOUT_S = 60.0
 SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has disturbed
@@ -63,6 +69,7 @@ class Ray:
                 f"--node-ip-address={HOST}", f"--port={PORT}", f"--temp-dir={self._directory}/ray",
                 f"--num-cpus={NUM_CPUS}", "--num-gpus=0", "--object-store-memory=100000000",
                 "--include-dashboard=false", "--disable-usage-stats",
+                *AGENT_PORTS,
             ],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -75,6 +82,11 @@ class Ray:
     def output(self) -> str:
         """All that it has printed."""
         return (self._directory / "output").read_text(errors="replace")
+
+    def check(self) -> None:
+        """Fail with what Ray printed if it has ended: clusters on it are gone then, too."""
+        if self._process.poll() is not None:
+            pytest.fail(f"Ray has ended with exit code {self._process.returncode}:\n{self.output}")
 
     def end(self) -> None:
         """With all processes and files."""
@@ -97,6 +109,7 @@ class Clusters:
 
     def lend(self, *arguments: str) -> Serve:
         """A cluster at rest, to be left as it is: the last one, if it was started so."""
+        self._check_ray()
         if self._serve is not None and self._arguments == arguments and self._is_undisturbed():
             return self._serve
         serve = self.fresh(*arguments)
@@ -106,6 +119,7 @@ class Clusters:
     def fresh(self, *arguments: str) -> Serve:
         """A new one, with which a test may do what it likes."""
         self.end()
+        self._check_ray()
         self._num += 1
         root = self.root / f"{self._num}"
         root.mkdir()
@@ -127,6 +141,10 @@ class Clusters:
         if self._ray is not None:
             self._ray.end()
             self._ray = None
+
+    def _check_ray(self) -> None:
+        if self._ray is not None:
+            self._ray.check()
 
     def _is_undisturbed(self) -> bool:
         """Whether all processes are those that it began with."""
