@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import (
 from cluster.config import Config
 from cluster.doctor.running import Examination, examined_here
 from cluster.door import Door
+from cluster.logs import Logs
 from cluster.placement import Group
 from cluster.process import Report, Stage
 from cluster.ray_private import RAY
@@ -37,7 +38,6 @@ from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
 
-LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_CONCURRENCY = 8  # run() and start() hold one thread each
 FENCE_TIMEOUT_S = 20.0
 LOCAL_HOST = "127.0.0.1"
@@ -56,8 +56,8 @@ class Identity:
 class ProcessActor:
     """What the actors of workers and routers share. Each of them has a process of its own."""
 
-    def __init__(self, name: str, incarnation: str, level: str) -> None:
-        logging.basicConfig(level=level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True)
+    def __init__(self, name: str, incarnation: str, logs: Logs) -> None:
+        logs.begin(name)
         self._name = name
         self._incarnation = incarnation
         self._lock = threading.Lock()
@@ -104,9 +104,9 @@ class WorkerActor(ProcessActor):
         incarnation: str,
         host: str,
         metrics_port: int,
-        level: str,
+        logs: Logs,
     ) -> None:
-        super().__init__(name, incarnation, level)
+        super().__init__(name, incarnation, logs)
         self._config = config
         self._host = host
         self._metrics_port = metrics_port
@@ -149,7 +149,7 @@ class RouterActor(ProcessActor):
     """One router: the OpenAI API, on the port that all routers of its node share."""
 
     def __init__(self, config: Config, name: str, incarnation: str) -> None:
-        super().__init__(name, incarnation, config.cluster.log_level)
+        super().__init__(name, incarnation, Logs.of(config.cluster))
         self._config = config
         self._stopped = threading.Event()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from cluster import logs
 from cluster.config import Config, load, origins
 from cluster.owned import NothingRuns, all_running, find_running
 from cluster.screen import table
@@ -55,6 +56,7 @@ FLAGS = {
     "host": "cluster.host",
     "port": "cluster.port",
     "api_key_file": "router.api_key_file",
+    "log_format": "cluster.log_format",
 }
 
 
@@ -182,6 +184,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address that the routers listen on")
     parser.add_argument("--port", type=int, help="port of the routers; 0: any free one")
     parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
+    parser.add_argument("--log-format", metavar="FORM", help="text, or json: an object a line")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="one leaf of the configuration"
@@ -204,13 +207,16 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    as_json = config.cluster.log_format == "json"
+    if as_json:  # else Ray puts the process before each line
+        os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
     from cluster.check import checked
     from cluster.doctor.command import warnings
 
     num_gpus = None if address else _num_gpus(config)
     config = checked(config, num_gpus, offline=args.offline)
-    for line in warnings(config, num_gpus):
-        print(line, file=sys.stderr)
+    for text in warnings(config, num_gpus):
+        print(logs.line(text, "serve", "WARNING") if as_json else text, file=sys.stderr)
     if not address:
         config = config.anchored(Path.cwd())
     auth_mode = _prepare_environment("" if address else "disabled")

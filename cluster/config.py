@@ -114,6 +114,8 @@ class ClusterConfig(Section):
     """Upper limit of that."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Of all processes of the cluster."""
+    log_format: Literal["text", "json"] = "text"
+    """Of all lines, those of `serve` included; json: an object a line."""
     local_ray: LocalRayConfig = LocalRayConfig()
 
     @model_validator(mode="after")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from cluster.actors import (
     LOCAL_HOST,
-    LOG_FORMAT,
     Identity,
     ProcessActor,
     RayProcess,
@@ -29,6 +28,7 @@ from cluster.actors import (
 from cluster.config import Config, differences
 from cluster.doctor.running import Examined, Patient
 from cluster.door import Door
+from cluster.logs import Logs
 from cluster.monitor import Monitor, in_time
 from cluster.placement import Ask, Group, live_nodes, place, remove
 from cluster.process import Process, Stage
@@ -201,16 +201,14 @@ class RaySite:
         worker = self.config.worker(seat.role)
         cluster = self.config.cluster
         port = cluster.worker_metrics_port
-        return WorkerActor, [worker, seat.name, incarnation, host, port, cluster.log_level]
+        return WorkerActor, [worker, seat.name, incarnation, host, port, Logs.of(cluster)]
 
 
 class Controller:
     """Ray actor around a Monitor and the Wire that pings for it. Every method is a coroutine."""
 
     def __init__(self, config: Config, home: Home) -> None:
-        logging.basicConfig(
-            level=config.cluster.log_level, format=LOG_FORMAT, datefmt="%H:%M:%S", force=True
-        )
+        Logs.of(config.cluster).begin("controller")
         self._config = config
         self._site = RaySite(config, home)
         self._monitor: Monitor | None = None

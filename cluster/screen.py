@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from cluster import logs
 from cluster.process import Stage
-from cluster.seats import SeatStatus
+from cluster.seats import Event, SeatStatus, State
 
 STAGES_SAID = {"load": "loading", "capture": "capturing graphs of"}
 STAGES = list(STAGES_SAID)
@@ -27,10 +28,17 @@ class Screen:
 
     def line(self, text: str) -> None:
         """One line that stays, after the seconds since the start."""
-        self.plain(f"[{time.monotonic() - self._began_at:6.1f} s] {text}")
+        self.hint(f"[{time.monotonic() - self._began_at:6.1f} s] {text}")
 
-    def plain(self, text: str) -> None:
-        """One line that stays."""
+    def event(self, event: Event) -> None:
+        """What has happened to a process."""
+        self.line(f"{event.name}: {event.text}")
+
+    def hint(self, text: str) -> None:
+        """A line for people only."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         if self._live:
             self._out.write("\r\x1b[K")
             self._live = ""
@@ -48,6 +56,27 @@ class Screen:
                 self._live = shown
         elif text and time.monotonic() - self._said_at > LINE_EVERY_S:
             self.line(text)
+
+
+class JsonScreen(Screen):
+    """The same for machines: an object a line, as in the logs of all processes."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
+        self.is_terminal = False
+
+    def line(self, text: str) -> None:
+        """One object."""
+        self._print(logs.line(text, "serve"))
+
+    def event(self, event: Event) -> None:
+        """One object, with the name of the process and its state."""
+        level = "WARNING" if event.state is State.LOST else "INFO"
+        said = logs.line(event.text, "serve", level, name=event.name, state=str(event.state))
+        self._print(said)
+
+    def hint(self, text: str) -> None:
+        """Machines need none."""
 
 
 class Stages:

@@ -14,7 +14,7 @@ from cluster.config import Config
 from cluster.controller import Progress
 from cluster.owned import Running
 from cluster.ray_private import RAY
-from cluster.screen import Screen, Stages
+from cluster.screen import JsonScreen, Screen, Stages
 from cluster.seats import State
 from cluster.supervisor import Lent
 from worker.errors import WorldError
@@ -54,7 +54,8 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
     Raises:
         UserError, WorldError: it could not start, or it lost its controller.
     """
-    screen, signals = Screen(out), Signals()
+    screen = JsonScreen(out) if config.cluster.log_format == "json" else Screen(out)
+    signals = Signals()
     if lent.directory is None:
         screen.line(f"joining the Ray cluster at {address}")
         session = launch.join(address)
@@ -113,7 +114,7 @@ def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str
         num_seen += len(progress.events)
         for event in progress.events:
             if event.state is State.LOST:  # the stages tell of all others
-                screen.line(f"{event.name}: {event.text}")
+                screen.event(event)
         if progress.drained:  # before it was ready
             raise Stopped
         if over:
@@ -130,7 +131,7 @@ def _watch(controller: Any, screen: Screen, num_seen: int, signals: Signals) -> 
         progress = _progress(controller, num_seen, signals)
         num_seen += len(progress.events)
         for event in progress.events:
-            screen.line(f"{event.name}: {event.text}")
+            screen.event(event)
         if progress.drained:
             screen.line("drained")
             return
@@ -152,11 +153,10 @@ def _progress(controller: Any, num_seen: int, signals: Signals) -> Progress:
 def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
     url = urls[0]
     body = f'{{"model": "{config.model.name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'
-    screen.plain("")
-    screen.plain(f"kvlane serves {config.model.name} at {' '.join(f'{u}/v1' for u in urls)}")
-    screen.plain(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
-    screen.plain(f"    -d '{body}'")
-    screen.plain("Ctrl-C stops it.")
+    screen.line(f"kvlane serves {config.model.name} at {' '.join(f'{u}/v1' for u in urls)}")
+    screen.hint(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    screen.hint(f"    -d '{body}'")
+    screen.hint("Ctrl-C stops it.")
 
 
 def _stop(controller: Any, config: Config, screen: Screen) -> None:

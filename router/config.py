@@ -41,8 +41,8 @@ class RouterConfig(Section):
 
     auto: any where the router listens on loopback without keys, else none.
     """
-    access_log: bool = True
-    """A line at INFO for every HTTP request; probes at DEBUG."""
+    access_log: bool = False
+    """A line at INFO for every HTTP request but probes; false: at DEBUG."""
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
     """Format of tool calls in the model's text; auto: by the chat template."""
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"

@@ -71,7 +71,7 @@ class Exchange:
                 stages.pop("decode", None)  # a stream's has only begun
         return {**stages, "total": time.monotonic() - self.arrived_at}
 
-    def write(self, scope: Scope) -> None:
+    def write(self, scope: Scope, level: int) -> None:
         """Write the line of the access log."""
         parts = [f"{scope['method']} {scope['raw_path'].decode('ascii', 'replace')} {self.status}"]
         if self.reqs:
@@ -83,7 +83,6 @@ class Exchange:
         parts.append(f"total_ms={1e3 * (time.monotonic() - self.arrived_at):.1f}")
         if self.failure:
             parts.append(f"failure={self.failure}")
-        level = logging.DEBUG if scope["path"].rstrip("/") in PROBES else logging.INFO
         access_log.log(level, "%s req_id=%s", " ".join(parts), self.request_id)
 
 
@@ -94,9 +93,9 @@ class Exchanges:
     means nothing.
     """
 
-    def __init__(self, app: ASGIApp, *, writes: bool) -> None:
+    def __init__(self, app: ASGIApp, level: int) -> None:
         self._app = app
-        self._writes = writes  # the access log
+        self._level = level  # of the access log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and add the exchange's headers to what goes back."""
@@ -119,5 +118,6 @@ class Exchanges:
         except Exception:  # a route's: it was answered with 500; the server closes what is open
             log.exception("req_id=%s failed", exchange.request_id)
         finally:
-            if self._writes:
-                exchange.write(scope)
+            level = logging.DEBUG if inner["path"] in PROBES else self._level
+            if access_log.isEnabledFor(level):
+                exchange.write(scope, level)

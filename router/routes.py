@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from http import HTTPStatus
@@ -223,4 +224,4 @@ def application(front: Front) -> ASGIApp:
         app.add_exception_handler(kind, _on_error)
     layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
-    return Exchanges(layers, writes=front.config.access_log)
+    return Exchanges(layers, logging.INFO if front.config.access_log else logging.DEBUG)

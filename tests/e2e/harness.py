@@ -30,6 +30,7 @@ INSIDE = "KVLANE_TEST_NAMESPACE"
 APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of its own
 APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
 READY_TIMEOUT_S = 120.0
+READY = ("Ctrl-C stops it.", '"message": "ready"')  # for people, for machines
 
 
 def enter_namespace(config: pytest.Config) -> None:
@@ -118,7 +119,7 @@ class Serve:
         """Returns once it has printed its URL; fails with its output if it does not."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_s
-        while "Ctrl-C stops it." not in self.output:
+        while not any(said in self.output for said in READY):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"serve is not ready, exit code {self.process.poll()}:\n{self.output}")
             time.sleep(0.1)

@@ -129,11 +129,15 @@ def test_one_id_names_a_request_in_the_lines_of_every_process(cluster: Serve) ->
     assert answer.headers["x-request-id"] == "one-id-for-all"
     wanted = {"kvlane.access", "kvlane.router", "kvlane.decode", "kvlane.outbound"}
 
-    def loggers() -> set[str]:
-        lines = [line for line in cluster.output.split("\n") if "one-id-for-all" in line]
-        return {name for name in wanted if any(f" {name}: " in line for line in lines)}
+    def said() -> list[dict[str, str]]:
+        whole = cluster.output.split("\n")[:-1]
+        lines = (json.loads(line) for line in whole if line[0] != "[")  # as Ray's C++ begins
+        ids = ("req_id", "xfer_id")
+        return [e for e in lines if any(e.get(i, "").startswith("one-id-for-all") for i in ids)]
 
-    wait_until(lambda: loggers() == wanted)
+    wait_until(lambda: {line["logger"] for line in said()} == wanted)
+    assert {line["process"] for line in said()} == {"router-0", "prefill-0", "decode-0"}
+    assert {line["level"] for line in said()} == {"DEBUG"}
     cluster.wait_idle()
 
 

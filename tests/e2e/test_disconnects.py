@@ -33,7 +33,9 @@ ARGUMENTS = (
     "--set", f"decode.engine.max_num_reqs={NUM_ROWS}",
     "--set", "decode.engine.max_waiting=0",
     "--set", "prefill.engine.max_prefill_tokens=16",
-    "--set", "cluster.log_level=DEBUG",  # for tests/e2e/test_browser.py, which shares the cluster
+    # These for tests/e2e/test_browser.py, which shares the cluster.
+    "--set", "cluster.log_level=DEBUG",
+    "--log-format", "json",
 )  # fmt: skip
 # (n, stream): every kind of request that is left.
 KINDS = ((1, True), (1, False), (4, True), (4, False))

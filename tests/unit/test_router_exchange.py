@@ -147,7 +147,7 @@ def test_a_line_for_every_request(url: str, lines: pytest.LogCaptureFixture) -> 
         httpx.get(f"{url}/{path}", headers={"x-request-id": path})
         assert access(lines, path).levelno == level
     levels = {r.levelno for r in lines.records if r.name == "kvlane.router"}
-    assert levels <= {logging.DEBUG}, "the access log is the only line at INFO"
+    assert levels <= {logging.DEBUG}, "nothing of a request is at INFO"
 
 
 def test_the_line_of_an_answer_that_ended_early(
@@ -173,12 +173,14 @@ def test_the_line_of_an_answer_that_ended_early(
     assert "failure=world_error" in access(lines, "broken").getMessage()
 
 
-def test_the_access_log_can_be_switched_off(
-    directory: Path, lines: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("asked", "level"), [(True, logging.INFO), (False, logging.DEBUG)])
+def test_a_request_is_a_line_at_info_only_if_asked_for(
+    directory: Path, lines: pytest.LogCaptureFixture, asked: bool, level: int
 ) -> None:
-    with serving(directory, access_log=False) as (_, url):
-        assert httpx.get(f"{url}/v1/models").status_code == 200
-    assert not [record for record in lines.records if record.name == "kvlane.access"]
+    with serving(directory, access_log=asked) as (_, url):
+        for path, wanted in (("v1/models", level), ("health", logging.DEBUG)):
+            httpx.get(f"{url}/{path}", headers={"x-request-id": path})
+            assert access(lines, path).levelno == wanted
 
 
 def timing(response: httpx.Response) -> dict[str, float]:
@@ -221,7 +223,7 @@ def test_a_route_s_mistake_is_logged_with_the_id(lines: pytest.LogCaptureFixture
 
     scope = {"type": "http", "method": "GET", "path": "/a/", "raw_path": b"/a/"}
     scope["headers"] = [(b"x-request-id", b"broken")]
-    asyncio.run(Exchanges(broken, writes=True)(scope, nothing, nothing))
+    asyncio.run(Exchanges(broken, logging.INFO)(scope, nothing, nothing))
     (record,) = [record for record in lines.records if record.name == "kvlane.router"]
     assert "req_id=broken" in record.getMessage()
     assert record.exc_text is not None

@@ -1,0 +1,61 @@
+"""Lines of logs, for people and for machines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from datetime import datetime
+from typing import Any
+
+from cluster.logs import JsonLines
+from cluster.screen import JsonScreen, Stages
+from cluster.seats import Event, State
+from tests.unit.test_cluster_screen import LOADING
+
+
+def record(message: str, *args: object, failed: bool = False) -> dict[str, Any]:
+    """What a machine reads of a line."""
+    cause = sys.exc_info() if failed else None
+    made = logging.LogRecord("kvlane.decode", logging.DEBUG, "", 0, message, args, cause)
+    said = JsonLines("decode-0").format(made)
+    assert "\n" not in said
+    fields: dict[str, Any] = json.loads(said)
+    at = datetime.fromisoformat(fields.pop("time")).timestamp()
+    assert abs(at - made.created) < 2e-3
+    return fields
+
+
+def test_the_ids_of_a_line_are_fields() -> None:
+    said = record("req_id=%s from %s admitted, %d tokens", "a-0", "router-0/1", 3)
+    assert said == {
+        "level": "DEBUG", "process": "decode-0", "logger": "kvlane.decode", "req_id": "a-0",
+        "message": "req_id=a-0 from router-0/1 admitted, 3 tokens",
+    }  # fmt: skip
+    assert record("xfer_id=b-0/1 from d: late")["xfer_id"] == "b-0/1"
+    assert "req_id" not in record("%d decode graphs", 3)
+
+
+def test_an_exception_stays_in_its_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        said = record("req_id=%s failed", 'a"b', failed=True)
+    assert said["req_id"] == 'a"b'
+    assert said["exception"].endswith("ValueError: two\nlines")
+
+
+def test_what_serve_says_is_an_object_a_line() -> None:
+    out = io.StringIO()
+    screen = JsonScreen(out)
+    Stages(screen).show(LOADING, "")
+    screen.event(Event("decode-0", State.LOST, "it died"))
+    screen.hint("Ctrl-C stops it.")
+    lines = [json.loads(line) for line in out.getvalue().split("\n")[:-1]]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("INFO", "loading decode-0"),
+        ("WARNING", "it died"),
+    ]
+    assert (lines[1]["name"], lines[1]["state"]) == ("decode-0", "lost")
+    assert {line["process"] for line in lines} == {"serve"}
