@@ -9,6 +9,7 @@ a leak, and the exit code is 1. A million streams take 15 to 25 minutes on two c
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def measure(
     bench.ask_all(first, at_once, num_tokens)
     yield first, bench.rss_bytes()
     marks = [first + (total - first) * part // NUM_PARTS for part in range(NUM_PARTS + 1)]
-    for before, mark in zip(marks, marks[1:], strict=False):
+    for before, mark in itertools.pairwise(marks):
         bench.ask_all(mark - before, at_once, num_tokens)
         yield mark, bench.rss_bytes()
 

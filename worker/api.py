@@ -82,12 +82,12 @@ class WorkerStats(Message, frozen=True):
     max_num_reqs: int = 0
     num_free_pages: int = 0  # free or evictable, less what is reserved
     num_pages: int = 0
-    page_size: int = 0  # tokens
     num_queued_tokens: int = 0  # prompt tokens admitted and not yet computed
     prefill_s_per_token: float = 0.0  # moving average of its own prefill steps; 0 = none yet
     draining: bool = False
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
+    page_size: int = 0  # tokens
 
 
 class PullPath(Message, frozen=True):

@@ -54,4 +54,5 @@ def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_th
     assert value(metrics, "prefill_placed_total", where="remote") == 0
     assert value(metrics, "kv_fetch_retries_total", cause="worker_lost") == 0
     other = WorkerMetrics(**BOUND | {"role": "prefill"})
-    assert not [each.samples for each in other.registry.collect() if "retries" in each.name][0]
+    (retries,) = (each for each in other.registry.collect() if "retries" in each.name)
+    assert not retries.samples
