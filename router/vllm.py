@@ -126,7 +126,7 @@ class VllmMetrics(Collector):
         ):  # fmt: skip
             yield self._gauge(name, text, value)
         by_reason = self._gauge(
-            "num_requests_waiting_by_reason", "The same, by reason", None, "reason"
+            "num_requests_waiting_by_reason", "Choices without a token, by reason", None, "reason"
         )
         by_reason.add_metric((*self._gauge_values, "capacity"), queued)
         by_reason.add_metric((*self._gauge_values, "deferred"), unstarted)
@@ -164,7 +164,8 @@ class VllmMetrics(Collector):
         for outcome, number in outcomes.items():
             ended[outcome if outcome in ended else "error"] += number
         labels = *LABELS, "finished_reason"
-        family = CounterMetricFamily(PREFIX + "request_success", "Ended choices", labels=labels)
+        name, text = PREFIX + "request_success", "Choices ended, by reason"
+        family = CounterMetricFamily(name, text, labels=labels)
         for reason, number in ended.items():
             family.add_metric((*self._values, reason), number)
         yield family
@@ -179,13 +180,13 @@ class VllmMetrics(Collector):
             ("request_time_per_output_token_seconds", "Mean time per output token of one choice",
              [self._per_token]),
             ("e2e_request_latency_seconds", "From arrival to the end", shared.e2e),
-            ("request_queue_time_seconds", "Time in queues", [self._queue]),
-            ("request_prefill_time_seconds", "Prefill, transfer and first step", [self._prefill]),
+            ("request_queue_time_seconds", "Time in the queues of router and workers", [self._queue]),
+            ("request_prefill_time_seconds", "Prefill, transfer and first step together", [self._prefill]),
             ("request_decode_time_seconds", "From the first token to the last", [self._decode]),
-            ("request_inference_time_seconds", "Prefill and decode", [self._inference]),
+            ("request_inference_time_seconds", "Prefill and decode together", [self._inference]),
             ("request_prompt_tokens", "Prompt tokens of one choice", shared.prompt),
             ("request_generation_tokens", "Output tokens of one choice", shared.generation),
-            ("request_max_num_generation_tokens", "The same, as every choice is a request here",
+            ("request_max_num_generation_tokens", "Output tokens of one choice, as each is a request here",
              shared.generation),
         ):  # fmt: skip
             buckets, total = _together(tallies)
