@@ -220,7 +220,7 @@ def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]
     """The buckets and the sum of series with the same bounds."""
     found = [tally.sample() for tally in tallies]
     buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(count for _, count in same))
+        (same[0][0], sum(each[1] for each in same))
         for same in zip(*(each[0] for each in found), strict=True)
     ]
     return buckets, sum((each[1] for each in found), 0.0)
