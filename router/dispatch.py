@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.errors import STATUS, ApiError
 from router.mailbox import Delta, Mailbox, Scored
 from router.members import Members
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, prefilled
 from router.output import OutputText
 from router.policy.base import Policy
 from router.waiting import Queue, Req
@@ -77,11 +77,15 @@ class Dispatcher:
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
+        # When the streams of these events got their last chunks; of one worker's, at the same time.
+        self._lasts: list[float] = []
         self._closed = False
         metrics.watch(
             lambda: len(self._reqs) - len(self._queue),
             lambda: len(self._queue),
+            lambda: sum(1 for req in self._reqs.values() if req.tokens),
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
+            lambda: [known.stats for known in members.live("decode")],
         )
 
     def check_room(self, num_choices: int) -> None:
@@ -152,6 +156,9 @@ class Dispatcher:
         if self._touched:  # behind the tasks that were woken: first chunks leave first
             self._loop.call_soon(_flush, self._touched)
             self._touched = []
+        if self._lasts:
+            self._metrics.itl.observe_since(now, self._lasts)
+            self._lasts = []
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
@@ -209,10 +216,11 @@ class Dispatcher:
     ) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
         if req.tokens:
-            self._metrics.itl.observe(now - req.last_token_at)
+            self._lasts.append(req.last_token_at)
         else:
             req.first_token_at = now
-            self._metrics.ttft.observe(now - req.arrived_at)
+            where = prefilled(req.stages, req.decoded_by)
+            self._metrics.first_token(where, now - req.arrived_at)
         req.last_token_at = now
         with DETOKENIZER:
             piece = req.output.feed(tokens)
@@ -298,13 +306,15 @@ class Dispatcher:
         spent = req.spent
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
         if spent is not None:
-            self._metrics.spent(spent)
+            self._metrics.spent(spent, len(req.tokens))
         metrics, now = self._metrics, time.monotonic()
         metrics.ended(req.outcome)
         metrics.e2e.observe(now - req.arrived_at)
         metrics.queue_time.observe(req.queued_s)
         metrics.prompt_tokens.inc(len(req.prompt))
+        metrics.prompt_length.observe(len(req.prompt))
         metrics.generation_tokens.inc(len(req.tokens))
+        metrics.output_length.observe(len(req.tokens))
         metrics.cached_tokens.inc(req.num_cached_tokens)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
