@@ -11,6 +11,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from router.mailbox import Spent
 from router.tally import Tallies, Tally
@@ -107,10 +108,10 @@ class RouterMetrics:
         """Count one end, by its outcome."""
         self.requests.labels(*self._values, outcome).inc()
 
-    def spent(self, spent: Spent) -> None:
+    def spent(self, spent: Spent, trace_id: str) -> None:
         """Observe where one choice's time went."""
         for stage, seconds in by_stage(spent).items():
-            self._stages[stage].observe(seconds)
+            self._stages[stage].observe(seconds, trace_id)
 
     def retried(self, cause: str) -> None:
         """Count one re-dispatch or return to the queue."""
@@ -131,9 +132,9 @@ class RouterMetrics:
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
 
-    def render(self) -> bytes:
-        """The text exposition."""
-        return generate_latest(self.registry)
+    def render(self, encode: Callable[[Collector], bytes] = generate_latest) -> bytes:
+        """The exposition; encode: writes its form."""
+        return encode(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)

@@ -223,4 +223,4 @@ def application(front: Front) -> ASGIApp:
         app.add_exception_handler(kind, _on_error)
     layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
-    return Exchanges(layers, writes=front.config.access_log)
+    return Exchanges(layers, writes=front.config.access_log, model=front.model, tracer=front.tracer)
