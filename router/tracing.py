@@ -49,8 +49,6 @@ def begin(
     path, method = scope["path"], scope["method"]
     if path not in TRACED or method != "POST":
         return None
-    from opentelemetry.trace import SpanKind  # there, where there is a tracer
-
     given = {
         name.decode(): headers[name].decode("latin-1")
         for name in (TRACEPARENT, TRACESTATE)
@@ -65,7 +63,7 @@ def begin(
         "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
         "gen_ai.operation.name": TRACED[path],
     }
-    trace.enter(f"{method} {path}", arrived_at, about, SpanKind.SERVER)
+    trace.enter(f"{method} {path}", arrived_at, about, is_server=True)
     return trace if trace.is_recorded else None
 
 

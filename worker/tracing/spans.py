@@ -117,12 +117,14 @@ class Trace:
         stage: str,
         at: float,
         attributes: Attributes = NO_ATTRIBUTES,
-        kind: SpanKind = SpanKind.INTERNAL,
+        *,
+        is_server: bool = False,
     ) -> None:
-        """Begin a stage; the present one ends at `at`."""
+        """Begin a stage; the present one ends at `at`. is_server: a client waits for it."""
         self.leave(at)
         self.stage = stage
         both = {**self._attributes, **attributes}
+        kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
         self._span = self._tracer.begin(stage, self._parent, self.at, both, kind)
 
     def attempt(self, stage: str, at: float, attributes: Attributes = NO_ATTRIBUTES) -> None:
