@@ -43,9 +43,18 @@ class Span:
 class Collector:
     """What came to it."""
 
-    url: str
+    server: ThreadingHTTPServer
     spans: list[Span] = field(default_factory=list[Span])
     paths: set[str] = field(default_factory=set[str])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def close(self) -> None:
+        """Answer nobody any more; a second call does nothing."""
+        self.server.shutdown()
+        self.server.server_close()
 
     def of(self, trace_id: str) -> list[Span]:
         """The spans of a trace, by their beginning."""
@@ -84,14 +93,13 @@ def collecting() -> Iterator[Collector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    collector = Collector(f"http://127.0.0.1:{server.server_port}")
+    collector = Collector(server)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield collector
     finally:
-        server.shutdown()
-        server.server_close()
+        collector.close()
         thread.join()
 
 
