@@ -170,6 +170,7 @@ class RouterActor(ProcessActor):
             shown=self._config.shown(),
             node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
             shared=self._config.routers.num > 1,
+            tracing=self._config.tracing,
         )
 
     def start(self, port: int, joins: bool) -> Member:

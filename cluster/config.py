@@ -35,6 +35,7 @@ from worker.config import (
     ModelConfig,
     PingConfig,
     Section,
+    TracingConfig,
     TransportConfig,
     WorkerConfig,
 )
@@ -143,6 +144,7 @@ class Config(Section):
     decode: RoleConfig = RoleConfig()
     router: RouterConfig = RouterConfig()
     routers: RoutersConfig = RoutersConfig()
+    tracing: TracingConfig = TracingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
@@ -166,6 +168,7 @@ class Config(Section):
             lease=self.lease,
             ping=self.ping,
             disaggregation=self.disaggregation,
+            tracing=self.tracing,
         )
 
     def anchored(self, directory: Path) -> Config:

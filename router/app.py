@@ -29,8 +29,9 @@ from router.siblings import Siblings
 from router.status import Front
 from router.text import Text
 from worker.api import Member
-from worker.config import ModelConfig, PingConfig
+from worker.config import ModelConfig, PingConfig, TracingConfig
 from worker.errors import UserError, WorldError
+from worker.tracing.setup import tracer_of
 from worker.wire import Event, Wire
 
 log = logging.getLogger("kvlane.router")
@@ -118,9 +119,11 @@ class RouterServer:
         shared: other routers may join it there. Then it also has a port of its own, for what
             is asked of this very router.
         shown: the resolved configuration, for GET /config.
+        tracing: whether and where spans of requests go.
 
     Raises:
-        UserError: the model directory or the file of API keys is unfit, or no policy has the name.
+        UserError: the model directory or the file of API keys is unfit, no policy has the name, or
+            a library is missing.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class RouterServer:
         shown: Mapping[str, object],
         node: str = "",
         shared: bool = False,
+        tracing: TracingConfig | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -152,6 +156,7 @@ class RouterServer:
         follows = config.generation_config == "auto"
         self._defaults = defaults_of(model.directory) if follows else Defaults()
         self._api_keys = read_keys(config.api_key_file)
+        self._tracer = tracer_of(tracing or TracingConfig(), "router", name)
         self._max_model_len = _max_model_len(model, self._text)
         self._members: tuple[Member, ...] = ()  # the last list, also from before the start
         self._ready = threading.Event()
@@ -240,6 +245,8 @@ class RouterServer:
         self._post(self._begin_stop)
         if self._thread is not None:
             self._thread.join()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _post(self, action: Callable[[], None]) -> None:
         loop = self._loop
@@ -284,6 +291,7 @@ class RouterServer:
                 defaults=self._defaults,
                 cors_origins=origins(self._config, self._host),
                 api_keys=self._api_keys,
+                tracer=self._tracer,
             )
             self._loop = loop
             self._apply_members()

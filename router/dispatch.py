@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from router.config import RouterConfig
 from router.errors import STATUS, ApiError
@@ -40,6 +41,9 @@ from worker.api import (
 )
 from worker.errors import LibraryError, contained
 from worker.wire import Event, Wire
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 
@@ -106,14 +110,20 @@ class Dispatcher:
         output: OutputText,
         mailbox: Mailbox,
         leader: Req | None = None,
+        server: Trace | None = None,
+        trace_id: str = "",
     ) -> Req:
         """Take a request; its deltas go to `mailbox`, the last of them with a finish reason.
 
         It goes to the worker of `leader`, a choice with the same prompt, if there is one. Workers
-        know it by `req_id`, so no other request of the cluster may have that.
+        know it by `req_id`, so no other request of the cluster may have that. Its stages are below
+        the present one of `server`, and exemplars name `trace_id`.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
         req = Req(req_id, index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
+        req.trace_id = trace_id
+        if server is not None:
+            req.trace = server.below(now, {"kvlane.choice": index})
         self._reqs[req.req_id] = req
         if self._closed:
             self._end(req, FinishReason.ERROR, error=_stopping())
@@ -216,11 +226,14 @@ class Dispatcher:
     ) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
         if req.tokens:
-            self._lasts.append(req.last_token_at)
+            if req.trace_id:
+                self._metrics.itl.observe(now - req.last_token_at, req.trace_id)
+            else:
+                self._lasts.append(req.last_token_at)
         else:
             req.first_token_at = now
             where = prefilled(req.stages, req.decoded_by)
-            self._metrics.first_token(where, now - req.arrived_at)
+            self._metrics.first_token(where, now - req.arrived_at, req.trace_id)
         req.last_token_at = now
         with DETOKENIZER:
             piece = req.output.feed(tokens)
@@ -243,6 +256,8 @@ class Dispatcher:
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
             return
+        if req.trace is not None:
+            req.trace.leave(time.monotonic(), {}, refused.error.code, refused.error.message)
         self._queue.leave(req, served=False)
         self._queue.pause(peer, refused.retry_after_s)
         self._metrics.retried("refused")
@@ -275,6 +290,8 @@ class Dispatcher:
             self._end(req, FinishReason.ERROR, error=error)
         else:
             assert req.choice is not None
+            if req.trace is not None:
+                req.trace.leave(time.monotonic(), error=cause)
             req.avoid, req.waiting_since = req.choice.decode, None
             self._queue.leave(req, served=False)
             self._metrics.retried(cause)
@@ -305,12 +322,15 @@ class Dispatcher:
         self._queue.leave(req, served=True)
         spent = req.spent
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
-        if spent is not None:
-            self._metrics.spent(spent, len(req.tokens))
         metrics, now = self._metrics, time.monotonic()
+        if req.trace is not None:
+            code, why = (error.code, str(error)) if error is not None else ("", None)
+            req.trace.leave(now, {"kvlane.tokens": len(req.tokens)}, code, why)
+        if spent is not None:
+            metrics.spent(spent, len(req.tokens), req.trace_id)
         metrics.ended(req.outcome)
-        metrics.e2e.observe(now - req.arrived_at)
-        metrics.queue_time.observe(req.queued_s)
+        metrics.e2e.observe(now - req.arrived_at, req.trace_id)
+        metrics.queue_time.observe(req.queued_s, req.trace_id)
         metrics.prompt_tokens.inc(len(req.prompt))
         metrics.prompt_length.observe(len(req.prompt))
         metrics.generation_tokens.inc(len(req.tokens))

@@ -8,11 +8,16 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import tracing
 from router.metrics import by_stage
 from router.waiting import Req, counted
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Trace, Tracer
 
 log = logging.getLogger("kvlane.router")
 access_log = logging.getLogger("kvlane.access")
@@ -38,6 +43,8 @@ class Exchange:
     status: int = CLIENT_GONE
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
     failure: str = ""  # how an answer ended that did not end well
+    trace: Trace | None = None  # its present stage is the server's span
+    trace_id: str = ""  # for exemplars: of our trace, or of the client's if we make none
 
     @classmethod
     def begin(cls, given: bytes) -> Exchange:
@@ -93,19 +100,30 @@ class Exchanges:
     means nothing.
     """
 
-    def __init__(self, app: ASGIApp, level: int) -> None:
+    def __init__(
+        self, app: ASGIApp, level: int, *, model: str = "", tracer: Tracer | None = None
+    ) -> None:
         self._app = app
         self._level = level  # of the access log
+        self._model = model
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and add the exchange's headers to what goes back."""
-        exchange = Exchange.begin(dict(scope["headers"]).get(REQUEST_ID, b""))
+        headers = dict(scope["headers"])
+        exchange = Exchange.begin(headers.get(REQUEST_ID, b""))
         inner = {
             **scope,
             "exchange": exchange,
             "method": "GET" if scope["method"] == "HEAD" else scope["method"],
             "path": scope["path"].rstrip("/") or "/",
         }
+        if tracing.TRACEPARENT in headers:
+            exchange.trace_id = tracing.client_trace_id(headers)
+        if self._tracer is not None:
+            exchange.trace = tracing.begin(self._tracer, inner, headers, exchange.arrived_at)
+            if exchange.trace is not None:
+                exchange.trace_id = exchange.trace.trace_id
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -118,6 +136,12 @@ class Exchanges:
         except Exception:  # a route's: it was answered with 500; the server closes what is open
             log.exception("req_id=%s failed", exchange.request_id)
         finally:
+            if exchange.trace is not None:
+                self._end_trace(exchange, exchange.trace)
             level = logging.DEBUG if inner["path"] in PROBES else self._level
             if access_log.isEnabledFor(level):
                 exchange.write(scope, level)
+
+    def _end_trace(self, exchange: Exchange, trace: Trace) -> None:
+        about = exchange.request_id, self._model, exchange.reqs, exchange.status, exchange.failure
+        tracing.end(trace, *about, time.monotonic())

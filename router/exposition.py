@@ -6,12 +6,23 @@ twenty times a second. What a series is called does not change, so that is made 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 NUM_SERIES = 8192  # a router has 650
+
+
+def encoder(accepted: str) -> tuple[Callable[[Collector], bytes], str]:
+    """What writes a page in the form that a scraper's `Accept` asks for, and its content type.
+
+    Exemplars are in OpenMetrics' form only, which prometheus_client writes.
+    """
+    encode, content_type = choose_encoder(accepted)
+    return (encode if "openmetrics" in content_type else text), content_type
 
 
 def text(registry: Collector) -> bytes:

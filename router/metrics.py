@@ -10,6 +10,7 @@ from prometheus_client import (
     Gauge,
     disable_created_metrics,
 )
+from prometheus_client.registry import Collector
 
 from router.exposition import text
 from router.mailbox import Spent
@@ -134,18 +135,18 @@ class RouterMetrics:
             self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
             self.registry.register(self._vllm)
 
-    def first_token(self, where: str, seconds: float) -> None:
+    def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:
         """Observe one choice's first token; where: see `prefilled`."""
-        self._ttft[where].observe(seconds)
+        self._ttft[where].observe(seconds, trace_id)
 
     def ended(self, outcome: str) -> None:
         """Count one end, by its outcome."""
         self.requests.labels(*self._values, outcome).inc()
 
-    def spent(self, spent: Spent, num_tokens: int) -> None:
+    def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
-            self._stages[stage].observe(seconds)
+            self._stages[stage].observe(seconds, trace_id)
         if self._vllm is not None:
             self._vllm.spent(spent, num_tokens)
 
@@ -174,9 +175,9 @@ class RouterMetrics:
         if self._vllm is not None:
             self._vllm.watch(running, waiting, decoding, decodes)
 
-    def render(self) -> bytes:
-        """The text exposition."""
-        return text(self.registry)
+    def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
+        """The exposition; encode: writes its form."""
+        return encode(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)

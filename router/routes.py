@@ -224,4 +224,5 @@ def application(front: Front) -> ASGIApp:
         app.add_exception_handler(kind, _on_error)
     layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
-    return Exchanges(layers, logging.INFO if front.config.access_log else logging.DEBUG)
+    level = logging.INFO if front.config.access_log else logging.DEBUG
+    return Exchanges(layers, level, model=front.model, tracer=front.tracer)

@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Iterable
 
 import httpx
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge
 
 from router import vllm
+from router.exposition import encoder
 from router.members import Members
 from worker.api import Member
 
 TIMEOUT_S = 1.0  # for another router's page; then the answer goes without it
 HELP = "# HELP "
+EOF = "# EOF\n"  # of OpenMetrics
 
 
 class Siblings:
@@ -45,11 +47,12 @@ class Siblings:
         """Whether it is the shared port, and not the one that this router has of its own."""
         return self._member.address.endswith(f":{port}")
 
-    async def page(self, own: bytes) -> bytes:
+    async def page(self, own: bytes, accepted: str) -> bytes:
         """The metrics of all of them, and how many answered.
 
         Args:
             own: this router's.
+            accepted: the scraper's header `Accept`, by which each chooses the form of its page.
         """
         mine = self._member
         others = [
@@ -57,32 +60,39 @@ class Siblings:
             for each in (known.member for known in self._members.all())
             if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
         ]
-        found = await asyncio.gather(*map(self._asked, others))
+        encode, _ = encoder(accepted)
+        found = await asyncio.gather(*(self._asked(each, accepted) for each in others))
         pages = [page for page in found if page is not None]
         silent = len(others) - len(pages)
         for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
-        return merged([own.decode(), *pages]).encode() + generate_latest(self._registry)
+        counted = encode(self._registry)  # last: it ends as a page of its form has to
+        return merged([own.decode(), *pages]).encode() + counted
 
     async def close(self) -> None:
         """End the connections to them."""
         await self._client.aclose()
 
-    async def _asked(self, address: str) -> str | None:
+    async def _asked(self, address: str, accepted: str) -> str | None:
         """Another one's metrics, if it answers in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
-                response = await self._client.get(f"http://{address}/metrics")
+                response = await self._client.get(
+                    f"http://{address}/metrics", headers={"accept": accepted}
+                )
             return response.raise_for_status().text
         except (httpx.HTTPError, TimeoutError):
             return None
 
 
 def merged(pages: Iterable[str]) -> str:
-    """One exposition from several: the format wants all samples of a family in one place."""
+    """One exposition from several: the format wants all samples of a family in one place.
+
+    It is without the mark that ends a page of OpenMetrics: more may follow.
+    """
     families: dict[str, list[str]] = {}
     for page in pages:
-        for family in page.split(HELP)[1:]:
+        for family in page.removesuffix(EOF).split(HELP)[1:]:
             about, kind, samples = family.split("\n", 2)
             families.setdefault(f"{HELP}{about}\n{kind}\n", []).append(samples)
     return "".join(head + vllm.joined(head, samples) for head, samples in families.items())

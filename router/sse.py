@@ -94,6 +94,8 @@ class Answer(Response):
                         choice.output,
                         self._mailbox,
                         leader,
+                        self._exchange.trace,
+                        self._exchange.trace_id,
                     )
                 )
             if self._outlet.is_gone:  # it has left before it was watched

@@ -7,18 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from router.config import RouterConfig
 from router.defaults import Defaults
 from router.dispatch import Dispatcher
+from router.exposition import encoder
 from router.members import Known, Members
 from router.metrics import RouterMetrics
 from router.siblings import Siblings
 from router.text import Text
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Tracer
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 
@@ -55,6 +59,7 @@ class Front:
     started_at: int = field(default_factory=lambda: int(time.time()))
     cors_origins: Sequence[str] = ()  # whose pages may read answers
     api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
+    tracer: Tracer | None = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
 
@@ -109,10 +114,12 @@ class StatusRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: of all routers of this port; on a router's own port, those of that one."""
-        page, siblings = self._front.metrics.render(), self._front.siblings
+        accepted = request.headers.get("accept", "")  # exemplars are in OpenMetrics' form only
+        encode, content_type = encoder(accepted)
+        page, siblings = self._front.metrics.render(encode), self._front.siblings
         if siblings.shares(request.scope["server"][1]):
-            page = await siblings.page(page)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+            page = await siblings.page(page, accepted)
+        return Response(page, media_type=content_type)
 
     async def targets(self) -> Response:
         """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""

@@ -6,6 +6,7 @@ locks and method calls for each, as much as all else that a chunk needs before i
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,10 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
+
+Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 class Tally:
@@ -24,17 +28,22 @@ class Tally:
         bounds: upper bounds of its buckets, without infinity.
     """
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        # Of each bucket the last traced value: its trace id, itself, when it was.
+        self._exemplars: list[tuple[str, float, float] | None] = [None] * len(self._counts)
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count one value; trace_id: of the trace in which it was measured."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self._sum += value
+        if trace_id:
+            self._exemplars[bucket] = trace_id, value, time.time()
 
     def observe_since(self, now: float, times: Sequence[float]) -> None:
         """Count how long ago each of them was. Where most are equal, one costs nearly nothing."""
@@ -44,10 +53,17 @@ class Tally:
             self._counts[bisect_left(self._bounds, value)] += number
             self._sum += value * number
 
-    def sample(self) -> tuple[list[tuple[str, float]], float]:
-        """The buckets as (upper bound, values up to it), and the sum of all values."""
+    def sample(self) -> tuple[list[Bucket], float]:
+        """The buckets as (upper bound, values up to it) and maybe an exemplar; the sum of all."""
         names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
-        return list(zip(names, accumulate(self._counts), strict=True)), self._sum
+        buckets: list[Bucket] = []
+        for name, count, last in zip(names, accumulate(self._counts), self._exemplars, strict=True):
+            if last is None:
+                buckets.append((name, count))
+            else:
+                trace_id, *rest = last
+                buckets.append((name, count, Exemplar({"trace_id": trace_id}, *rest)))
+        return buckets, self._sum
 
 
 class Tallies(Collector):

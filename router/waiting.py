@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from router.mailbox import Mailbox, Spent
 from router.members import Known, Members
@@ -21,6 +22,9 @@ from router.output import OutputText
 from router.policy.base import Asked, Choice, Policy
 from worker.api import Abort, Generate, PeerId, Sampling, Stages
 from worker.wire import Wire
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 
@@ -55,6 +59,8 @@ class Req:
     stages: Stages | None = None  # measured by the workers, until the first token
     decoded_by: PeerId = ""
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+    trace: Trace | None = None  # its stages here; None = not traced
+    trace_id: str = ""  # for exemplars
     outcome: str = ""  # set by `_end`
 
     @property
@@ -131,6 +137,8 @@ class Queue:
         """
         assert req.choice is None
         now = req.queued_at = time.monotonic()
+        if req.trace is not None:
+            req.trace.enter("router_queue", now)
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
             self._expired(req)
             return
@@ -188,6 +196,10 @@ class Queue:
         req.queued_s += now - req.queued_at
         first = choice.candidates[0].peer if choice.candidates else None
         self._members.sent(choice.decode, first, len(req.prompt), now)
+        trace = ""
+        if req.trace is not None:
+            req.trace.attempt("dispatch", now, {"kvlane.worker": choice.decode})
+            trace = req.trace.carried
         generate = Generate(
             req_id=req.req_id,
             dispatch=req.dispatch,
@@ -197,6 +209,7 @@ class Queue:
             timeout_s=max(0.001, req.deadline - now),
             candidates=choice.candidates,
             after=after,
+            trace=trace,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, choice.decode)
         self._wire.send(choice.decode, generate)

@@ -163,6 +163,7 @@ class Generate(Message, frozen=True):
     # req_id of the first choice, if this is a further choice of the same request. It waits until
     # the prompt is in the prefix tree, so as to share its pages, or the first choice has ended.
     after: str = ""
+    trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
 
 
 class Stop(Message, frozen=True):
@@ -266,6 +267,7 @@ class Prefill(Message, frozen=True):
     link_bytes_per_s: float = 0.0  # as decode has measured its link to this worker; 0 = not known
     sampling: Sampling | None = None  # a plain one (`Sampling.is_plain`)
     num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output
+    trace: str = ""  # the span that prefill's are below, as in Generate
 
 
 class PrefillRefused(Message, frozen=True):

@@ -231,6 +231,21 @@ class DisaggregationConfig(Section):
     """First guess of the link's speed in that estimate; measured from then on."""
 
 
+class TracingConfig(Section):
+    """Spans of requests, for a collector that speaks OTLP over HTTP.
+
+    The processes' variables OTEL_* count as OpenTelemetry's SDK says, where a leaf is `auto` or
+    there is none for it.
+    """
+
+    endpoint: Annotated[str, Field(pattern=r"^(auto|https?://\S+)?$")] = ""
+    """URL of the collector, as http://localhost:4318; empty: no spans. auto: as
+    OTEL_EXPORTER_OTLP_ENDPOINT says, else port 4318 of each process's own host."""
+    sample_ratio: Auto | Annotated[float, Field(ge=0, le=1)] = "auto"
+    """Part of the requests without a `traceparent` header that is traced; the others' callers have
+    decided. auto: as OTEL_TRACES_SAMPLER says, else all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The machine of this process; `worker.engine.machine.probe()` fills it."""
@@ -252,6 +267,7 @@ class WorkerConfig(Section):
     lease: LeaseConfig = LeaseConfig()
     ping: PingConfig = PingConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def resolved(
         self,

@@ -39,6 +39,7 @@ from worker.pull.peers import DialFailed, Link, PrefillPeers
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
+from worker.requests.traces import DecodeTraces
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler, has_work
 from worker.schedule.req import Phase, Req, finish_reason
@@ -56,12 +57,13 @@ class DecodeLoop:
         self._thread = thread
         config, metrics, spec = engine.config, engine.metrics, engine.spec
         self._eos_ids = frozenset(spec.eos_token_ids)
+        self._traces = DecodeTraces(engine.tracer)
         self._scheduler = scheduler = DecodeScheduler(
             engine.book,
             config.engine,
             self._eos_ids,
-            metrics.preemptions.inc,
-            partial(_gets_row, metrics),
+            partial(_preempted, metrics, self._traces),
+            partial(_gets_row, metrics, self._traces),
         )
         self._peers = PrefillPeers(
             engine.transport,
@@ -94,7 +96,9 @@ class DecodeLoop:
             engine,
             lambda: engine.launch(scheduler.plan(time.monotonic())),
             self._settle,
-            lambda step: self._grammars.masks(scheduler.matchers(step.plan.step)),
+            lambda step: self._grammars.masks(
+                [req.matcher for req in scheduler.reqs_of(step.plan.step)[0]]
+            ),
         )
         self._sweep_at = 0.0
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
@@ -132,8 +136,8 @@ class DecodeLoop:
         self._replies.flush(time.monotonic(), read_at=now)
         for fetch in self._inbound.poll(now):
             self._fetch_ended(fetch)
-        for router, message in self._siblings.due(self._reqs.values()):
-            self._admit(router, message, now)
+        for router, message, received_at in self._siblings.due(self._reqs.values()):
+            self._admit(router, message, received_at)
         self._admission.resume_preempted()
         wait_s = self._flight.advance(self._inbound.num_fetches)
         self._peers.tend(now, self._inbound.uses)
@@ -185,12 +189,14 @@ class DecodeLoop:
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
-    def _admit(self, router: PeerId, message: Generate, now: float) -> None:
+    def _admit(self, router: PeerId, message: Generate, received_at: float) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs or self._siblings.defer(router, message, self._reqs.values()):
+        if key in self._reqs or self._siblings.defer(
+            router, message, received_at, self._reqs.values()
+        ):
             return
         try:
-            req = self._admission.admit(router, message, len(self._reqs), now)
+            req = self._admission.admit(router, message, len(self._reqs), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
@@ -199,7 +205,9 @@ class DecodeLoop:
             self._thread.send(router, Refused(*key, _told(error), retry_after_s))
             return
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
-        req.marks.received_at = now
+        req.marks.received_at = received_at
+        if message.trace:
+            self._traces.begin(req, message.trace)
         self._reqs[key] = req
         self._admission.place(req)
 
@@ -215,7 +223,10 @@ class DecodeLoop:
         if fetch.ending is not None:
             self._end(req, fetch.ending)
         elif fetch.landed:
-            req.marks.landed_at = req.marks.landed_at or time.monotonic()
+            now = time.monotonic()
+            req.marks.landed_at = req.marks.landed_at or now
+            if req.trace is not None:
+                req.trace.enter("decode_queue", now)
             self._scheduler.commit(req)
         else:
             self._admission.place_locally(req, "fallback")
@@ -239,6 +250,8 @@ class DecodeLoop:
 
     def _leave(self, req: Req, reason: FinishReason) -> None:
         """End `req` without a chunk. Its pages are freed once no pull writes to them."""
+        if req.trace is not None:
+            self._traces.end(req)
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error chunk while it drains
             self._inbound.cancel(req, reason)
@@ -248,6 +261,9 @@ class DecodeLoop:
     def _settle(self, step: Step) -> None:
         drawn = self._engine.settle(step)
         now = time.monotonic()
+        if self._traces.waiting:
+            reqs = self._scheduler.reqs_of(step.plan.step)
+            self._traces.settled(step.plan, *reqs, now - self._engine.meter.took_s, now)
         settled = self._scheduler.settle(step.plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(len(settled))
         for req, each, reason in settled:
@@ -256,11 +272,15 @@ class DecodeLoop:
                 reason, error = FinishReason.ERROR, _told(found)
                 if isinstance(found, LibraryError):
                     found.log(req.req_id)
+                if req.trace is not None:
+                    self._traces.end(req, error)
             self._replies.token(req, now, reason, error, each.logprob)
             if reason is not None:
                 self._end(req, reason)
 
     def _end(self, req: Req, reason: FinishReason) -> None:
+        if req.trace is not None:
+            self._traces.end(req)
         self._scheduler.finish(req)
         self._reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
@@ -274,6 +294,8 @@ class DecodeLoop:
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
+            if req.trace is not None:
+                self._traces.end(req, error)
             self._leave(req, FinishReason.ABORT)
 
 
@@ -281,9 +303,17 @@ def _told(error: KvlaneError) -> Error:
     return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
 
 
-def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
+def _gets_row(metrics: WorkerMetrics, traces: DecodeTraces, req: Req, now: float) -> None:
     if req.marks.landed_at and not req.marks.row_at:
         metrics.row_wait_seconds.observe(now - req.marks.landed_at)
+    if req.trace is not None:
+        traces.row(req, now)
+
+
+def _preempted(metrics: WorkerMetrics, traces: DecodeTraces, req: Req) -> None:
+    metrics.preemptions.inc()
+    if req.trace is not None:
+        traces.preempted(req)
 
 
 def _stats(

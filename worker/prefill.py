@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
 from worker.engine.engine import Engine
@@ -21,6 +22,10 @@ from worker.plan import Plan
 from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.req import PrefillReq
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Trace
 
 
 class PrefillLoop:
@@ -47,6 +52,7 @@ class PrefillLoop:
             thread.send,
             config.lease,
             engine.metrics,
+            engine.tracer,
         )
         self._flight = Flight(engine, self._launch, self._settle)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
@@ -106,9 +112,13 @@ class PrefillLoop:
                 step.groups.wait(group)
                 self._announce_final_groups()
         self._num_groups_announced = 0
-        computed = self._scheduler.settle(step.plan.step, self._engine.settle(step))
+        drawn, chunks = self._engine.settle(step), self._scheduler.chunks_of(step.plan.step)
+        computed = self._scheduler.settle(step.plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
+        for req, chunk in chunks:
+            if req.trace is not None and not req.dropped:
+                _trace_chunk(req, req.trace, len(chunk.tokens), self._engine.meter.took_s)
         self._scheduler.commit(computed)
 
     def _announce_final_groups(self) -> None:
@@ -154,6 +164,12 @@ class PrefillLoop:
             num_steps=self._engine.meter.num_steps,
             has_work=bool(self._scheduler.waiting) or self._flight.busy,
         )
+
+
+def _trace_chunk(req: PrefillReq, trace: Trace, num_tokens: int, took_s: float) -> None:
+    """A chunk of `req` that has been announced, which is when it ended for decode."""
+    ended_at = req.started_at + req.prefill_s
+    trace.add("prefill_chunk", ended_at - took_s, ended_at, {"kvlane.tokens": num_tokens})
 
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:

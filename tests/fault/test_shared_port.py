@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.check import check_port
@@ -93,6 +94,10 @@ def test_connections_are_shared_evenly_and_one_scrape_shows_all(routers: Routers
     families = [family.name for family in text_string_to_metric_families(page)]
     assert len(set(families)) == len(families), "a family is in two places"
     assert metric(routers.url, ANSWERED) == NUM_ROUTERS
+    accept = {"accept": "application/openmetrics-text"}
+    page = httpx.get(f"{routers.url}/metrics", headers=accept).text
+    names = [each.name for each in openmetrics.text_string_to_metric_families(page)]
+    assert sorted(names) == sorted(families), "the same in OpenMetrics' form"
     for name in routers.members:  # each has its own as well
         own = by_router(routers.own_url(name), "requests_total", outcome="invalid_value")
         assert own == {name: counts[name]}

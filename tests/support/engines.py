@@ -81,6 +81,7 @@ class Client:
         prefills: Sequence[str] | None = None,
         after: str = "",
         num_prompt_tokens: int | None = None,
+        trace: str = "",
     ) -> str:
         """Send one request; its id. `tokens` beyond `num_prompt_tokens` were drawn elsewhere."""
         number = next(self._ids)
@@ -89,7 +90,7 @@ class Client:
         wanted = [*wanted[number % max(1, len(wanted)) :], *wanted[: number % max(1, len(wanted))]]
         message = Generate(
             req_id, 1, tuple(tokens), num_prompt_tokens or len(tokens), sampling, 100.0,
-            tuple(Candidate(peer) for peer in wanted), after,
+            tuple(Candidate(peer) for peer in wanted), after, trace,
         )  # fmt: skip
         peer = decode or self.decodes[number % len(self.decodes)]
         self.answers[req_id] = Answer(num_prompt_tokens=len(tokens), sent_at=time.monotonic())

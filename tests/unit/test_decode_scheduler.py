@@ -226,7 +226,7 @@ class Simulation:
         self.num_chunk_steps = 0
         self.num_stuck = 0  # turns in a row
 
-    def preempted(self) -> None:
+    def preempted(self, _: Req) -> None:
         self.counts["preemptions"] += 1
 
     # The load.

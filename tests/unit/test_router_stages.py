@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import STAGES
@@ -76,6 +77,25 @@ def test_a_stop_string_does_not_lose_them(url: str) -> None:
     found = post(url, "completions", prompt="a", stop=[text[-1]], return_stages=True).json()
     assert found["choices"][0]["finish_reason"] == "stop"
     check(found["choices"][0]["stages"])
+
+
+def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(url: str) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    body = {"prompt": "a", "max_tokens": 3}
+    httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+    accept = {"accept": "application/openmetrics-text"}
+    page = httpx.get(f"{url}/metrics", headers=accept).text
+    named = {
+        family.name.removeprefix("kvlane_")
+        for family in openmetrics.text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.exemplar and sample.exemplar.labels == {"trace_id": trace_id}
+    }
+    assert named == {
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_stage_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds",
+    }  # fmt: skip
 
 
 def test_every_stage_is_a_histogram(url: str) -> None:

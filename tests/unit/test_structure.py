@@ -29,12 +29,12 @@ MAY_IMPORT = {
     "cluster": {"worker", "router", "cluster"},
 }
 ONLY_IN = {"ray": "cluster", "torch": "worker"}
-ROUTER_SEES = {"api", "config", "errors", "registry", "wire", "metrics"}
+ROUTER_SEES = {"api", "config", "errors", "registry", "wire", "metrics", "tracing"}
 
 # Rooms of worker, lowest first (ARCHITECTURE section 2). A room imports from those before it in
 # this list. Floors are for people: L0 is free of torch, L6 belongs to decode workers.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "L0": ("errors", "api", "registry", "config", "metrics", "wire", "plan"),
+    "L0": ("errors", "api", "registry", "config", "metrics", "wire", "plan", "tracing"),
     "L1": ("forward", "kernels"),
     "L2": ("cache", "comm", "attention", "recurrent", "step", "transfer"),
     "L3": ("layers", "models"),
@@ -92,6 +92,19 @@ def test_ray_is_cluster_s_and_torch_is_worker_s() -> None:
     none_of(breaches)
 
 
+def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
+    """It is an optional package, and its import takes a quarter of a second."""
+    behind = {"worker.tracing.export", "worker.tracing.spans"}
+    breaches = [
+        f"{module} imports {name}"
+        for module, names in tree().imports.items()
+        for name in names
+        if (name.split(".")[0] == "opentelemetry" and module not in behind)
+        or (name in behind and module not in {"worker.tracing.setup", *behind})
+    ]
+    none_of(breaches)
+
+
 def test_tests_and_benchmarks_are_imported_by_nobody() -> None:
     breaches = [
         f"{module} imports {name}"
@@ -102,7 +115,7 @@ def test_tests_and_benchmarks_are_imported_by_nobody() -> None:
     none_of(breaches)
 
 
-def test_router_sees_six_modules_of_worker() -> None:
+def test_router_sees_the_contract_of_worker_only() -> None:
     breaches = [
         f"{module} imports {name}"
         for module, names in tree().edges.items()
@@ -154,7 +167,8 @@ def test_the_lowest_floor_is_free_of_torch_even_indirectly() -> None:
                 return [module, *path]
         return []
 
-    paths = [reaches(f"worker.{room}", set()) for room in FLOORS["L0"]]
+    lowest = [module for module in imports if room_of(module) in FLOORS["L0"]]
+    paths = [reaches(module, set()) for module in lowest]
     none_of([" -> ".join([*path, "torch"]) for path in paths if path])
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -28,7 +29,11 @@ from worker.metrics import Progress, WorkerMetrics, untold
 from worker.models.config import ModelSpec, read_model_spec
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
+from worker.tracing.setup import tracer_of
 from worker.transfer.base import TRANSPORTS, KVTransport
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Tracer
 
 log = logging.getLogger("kvlane.engine")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
@@ -49,6 +54,7 @@ class Engine:
     meter: StepMeter
     step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
+    tracer: Tracer | None
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
         """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
@@ -114,6 +120,8 @@ class Engine:
         self.metrics.close()
         if self.step_log is not None:
             self.step_log.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 def build_engine(
@@ -125,6 +133,7 @@ def build_engine(
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
     """
+    tracer = tracer_of(config.tracing, config.role, name)
     spec = read_model_spec(config.model.directory)
     configured_len = config.model.max_model_len
     config = config.resolved(
@@ -153,7 +162,18 @@ def build_engine(
     _watch(metrics, book)
     runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
     return Engine(
-        config, spec, layout, pool, book, runner, transport, metrics, meter, step_log, checks
+        config,
+        spec,
+        layout,
+        pool,
+        book,
+        runner,
+        transport,
+        metrics,
+        meter,
+        step_log,
+        checks,
+        tracer,
     )
 
 

@@ -18,6 +18,7 @@ class StepMeter:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet
         self.num_steps = 0  # settled
+        self.took_s = 0.0  # the last of them
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
@@ -46,7 +47,7 @@ class StepMeter:
         if how == "eager":
             self._metrics.eager_steps(kind, why or "configured").inc()
         took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
-        self._free_at = now
+        self._free_at, self.took_s = now, took_s
         self._metrics.step_seconds(kind).observe(took_s)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         if not num_tokens:

@@ -112,6 +112,7 @@ class Fetch:
         self._lease = Lease(context.lease.decode_window_s, self._began_at)
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._prefill_s = 0.0
+        self._num_bytes = 0  # pulled
         self._announced: deque[_Ready] = deque()  # neither bound nor pulled yet
         self._running: list[_Running] = []
         # Both: index of a page in the prompt -> bits of the layer groups that this attempt has seen
@@ -156,8 +157,13 @@ class Fetch:
         is_first = len(req.tokens) == self._num_tokens
         self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
         sampling = req.sampling if self._awaits_token else None
+        trace = ""
+        if req.trace is not None:
+            asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
+            req.trace.attempt("prefill", now, asked)
+            trace = req.trace.carried
         what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
-        self._context.send(link.peer, Prefill(self.xfer, *what))
+        self._context.send(link.peer, Prefill(self.xfer, *what, trace))
 
     def announced(self, message: KVReady) -> bool:
         """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
@@ -169,6 +175,10 @@ class Fetch:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._last_announced_at:
             self._last_announced_at, self._prefill_s = time.monotonic(), message.prefill_s
+            if req.trace is not None:
+                req.trace.enter(
+                    "pull", self._last_announced_at, {"kvlane.transport": self._context.label}
+                )
         announced = _bits(range(message.first_group, message.first_group + message.num_groups))
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         num_wanted_pages = self._num_wanted_pages
@@ -205,6 +215,8 @@ class Fetch:
         """End the attempt without success; metrics count it under `cause`."""
         log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
         self._context.metrics.fetch_retries(cause).inc()
+        if self.req.trace is not None:
+            self.req.trace.leave(time.monotonic(), error=cause, why=why)
         self.drain()
 
     def drain(self) -> None:
@@ -222,6 +234,8 @@ class Fetch:
         self.drain()
         num_tokens = self.num_landed_pages * self._context.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
+        if self.req.trace is not None:
+            self.req.trace.note({"kvlane.bytes": self._num_bytes})
         if self.landed and self.ending is None:
             self.req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
             now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
@@ -268,6 +282,7 @@ class Fetch:
     def _land(self, each: _Running, took_s: float) -> None:
         """Record a finished pull in the metrics and advance num_landed_pages."""
         context = self._context
+        self._num_bytes += each.pull.num_bytes
         context.metrics.pulled_bytes(context.label).inc(each.pull.num_bytes)
         context.metrics.pull_seconds(context.label).observe(took_s)
         rate = each.pull.num_bytes / max(took_s, 1e-6)

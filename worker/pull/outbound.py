@@ -11,8 +11,10 @@ last announcement, or after it where layer groups are announced while their step
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from worker.api import (
     AnyMessage,
@@ -33,6 +35,9 @@ from worker.plan import Chunk
 from worker.pull.lease import Lease
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Tracer
 
 log = logging.getLogger("kvlane.outbound")
 
@@ -59,6 +64,7 @@ class Outbound:
         send: Callable[[PeerId, AnyMessage], None],
         lease: LeaseConfig,
         metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._scheduler = scheduler
@@ -67,6 +73,7 @@ class Outbound:
         self._send = send
         self._window_s = lease.prefill_window_s
         self._metrics = metrics
+        self._tracer = tracer
         self._outgoing: dict[Xfer, _Outgoing] = {}
         self._by_req: dict[PrefillReq, _Outgoing] = {}
         self.draining = False
@@ -99,6 +106,12 @@ class Outbound:
         self._metrics.cached_tokens.inc(req.num_computed_tokens)
         outgoing = _Outgoing(xfer, peer, req, Lease(self._window_s, now), first_page)
         self._outgoing[xfer] = self._by_req[req] = outgoing
+        if message.trace and self._tracer is not None:
+            req.trace = self._tracer.carried(message.trace, now)
+            cached = {"kvlane.cached_tokens": req.num_computed_tokens}
+            req.trace.enter("prefill_queue", now, cached)
+            if req.num_computed_tokens == req.num_target_tokens:
+                req.trace.leave(now)
         self._announce(outgoing, first_page)
 
     def _admit(self, message: Prefill) -> PrefillReq:
@@ -194,6 +207,8 @@ class Outbound:
         return tuple(req.hold.pages[first:end])
 
     def _drop(self, outgoing: _Outgoing) -> None:
+        if outgoing.req.trace is not None:
+            outgoing.req.trace.leave(time.monotonic())
         del self._outgoing[outgoing.xfer]
         del self._by_req[outgoing.req]
         self._scheduler.drop(outgoing.req)

@@ -11,6 +11,7 @@ from worker.engine.engine import Engine
 from worker.errors import Busy, UserError
 from worker.pull.inbound import Inbound
 from worker.pull.peers import PrefillPeers
+from worker.requests.traces import prefill_here
 from worker.sampling.grammar import Grammars
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import PlacementInputs, prefills_locally
@@ -79,7 +80,10 @@ class Admission:
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
             self._engine.metrics.placed("none").inc()
-            req.marks.landed_at = req.marks.landed_at or time.monotonic()
+            now = time.monotonic()
+            req.marks.landed_at = req.marks.landed_at or now
+            if req.trace is not None:
+                req.trace.enter("decode_queue", now)
             self._scheduler.commit(req)
             return
         candidates = self._peers.eligible(req.candidates)
@@ -105,6 +109,8 @@ class Admission:
         self._engine.metrics.placed(why).inc()
         if not req.marks.row_at:
             req.marks.prefilled_by = self._me
+        if req.trace is not None:
+            prefill_here(req, req.trace, why, self._me)
         self._scheduler.prefill_locally(req)
 
     def resume_preempted(self) -> None:

@@ -17,24 +17,28 @@ class Siblings:
     """Requests that wait until another one's prompt is in the prefix tree. They own no pages."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[PeerId, str, int], Generate] = {}  # router, req_id, dispatch
+        # Router, req_id, dispatch -> the request, and when it came.
+        self._waiting: dict[tuple[PeerId, str, int], tuple[Generate, float]] = {}
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait."""
         return len(self._waiting)
 
-    def defer(self, router: PeerId, message: Generate, reqs: Collection[Req]) -> bool:
+    def defer(
+        self, router: PeerId, message: Generate, received_at: float, reqs: Collection[Req]
+    ) -> bool:
         """Queue `message` if it has to wait, and say whether it does."""
         waits = _must_wait(router, message, reqs)
         if waits:
-            self._waiting.setdefault((router, message.req_id, message.dispatch), message)
+            key = router, message.req_id, message.dispatch
+            self._waiting.setdefault(key, (message, received_at))
         return waits
 
-    def due(self, reqs: Collection[Req]) -> list[tuple[PeerId, Generate]]:
-        """Remove and return those that need not wait any longer."""
-        due = [k for k, message in self._waiting.items() if not _must_wait(k[0], message, reqs)]
-        return [(key[0], self._waiting.pop(key)) for key in due]
+    def due(self, reqs: Collection[Req]) -> list[tuple[PeerId, Generate, float]]:
+        """Remove and return those that need not wait any longer, and when each had come."""
+        due = [k for k, each in self._waiting.items() if not _must_wait(k[0], each[0], reqs)]
+        return [(key[0], *self._waiting.pop(key)) for key in due]
 
     def abort(self, req_id: str, dispatch: int) -> None:
         """Forget the waiting request (req_id, dispatch)."""

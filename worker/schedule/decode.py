@@ -12,9 +12,8 @@ add one, so the host's bound of the KV length on the device is n - 1 + num_in_fl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from worker.api import FinishReason
 from worker.cache.book import PageBook
@@ -23,9 +22,6 @@ from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
 from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.rows import RowTable
-
-if TYPE_CHECKING:
-    from worker.sampling.grammar import Matcher
 
 ARRIVAL = attrgetter("arrival")
 
@@ -42,7 +38,7 @@ class DecodeScheduler:
         book: PageBook,
         engine: EngineConfig,
         eos_ids: frozenset[int],
-        on_preempt: Callable[[], None] = lambda: None,
+        on_preempt: Callable[[Req], None] = lambda req: None,
         on_row: Callable[[Req, float], None] = lambda req, now: None,
     ) -> None:
         self.book = book
@@ -58,8 +54,8 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> the requests it samples, and whether it is a prefill step.
-        self._launched: dict[int, tuple[list[Req], bool]] = {}
+        # Step number -> the requests it samples, and those of its chunks if it is a prefill step.
+        self._launched: dict[int, tuple[list[Req], list[Req]]] = {}
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     @property
@@ -126,9 +122,9 @@ class DecodeScheduler:
             plan = self._plan_chunks(now)
         return plan or self._plan_decode()
 
-    def matchers(self, step: int) -> list[Matcher | None]:
-        """Return the matchers of the rows that unsettled step `step` samples; None: no grammar."""
-        return [req.matcher for req in self._launched[step][0]]
+    def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
+        """Return the requests that unsettled step `step` samples, and those of its chunks."""
+        return self._launched[step]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
         """Append the tokens of finished step `step`; returns (request, drawn, reason to end).
@@ -181,6 +177,7 @@ class DecodeScheduler:
     def _plan_chunks(self, now: float) -> Plan | None:
         budget = int(self._engine.max_prefill_tokens)
         chunks: list[Chunk] = []
+        computed: list[Req] = []
         sampled: list[Req] = []
         for req in list(self.local):
             if budget == 0 or (not req.row and not self._rows.num_free):
@@ -196,6 +193,7 @@ class DecodeScheduler:
             self._rows.queue_pages(req)
             last = end == len(req.tokens)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
+            computed.append(req)
             req.num_planned_tokens = end
             budget -= end - start
             if last:
@@ -207,7 +205,7 @@ class DecodeScheduler:
             return None
         self._last_was_prefill = True
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(sampled, ends, chunks=tuple(chunks))
+        return self._launch(sampled, ends, computed, chunks=tuple(chunks))
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
@@ -223,12 +221,13 @@ class DecodeScheduler:
             chosen.append(req)
             lengths.append(num_tokens)
         rows = tuple(req.row for req in chosen)
-        return self._launch(chosen, lengths, decode=rows) if rows else None
+        return self._launch(chosen, lengths, [], decode=rows) if rows else None
 
     def _launch(
         self,
         sampled: list[Req],
         lengths: list[int],
+        computed: list[Req],
         *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
@@ -236,7 +235,7 @@ class DecodeScheduler:
         self._step += 1
         for req in sampled:
             req.num_in_flight += 1
-        self._launched[self._step] = sampled, bool(chunks)
+        self._launched[self._step] = sampled, computed
         self.book.launched(self._step)
         draws = {req.draw for req in sampled}
         return Plan(
@@ -270,7 +269,7 @@ class DecodeScheduler:
                 if self._leaving:
                     return False
                 victim = max(self.running.values(), key=lambda r: r.arrival)
-                self._on_preempt()
+                self._on_preempt(victim)
                 if victim.num_in_flight:
                     self._leaving.add(victim)
                     return False

@@ -16,6 +16,7 @@ from worker.plan import tail_index
 
 if TYPE_CHECKING:
     from worker.sampling.grammar import Matcher
+    from worker.tracing.spans import Trace
 
 
 class Phase(Enum):
@@ -112,6 +113,7 @@ class Req:
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
     marks: Marks = field(default_factory=Marks)
+    trace: Trace | None = None  # its stages here; None = not traced
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
 
@@ -161,6 +163,7 @@ class PrefillReq:
     token: int | None = None  # drawn and settled
     prefill_s: float = 0.0  # from started_at until its last page and token were announced
     dropped: bool = False  # given back; a step in flight may still compute it
+    trace: Trace | None = None  # its stages here; None = not traced
 
     @property
     def num_target_tokens(self) -> int:

@@ -1,0 +1,205 @@
+"""Stages of a request as spans; a collector that is dead; when OpenTelemetry is missing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import worker.tracing.export
+import worker.tracing.setup
+import worker.tracing.spans
+from tests.support.collector import collecting
+from worker.config import TracingConfig
+from worker.errors import MissingLibrary
+from worker.tracing.setup import tracer_of
+from worker.tracing.spans import Tracer
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
+
+
+class Made:
+    """A tracer, and the spans that it has made."""
+
+    def __init__(self) -> None:
+        provider, self._exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = Tracer(provider.get_tracer("test"), provider.shutdown)
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(name, begin, end) in ms since the first began."""
+        found = self.raw()
+        first = min((span.start_time or 0 for span in found), default=0)
+        return [
+            (span.name, round((span.start_time or 0) - first) // 1_000_000,
+             round((span.end_time or 0) - first) // 1_000_000) for span in found
+        ]  # fmt: skip
+
+    def raw(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    found = Made()
+    yield found
+    found.tracer.close()
+
+
+def test_a_stage_begins_where_the_one_before_ended(made: Made) -> None:
+    """Whatever the order of the marks, and whether or not it was left before."""
+    trace = made.tracer.carried(PARENT, 5.0)
+    trace.enter("one", 5.25)
+    trace.leave(6.0)
+    trace.leave(6.5)
+    trace.enter("two", 7.0)
+    trace.enter("three", 7.5)
+    trace.leave(7.25)
+    assert made.spans() == [("one", 0, 1000), ("two", 1000, 2500), ("three", 2500, 2500)]
+
+
+def test_stages_within_a_stage_end_with_it(made: Made) -> None:
+    trace = made.tracer.carried(PARENT, 1.0)
+    trace.enter("prefill", 1.0)
+    trace.inner = trace.below(1.0)
+    trace.inner.enter("prefill_queue", 1.0)
+    trace.inner.add("prefill_chunk", 1.5, 2.0, {})
+    trace.inner.add("prefill_chunk", 1.75, 2.5, {})  # the device began it when the first was over
+    trace.inner.enter("prefill_queue", 2.5)
+    trace.leave(3.0)
+    assert made.spans() == [
+        ("prefill_queue", 0, 500), ("prefill_chunk", 500, 1000), ("prefill_chunk", 1000, 1500),
+        ("prefill_queue", 1500, 2000), ("prefill", 0, 2000),
+    ]  # fmt: skip
+    *inner, outer = made.raw()
+    assert outer.context is not None
+    assert {span.parent and span.parent.span_id for span in inner} == {outer.context.span_id}
+
+
+def test_another_attempt_says_why(made: Made) -> None:
+    trace = made.tracer.carried(PARENT, 0.0)
+    trace.attempt("prefill", 0.0)
+    trace.leave(1.0, error="worker_lost", why="prefill-0 is lost")
+    trace.attempt("prefill", 1.0)
+    trace.enter("pull", 2.0)
+    trace.leave(3.0)
+    failed, second, pull = made.raw()
+    assert not failed.status.is_ok
+    assert failed.status.description == "prefill-0 is lost"
+    assert dict(failed.attributes or {}) == {"kvlane.attempt": 1, "error.type": "worker_lost"}
+    assert dict(second.attributes or {}) == {"kvlane.attempt": 2, "kvlane.cause": "worker_lost"}
+    assert not pull.attributes
+
+
+def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) -> None:
+    trace = made.tracer.carried(PARENT + "a=b,c=d", 0.0)
+    trace.enter("dispatch", 0.0)
+    other = made.tracer.carried(trace.carried, 1.0)
+    other.enter("decode", 1.0)
+    other.leave(2.0)
+    trace.leave(3.0)
+    decode, dispatch = made.raw()
+    assert decode.parent is not None
+    assert dispatch.context is not None
+    assert decode.parent.span_id == dispatch.context.span_id
+    assert decode.context is not None
+    assert f"{decode.context.trace_id:032x}" in PARENT
+    assert decode.context.trace_state.to_header() == "a=b,c=d"
+
+
+def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else does: readings of two clocks are never quite the same moment."""
+    trace = made.tracer.carried(PARENT, 0.0)
+    real = time.time_ns
+
+    class Clock:
+        monotonic_ns = staticmethod(time.monotonic_ns)
+        ahead_ns = 0
+
+        @classmethod
+        def time_ns(cls) -> int:
+            return real() + cls.ahead_ns
+
+    monkeypatch.setattr(worker.tracing.spans, "time", Clock)
+    for ahead_ns in (0, 200_000, 3_600 * 10**9):
+        Clock.ahead_ns = ahead_ns
+        trace.add("stage", 1.0, 1.0, {})
+    first, same, later = (span.start_time or 0 for span in made.raw())
+    assert abs(same - first) < 1_000_000
+    assert later - first == pytest.approx(3_600 * 10**9, abs=2_000_000)
+
+
+def test_a_collector_that_does_not_answer_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked, and never answers: whoever waited for it would wait for ever."""
+    monkeypatch.setenv(DELAY, "1")
+    asked, heard = threading.Event(), list[socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def hear() -> None:
+            heard.append(silent.accept()[0])
+            asked.set()
+
+        threading.Thread(target=hear, daemon=True).start()
+        port = silent.getsockname()[1]
+        config = TracingConfig(endpoint=f"http://127.0.0.1:{port}", sample_ratio=1.0)
+        tracer = tracer_of(config, "router", "router-0")
+        assert tracer is not None
+        trace = tracer.of_headers({}, 0.0)
+        trace.add("stage", 0.0, 1.0, {})
+        assert asked.wait(30)
+        trace.add("stage", 1.0, 2.0, {})
+        tracer.close()
+        heard[0].close()
+    assert "the last spans could not be sent" in caplog.text
+
+
+def test_a_dead_collector_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
+    assert tracer is not None
+    for number in range(3):
+        sdk = logging.getLogger(f"opentelemetry.some.{number}")
+        sdk.error("failed\nto export", exc_info=ValueError())
+    tracer.close()
+    (told,) = [each for each in caplog.records if each.name == "kvlane.tracing"]
+    assert told.message.startswith("spans may be lost: ")
+    assert "\n" not in told.message
+    assert told.exc_info is None
+    assert not logging.getLogger("opentelemetry").propagate
+
+
+@pytest.mark.parametrize("endpoint", ["auto", "", "/v1/traces", "/elsewhere"])
+def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base or the whole URL, or by the environment; the SDK's other variables count, too."""
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        wanted = endpoint if endpoint == "auto" else collector.url + endpoint
+        tracer = tracer_of(TracingConfig(endpoint=wanted), "decode", "decode-0")
+        assert tracer is not None
+        tracer.of_headers({}, 0.0).add("stage", 0.0, 1.0, {})
+        tracer.close()
+    assert collector.paths == {"/elsewhere" if endpoint == "/elsewhere" else "/v1/traces"}
+    assert [(span.service, span.instance) for span in collector.spans] == [("mine", "decode-0")]
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.tracing.setup, "PACKAGES", ("opentelemetry.not_there.at_all",))
+    assert tracer_of(TracingConfig(), "decode", "decode-0") is None
+    with pytest.raises(MissingLibrary, match=r"pip install 'kvlane\[tracing\]'") as caught:
+        tracer_of(TracingConfig(endpoint="auto"), "decode", "decode-0")
+    assert caught.value.param == "tracing.endpoint"

@@ -1,0 +1,83 @@
+"""Where the spans of one process go: OpenTelemetry's SDK, which sends them from its own thread.
+
+The SDK reads the variables OTEL_* itself; what the configuration says wins.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+from worker.config import TracingConfig
+from worker.tracing.spans import Tracer
+
+log = logging.getLogger("kvlane.tracing")
+
+FLUSH_S = 1.0  # for the last spans to leave when the process ends
+TELL_S = 60.0  # between two lines about a collector that does not answer
+TRACES_PATH = "/v1/traces"
+
+
+def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
+    """A tracer whose spans go to the collector; see `setup.tracer_of`."""
+    _quiet_sdk()
+    ours = {
+        "service.name": f"kvlane-{role}",
+        "service.instance.id": name,
+        "host.name": socket.gethostname(),
+    }
+    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    ratio = config.sample_ratio
+    sampler = None if ratio == "auto" else ParentBased(TraceIdRatioBased(ratio))
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=_url(config.endpoint))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def close() -> None:
+        flushing = threading.Thread(target=provider.shutdown, name="kvlane-spans", daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+        if flushing.is_alive():
+            exporter.shutdown()  # ends its retries
+            log.warning("the last spans could not be sent within %g s", FLUSH_S)
+
+    return Tracer(provider.get_tracer("kvlane"), close)
+
+
+def _url(endpoint: str) -> str | None:
+    """The collector's URL for traces, of its base too; None: as the environment says."""
+    if endpoint == "auto":
+        return None
+    parts = urlsplit(endpoint)
+    return endpoint if parts.path.strip("/") else parts._replace(path=TRACES_PATH).geturl()
+
+
+class _SeldomHandler(logging.Handler):
+    """Passes the SDK's complaints on to our log, one every TELL_S and without stack traces."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next_at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._next_at = now + TELL_S
+            log.warning("spans may be lost: %s", " ".join(record.getMessage().split()))
+
+
+def _quiet_sdk() -> None:
+    """Else a collector that is down is a line or a stack trace for every batch."""
+    sdk = logging.getLogger("opentelemetry")
+    if not any(isinstance(each, _SeldomHandler) for each in sdk.handlers):
+        sdk.addHandler(_SeldomHandler())
+        sdk.propagate = False
