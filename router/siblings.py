@@ -47,7 +47,7 @@ class Siblings:
         """Whether it is the shared port, and not the one that this router has of its own."""
         return self._member.address.endswith(f":{port}")
 
-    async def page(self, own: bytes, accepted: str) -> bytes:
+    async def page(self, own: bytes, accepted: str = "") -> bytes:
         """The metrics of all of them, and how many answered.
 
         Args:
