@@ -156,6 +156,7 @@ def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
     screen.plain(f"kvlane serves {config.model.name} at {' '.join(f'{u}/v1' for u in urls)}")
     screen.plain(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
     screen.plain(f"    -d '{body}'")
+    screen.plain(f"  {url}/dashboard shows what it does; kvlane top does so here")
     screen.plain("Ctrl-C stops it.")
 
 

@@ -40,6 +40,11 @@ class Siblings:
             registry=self._registry,
         )
 
+    @property
+    def name(self) -> str:
+        """Of this router."""
+        return self._member.name
+
     def shares(self, port: int) -> bool:
         """Whether it is the shared port, and not the one that this router has of its own."""
         return self._member.address.endswith(f":{port}")
@@ -63,15 +68,23 @@ class Siblings:
             self._count.labels(mine.model, mine.role, state).set(number)
         return merged([own.decode(), *pages]).encode() + generate_latest(self._registry)
 
+    async def told(self, path: str) -> dict[str, str | None]:
+        """What every other router of the cluster answers at its own port; None: not in time."""
+        routers = [known.member for known in self._members.all() if known.member.role == "router"]
+        others = {each.name: each.metrics_address for each in routers}
+        others.pop(self.name, None)
+        answers = await asyncio.gather(*(self._asked(each, path) for each in others.values()))
+        return dict(zip(others, answers, strict=True))
+
     async def close(self) -> None:
         """End the connections to them."""
         await self._client.aclose()
 
-    async def _asked(self, address: str) -> str | None:
-        """Another one's metrics, if it answers in time."""
+    async def _asked(self, address: str, path: str = "/metrics") -> str | None:
+        """Another one's page, if it answers in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
-                response = await self._client.get(f"http://{address}/metrics")
+                response = await self._client.get(f"http://{address}{path}")
             return response.raise_for_status().text
         except (httpx.HTTPError, TimeoutError):
             return None

@@ -15,6 +15,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
+from router.board import Spread
+
 
 class Tally:
     """One series. To be observed by one thread; another one may scrape.
@@ -34,6 +36,10 @@ class Tally:
         """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def spread(self) -> Spread:
+        """The buckets as they are now."""
+        return Spread(tuple(self._bounds), tuple(self._counts))
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
         """The buckets as (upper bound, values up to it), and the sum of all values."""
