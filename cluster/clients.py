@@ -6,6 +6,7 @@ import argparse
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -83,5 +84,6 @@ def _chat(args: argparse.Namespace, running: Urls) -> int:
 def _top(args: argparse.Namespace, running: Urls) -> int:
     from cluster.top import Source, show
 
-    show(Source(*_server(args, running)), args.interval, once=args.once, as_json=args.json)
+    with closing(Source(*_server(args, running))) as source:
+        show(source, args.interval, once=args.once, as_json=args.json)
     return 0

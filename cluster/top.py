@@ -48,6 +48,10 @@ class Source:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
 
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
     def ask(self) -> bytes:
         """What `/dashboard/data` says.
 
