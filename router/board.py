@@ -13,6 +13,8 @@ import msgspec
 
 from worker.api import Role
 
+NUM_NAMED = 4  # in the sentence that says the worst
+
 
 class Spread(msgspec.Struct, frozen=True):
     """How long something took, by bucket, as Prometheus has it."""
@@ -146,18 +148,19 @@ def verdict(
 ) -> tuple[Literal["good", "warn", "bad"], str]:
     """The state of the cluster, and why in a sentence."""
     rows = [*workers, *routers]
-    named = ", ".join(f"{row.name} is {row.state}" for row in rows if row.state != "ready")
+    odd = [f"{row.name} is {row.state}" for row in rows if row.state != "ready"]
+    named = ", ".join(odd[:NUM_NAMED])
+    if len(odd) > NUM_NAMED:
+        named += f", and {len(odd) - NUM_NAMED} more"
     answer = ("ready", "draining")
     if not any(row.role == "decode" and row.state in answer for row in workers):
-        why = "no decode worker answers: requests wait, then fail"
+        why = "No decode worker answers: requests wait, then fail"
         return "bad", f"{why} ({named})" if named else why
     if any(row.state in ("silent", "lost") for row in rows):
         return "bad", named
     if named:
         return "warn", named
-    return "good", f"all {len(workers)} workers answer" if len(
-        workers
-    ) > 1 else "the worker answers"
+    return "good", f"All {len(workers)} workers answer" if workers[1:] else "The worker answers"
 
 
 def latencies(parts: Sequence[Part]) -> dict[str, Latency]:

@@ -190,7 +190,7 @@ function changeItem(change) {
 function headline() {
   if (failure) return ["bad", `No news from the router: ${failure}.${board ? " All figures are old." : ""}`];
   if (isPaused) return ["warn", "Paused: the figures stand still."];
-  return [board.state, board.summary[0].toUpperCase() + board.summary.slice(1)];
+  return [board.state, board.summary];
 }
 
 function showAge() {

@@ -217,7 +217,7 @@ def states_are_told(browser: Any, stand: Stand) -> None:
             for scheme in ("light", "dark"):
                 with visiting(browser, url, size, scheme) as visit:
                     visit.go("/dashboard")
-                    visit.wait("#headline", "prefill-29 is lost")
+                    visit.wait("#headline", "prefill-3 is lost, and 26 more")
                     assert visit.page.locator("#changes li").count() == 30
                     visit.check()
                     visit.go(PLAYGROUND)

@@ -133,12 +133,12 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
 @pytest.mark.parametrize(
     ("states", "verdict"),
     [
-        (("ready", "ready"), ("good", "all 2 workers answer")),
+        (("ready", "ready"), ("good", "All 2 workers answer")),
         (("draining", "ready"), ("warn", "decode-0 is draining")),
         (("ready", "lost"), ("bad", "prefill-0 is lost")),
         (
             ("silent", "ready"),
-            ("bad", "no decode worker answers: requests wait, then fail (decode-0 is silent)"),
+            ("bad", "No decode worker answers: requests wait, then fail (decode-0 is silent)"),
         ),
     ],
 )
@@ -154,4 +154,8 @@ def test_a_silent_router_and_no_worker_at_all_are_told() -> None:
     silent = [RouterRow("router-1", "silent")]
     worker = [WorkerRow("decode-0", "decode", "ready")]
     assert board.verdict(worker, silent) == ("bad", "router-1 is silent")
-    assert board.verdict([], [])[1] == "no decode worker answers: requests wait, then fail"
+    gone = [WorkerRow(f"prefill-{i}", "prefill", "lost") for i in range(6)]
+    named = ", ".join(f"prefill-{i} is lost" for i in range(4))
+    assert board.verdict([*worker, *gone], []) == ("bad", f"{named}, and 2 more")
+    assert board.verdict([*worker, *gone[:4]], []) == ("bad", named)
+    assert board.verdict([], [])[1] == "No decode worker answers: requests wait, then fail"
