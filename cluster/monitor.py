@@ -172,10 +172,10 @@ class Monitor:
             self._note(seat, f"loading ({process.place})")
             member = await started(seat, process, self._config.start_timeout_s)
             ready_at = time.monotonic()
-            text = f"ready after {ready_at - began_at:.1f} s"
-            self._changes.add(seat, State.READY, f"{text} ({process.place})")
+            took = f"after {ready_at - began_at:.1f} s"
+            self._changes.add(seat, State.READY, f"{took} ({process.place})")
             self._join(seat, member)
-            self._note(seat, text)
+            self._note(seat, f"ready {took}")
             await until_over(seat, process, self._config.stop_timeout_s)
         except (WorldError, UserError) as e:
             error = e

@@ -4,8 +4,8 @@ import { amount, byId, el, percent, say, seconds, span, urlOf } from "./common.j
 import { spark } from "./spark.js";
 
 const EVERY_MS = 1000;
-const TIMEOUT_MS = 4000;
-const OLD_MS = 4000;
+const TIMEOUT_MS = 10000;
+const OLD_MS = 5000;
 const MARKS = { ready: "●", draining: "◐", starting: "○", stopping: "◐", silent: "▲", lost: "✕" };
 const LATENCIES = {
   time_to_first_token: "Arrival to first token",
@@ -42,7 +42,7 @@ async function ask() {
 function show() {
   document.title = `${board.model} – kvlane`;
   say(byId("model"), board.model);
-  say(byId("window"), `of the last ${span(board.window_s)}`);
+  for (const id of ["load-window", "latency-window"]) say(byId(id), `the last ${span(board.window_s)}`);
   say(byId("told-by"), `kvlane ${board.version}, told by ${board.told_by}.`);
   showTiles();
   rows(byId("workers"), board.workers, workerCells);
@@ -116,22 +116,21 @@ function showTiles() {
   const { rates, history } = board;
   const ends = Object.entries(board.outcomes);
   const bad = ends.filter(([outcome]) => !WELL.has(outcome));
-  const numBad = bad.reduce((sum, [, count]) => sum + count, 0);
+  const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
   const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
   tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);
   tile("Running", amount(board.running), peak(history.running), history.running);
   tile("Waiting", amount(board.waiting), peak(history.waiting), history.waiting);
   tile("Ended / s", amount(rates.requests), `prompt tokens ${amount(rates.prompt_tokens)} / s`);
   tile(
-    "Found in a prefix cache",
+    "Prefix cache hits",
     percent(board.cached_tokens, board.prompt_tokens),
-    `of ${amount(board.prompt_tokens)} prompt tokens, ${span(board.window_s)}`,
+    `of ${amount(board.prompt_tokens)} prompt tokens`,
   );
   tile(
     "Errors",
     amount(numBad),
-    bad.map(([outcome, count]) => `${outcome} ${count}`).join(", ") ||
-      `of ${amount(ends.reduce((sum, [, count]) => sum + count, 0))}, ${span(board.window_s)}`,
+    [`of ${amount(numEnded)} ended`, ...bad.map(([outcome, count]) => `${outcome} ${count}`)].join(", "),
   );
 }
 
@@ -165,7 +164,7 @@ function showChanges() {
     changesShown = now;
     list.replaceChildren(...changes.map(changeItem));
     const scrolls = list.scrollHeight > list.clientHeight;
-    if (scrolls) Object.assign(list, { tabIndex: 0, ariaLabel: "Deaths and replacements" });
+    if (scrolls) Object.assign(list, { tabIndex: 0, ariaLabel: "Starts, deaths, drains" });
     else list.removeAttribute("tabindex");
   }
   changes.forEach((each, index) => {
@@ -201,7 +200,7 @@ function showAge() {
   byId("headline").dataset.state = kind;
   document.body.classList.toggle("stale", old || Boolean(failure));
   const since = span((Date.now() - toldAt) / 1000);
-  say(byId("age"), board ? (old || failure ? `no answer for ${since}` : `as of ${since} ago`) : "");
+  say(byId("age"), !board ? "" : old || failure ? `no answer for ${since}` : "up to date");
 }
 
 byId("pause").addEventListener("click", () => {

@@ -61,7 +61,7 @@ function errorBox(error) {
 
 function factsOf({ usage, reason, firstAt, lastAt, beganAt }) {
   const facts = [reason ? `ended by ${reason}` : "stopped by you"];
-  if (firstAt) facts.push(`first token after ${seconds((firstAt - beganAt) / 1000)}`);
+  if (firstAt) facts.push(`first token here after ${seconds((firstAt - beganAt) / 1000)}`);
   if (usage) {
     const { completion_tokens: made, prompt_tokens: prompt, prompt_tokens_details: details } = usage;
     facts.push(`${amount(made)} tokens`);

@@ -26,6 +26,7 @@ from tests.e2e.harness import INSIDE, REPOSITORY, Serve
 
 PICTURES = REPOSITORY / "router" / "docs"
 MAX_BYTES = 200_000
+NUM_COLOURS = 128
 ARGUMENTS = (
     "--prefill", "2", "--decode", "2", "--router", "2", "--set", "disaggregation.mode=always",
 )  # fmt: skip
@@ -66,8 +67,12 @@ def load(url: str) -> Iterator[None]:
 
 def picture(visit: Visit, name: str) -> None:
     """Into the repository."""
+    from PIL import Image  # installed beside Playwright
+
     path = PICTURES / f"{name}.png"
     visit.page.screenshot(path=path, full_page=True)
+    with Image.open(path) as taken:
+        taken.convert("RGB").quantize(NUM_COLOURS).save(path, optimize=True)
     size = path.stat().st_size
     assert size < MAX_BYTES, f"{path} has {size} bytes"
     print(f"  {path.relative_to(REPOSITORY)}: {size} bytes", flush=True)

@@ -166,7 +166,7 @@ def test_who_died_why_and_what_replaced_it_is_told() -> None:
         ready, lost, again = [x for x in cluster.last("router-0").changes if x[0] == "decode-0"]
         assert lost == ("decode-0", "lost", "its process died")
         for name, state, text in (ready, again):
-            assert (name, state, text) == ("decode-0", "ready", "ready after 0.0 s (here)")
+            assert (name, state, text) == ("decode-0", "ready", "after 0.0 s (here)")
         cluster.site.start_error = UserError("no such model")
         cluster.last("decode-0").die()
         failed = ("decode-0", "lost", "no such model")

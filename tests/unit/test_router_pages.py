@@ -155,9 +155,9 @@ def test_deaths_and_replacements_are_shown_with_reasons(
     router, url = served
     before = router._members
     changes = (
-        told("decode-1", "ready", "ready after 3.0 s", 90.0),
+        told("decode-1", "ready", "after 3.0 s", 90.0),
         told("prefill-0", "lost", "its process died", 20.0),
-        told("prefill-0", "ready", "ready after 2.0 s", 15.0),
+        told("prefill-0", "ready", "after 2.0 s", 15.0),
         told("decode-1", "lost", "it does not answer (silent for 3.1 s)", 10.0),
         told("decode-2", "stopping", "", 5.0),
         told("router-1", "lost", "its process died", 2.0),
