@@ -29,7 +29,7 @@ from cluster.doctor.running import Examination, examined_here
 from cluster.door import Door
 from cluster.logs import Logs
 from cluster.placement import Group
-from cluster.process import Report, Stage
+from cluster.process import News, Report, Stage
 from cluster.ray_private import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
@@ -82,12 +82,15 @@ class ProcessActor:
         """How far `start` is."""
         return self._stage
 
-    def tell(self, version: int, members: Sequence[Member]) -> None:
+    def tell(self, news: News) -> None:
         """The members from now on. Calls may overtake each other: an older list is ignored."""
         with self._lock:
-            if version > self._version:
-                self._version = version
-                self._part.update_members(members)
+            if news.version > self._version:
+                self._version = news.version
+                self._take(news)
+
+    def _take(self, news: News) -> None:
+        self._part.update_members(news.members)
 
     def drain(self, others: bool) -> None:
         """Take no new requests; `others`: processes at the same address do."""
@@ -180,6 +183,9 @@ class RouterActor(ProcessActor):
         gc.freeze()  # else a collection walks through all libraries, and every stream waits
         return member
 
+    def _take(self, news: News) -> None:
+        self._part.update_members(news.members, news.changes)
+
     def drain(self, others: bool) -> None:
         """Take no new requests; leave the port if others stay there."""
         self._part.drain(others=others)
@@ -225,9 +231,9 @@ class RayProcess:
         """See process.Process."""
         await call(self.actor.run)
 
-    async def tell(self, version: int, members: Sequence[Member]) -> None:
+    async def tell(self, news: News) -> None:
         """See process.Process."""
-        await call(self.actor.tell, version, members)
+        await call(self.actor.tell, news)
 
     async def drain(self, others: bool) -> None:
         """See process.Process."""

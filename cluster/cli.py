@@ -11,19 +11,17 @@ import errno
 import json
 import logging
 import os
-import runpy
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster import logs
+from cluster import clients, logs
 from cluster.config import Config, load, origins
 from cluster.owned import NothingRuns, all_running, find_running
 from cluster.screen import table
@@ -44,7 +42,6 @@ RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
 }
-DEFAULT_URL = "http://127.0.0.1:8000"
 # Beyond their own limits, for the processes that `serve` starts to end by themselves.
 JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(given: Sequence[str]) -> int:
     if given[:1] == ["bench"]:  # it has a parser of its own
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return _bench(given[1:])
+        return clients.bench(given[1:])
     args = _parser().parse_args(given)
     command: Callable[[argparse.Namespace], int] = args.command
     if command is not _serve:  # which has its own way, see `supervisor`
@@ -160,17 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(down, "the Ray cluster it runs on; default: the serve of this machine")
     down.set_defaults(command=_down)
 
-    chat = commands.add_parser("chat", help="talk to a server; reads standard input")
-    chat.add_argument("message", nargs="?", default="", help="ask this only")
-    chat.add_argument("--url", default="", help="default: of the serve of this machine")
-    chat.add_argument("--model", default="", metavar="NAME", help="default: the first it serves")
-    chat.add_argument("--system", default="", metavar="TEXT", help="system prompt")
-    chat.add_argument("--api-key-file", default="", metavar="PATH", help="its first key is sent")
-    chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
-    chat.add_argument("--temperature", type=float, metavar="T")
-    chat.set_defaults(command=_chat)
-
-    commands.add_parser("bench", help="measure a server under load; see bench --help")
+    clients.add_to(commands, lambda: [url for r in all_running(_runtime_dir()) for url in r.urls])
     return parser
 
 
@@ -326,35 +313,6 @@ def _down(args: argparse.Namespace) -> int:
     finally:
         close()
     print("kvlane is down" + ("" if idle else "; requests were cut off"))
-    return 0
-
-
-def _chat(args: argparse.Namespace) -> int:
-    from cluster.chat import Server, converse
-    from router.keys import read_keys
-
-    running = [url for each in all_running(_runtime_dir()) for url in each.urls]
-    key = b"".join(read_keys(args.api_key_file)[:1]).decode()
-    options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    server = Server(
-        args.url or (running or [DEFAULT_URL])[0],
-        key,
-        {name: value for name, value in options.items() if value is not None},
-    )
-    converse(server, args.model, args.system, args.message)
-    return 0
-
-
-def _bench(argv: Sequence[str]) -> int:
-    """The load harness, as `python -m benchmarks.load`: its client processes import that again."""
-    for package in ("benchmarks", "aiohttp", "uvloop"):
-        if find_spec(package) is None:
-            raise UserError(f"bench needs {package}: pip install 'kvlane[bench]'")
-    sys.argv[1:] = argv
-    try:
-        runpy.run_module("benchmarks.load", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
 
 

@@ -17,8 +17,17 @@ from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import TypeVar
 
 from cluster.config import ClusterConfig
-from cluster.process import Links, Process, Report, Site
-from cluster.seats import Event, Seat, SeatStatus, State, backoff_s, live_members, others_there
+from cluster.process import Links, News, Process, Report, Site
+from cluster.seats import (
+    Changes,
+    Event,
+    Seat,
+    SeatStatus,
+    State,
+    backoff_s,
+    live_members,
+    others_there,
+)
 from worker.api import Member, PeerId
 from worker.errors import KvlaneError, Placement, UserError, WorldError
 
@@ -54,6 +63,7 @@ class Monitor:
         self._site = site
         self._links = links
         self._config = config
+        self._changes = Changes()
         self._version = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background()
@@ -143,6 +153,9 @@ class Monitor:
             )
             seat.restarts += 1
             self._note(seat, f"{error}; again in {delay_s:g} s")
+            if not ready_at:  # else the others know it, see `_leave`
+                self._changes.add(seat, State.LOST, str(error))
+                self._publish()
             await asyncio.sleep(delay_s)
 
     async def _live(self, seat: Seat) -> tuple[float, KvlaneError]:
@@ -152,20 +165,22 @@ class Monitor:
         """
         seat.begin(secrets.token_hex(4))
         began_at, ready_at = time.monotonic(), 0.0
+        error: KvlaneError = WorldError("it stopped")
         try:
             self._note(seat, "starting")
             process = seat.process = await self._site.create(seat.name, seat.incarnation)
             self._note(seat, f"loading ({process.place})")
             member = await started(seat, process, self._config.start_timeout_s)
             ready_at = time.monotonic()
+            took = f"after {ready_at - began_at:.1f} s"
+            self._changes.add(seat, State.READY, f"{took} ({process.place})")
             self._join(seat, member)
-            self._note(seat, f"ready after {ready_at - began_at:.1f} s")
+            self._note(seat, f"ready {took}")
             await until_over(seat, process, self._config.stop_timeout_s)
-            error: KvlaneError = WorldError("it stopped")
         except (WorldError, UserError) as e:
             error = e
         finally:
-            self._leave(seat)
+            self._leave(seat, error)
             await fence(self._site, seat)
         return ready_at, error
 
@@ -177,23 +192,24 @@ class Monitor:
             self._background.spawn(listen(seat), f"reports of {seat.name}")
         self._publish()
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: Seat, why: KvlaneError) -> None:
         """Take the seat out of the members and tell all others at once."""
         member, seat.member, seat.state = seat.member, None, State.LOST
         if member is not None:
             self._note(seat, "stopping" if seat.leaving else "lost")
+            state = "stopping" if seat.leaving else State.LOST
+            self._changes.add(seat, state, "" if seat.leaving else str(why))
             self._links.disconnect(member.peer)
             self._publish()
 
     def _publish(self) -> None:
         self._version += 1
         members = live_members(self._seats.values())
+        news = News(self._version, members, self._changes.told())
         log.debug("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
         for seat in self._seats.values():
             if seat.reachable is not None:
-                self._background.spawn(
-                    seat.reachable.tell(self._version, members), f"members for {seat.name}"
-                )
+                self._background.spawn(seat.reachable.tell(news), f"members for {seat.name}")
 
     # The end of a seat.
 
@@ -204,6 +220,7 @@ class Monitor:
             return True
         seat.state = State.DRAINING
         self._note(seat, "draining")
+        self._changes.add(seat, State.DRAINING, "")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             others = others_there(seat, self._seats.values())

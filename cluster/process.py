@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from worker.api import Member, PeerId
+from worker.api import Change, Member, PeerId
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,6 +26,15 @@ class Stage:
 
     name: str = "load"  # or "capture": graphs of a worker
     part: float = 0.0  # done of it, of 1
+
+
+@dataclass(slots=True, frozen=True)
+class News:
+    """What every process is told whenever a member comes or goes."""
+
+    version: int  # ascends
+    members: Sequence[Member]  # all of them
+    changes: Sequence[Change]  # the last ones, the oldest first
 
 
 class Process(Protocol):
@@ -48,7 +57,7 @@ class Process(Protocol):
         """Returns when it was stopped; raises PeerLost as soon as it has died."""
         ...
 
-    async def tell(self, version: int, members: Sequence[Member]) -> None:
+    async def tell(self, news: News) -> None:
         """Give it the list of members; a version older than the last one is ignored."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TextIO
 
 from cluster import logs
@@ -114,6 +114,23 @@ class Stages:
         self._screen.live(f"{bar if self._screen.is_terminal else said + ':'} {done:4.0%}")
 
 
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines of cells, one column below the other.
+
+    Args:
+        rows: the head among them; all of one length.
+        right: numbers of the columns whose cells end below each other.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if i in right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def table(rows: Sequence[SeatStatus]) -> str:
     """The rows of `status` in columns, and below them the counters that are not zero."""
     head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
@@ -121,11 +138,7 @@ def table(rows: Sequence[SeatStatus]) -> str:
         (r.name, r.state, r.incarnation, str(r.restarts), r.node, str(r.pid), r.metrics_address)
         for r in rows
     ]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *cells)
-    ]
+    lines = columns([head, *cells])
     for row in rows:
         busy = {name: count for name, count in (row.counters or {}).items() if count}
         if busy:

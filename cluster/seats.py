@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from cluster.config import Config
 from cluster.process import Process, Report, Stage
-from worker.api import Member, Role
+from worker.api import Change, Member, Role
 
 START = Stage()
+NUM_CHANGES = 100  # that routers are told of
 
 
 class State(StrEnum):
@@ -95,6 +100,23 @@ class Seat:
             metrics_address=member.metrics_address if member else "",
             counters=report.counters if report else None,
         )
+
+
+class Changes:
+    """The last changes of all names: deaths and their reasons, replacements, drains."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, Change]] = deque(maxlen=NUM_CHANGES)
+
+    def add(self, seat: Seat, state: str, text: str) -> None:
+        """One that happens now."""
+        change = Change(seat.name, seat.role, seat.incarnation, state, text, 0.0)
+        self._last.append((time.monotonic(), change))
+
+    def told(self) -> list[Change]:
+        """All of them, the oldest first, as they are told now."""
+        now = time.monotonic()
+        return [msgspec.structs.replace(each, ago_s=now - at) for at, each in self._last]
 
 
 def seats_of(config: Config) -> list[Seat]:

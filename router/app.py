@@ -28,7 +28,7 @@ from router.routes import application
 from router.siblings import Siblings
 from router.status import Front
 from router.text import Text
-from worker.api import Member
+from worker.api import Change, Member
 from worker.config import ModelConfig, PingConfig, TracingConfig
 from worker.errors import UserError, WorldError
 from worker.tracing.setup import tracer_of
@@ -158,7 +158,9 @@ class RouterServer:
         self._api_keys = read_keys(config.api_key_file)
         self._tracer = tracer_of(tracing or TracingConfig(), "router", name)
         self._max_model_len = _max_model_len(model, self._text)
-        self._members: tuple[Member, ...] = ()  # the last list, also from before the start
+        # What was told last, also from before the start.
+        self._members: tuple[Member, ...] = ()
+        self._changes: tuple[Change, ...] = ()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -211,9 +213,14 @@ class RouterServer:
             raise self._failure
         return member
 
-    def update_members(self, members: Sequence[Member]) -> None:
-        """The controller's whole list; a worker that is no longer on it is lost at once."""
-        self._members = tuple(members)
+    def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
+        """The controller's whole list; a worker that is no longer on it is lost at once.
+
+        Args:
+            members: the list.
+            changes: what has happened to members, for the dashboard.
+        """
+        self._members, self._changes = tuple(members), tuple(changes)
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:
@@ -296,6 +303,7 @@ class RouterServer:
             self._loop = loop
             self._apply_members()
             self._beat(loop, wire)
+            self._front.window.keep(loop)
             await self._serve(listeners)
             await siblings.close()
         finally:
@@ -330,6 +338,7 @@ class RouterServer:
 
     def _apply_members(self) -> None:
         assert self._front is not None
+        self._front.members.tell(self._changes)
         self._front.dispatcher.update_members(self._members)
 
     async def _begin_drain(self, others: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from router.config import RouterConfig
@@ -79,6 +79,7 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
+        self.reqs: Mapping[str, Req] = self._reqs  # to be counted by others
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # When the streams of these events got their last chunks; of one worker's, at the same time.

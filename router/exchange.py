@@ -25,7 +25,8 @@ access_log = logging.getLogger("kvlane.access")
 REQUEST_ID, SERVER_TIMING = b"x-request-id", b"server-timing"
 FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of logs
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
-PROBES = ("/health", "/live", "/ready", "/metrics")  # asked every few seconds by machines
+# Asked every few seconds by machines.
+PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboard/own")
 
 
 @dataclass(slots=True)

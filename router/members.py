@@ -6,10 +6,13 @@ sent since then are added to the figures of the Pong.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from worker.api import Member, PeerId, Role, WorkerStats
+import msgspec
+
+from worker.api import Change, Member, PeerId, Role, WorkerStats
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +22,7 @@ class Known:
     member: Member
     stats: WorkerStats = field(default_factory=WorkerStats)
     live: bool = False  # has sent a Pong, and was not lost since
+    heard_at: float = 0.0  # monotonic, of the last Pong; 0: there was none
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
     num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
@@ -47,6 +51,18 @@ class Members:
 
     def __init__(self) -> None:
         self._known: dict[PeerId, Known] = {}
+        self._changes: Sequence[Change] = ()
+        self._told_at = 0.0
+
+    def tell(self, changes: Sequence[Change]) -> None:
+        """What the controller says has happened, all of it, the oldest first."""
+        self._changes, self._told_at = changes, time.monotonic()
+
+    def changes(self) -> list[Change]:
+        """What has happened, as of now, the last first."""
+        age_s = time.monotonic() - self._told_at
+        told = reversed(self._changes)
+        return [msgspec.structs.replace(each, ago_s=each.ago_s + age_s) for each in told]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
         """Take the whole new list.
@@ -72,7 +88,7 @@ class Members:
         known = self._known.get(peer)
         if known is None:
             return
-        known.live = True
+        known.live, known.heard_at = True, time.monotonic()
         if stats is not None:
             known.stats = stats
             known.num_sent_at_pong = known.num_sent
@@ -85,7 +101,7 @@ class Members:
         """A member has stopped answering; it counts again from its next Pong on."""
         known = self._known.get(peer)
         if known is not None:
-            self._known[peer] = Known(known.member)
+            self._known[peer] = Known(known.member, heard_at=known.heard_at)
 
     def refused(self, peer: PeerId, until: float) -> None:
         """A decode worker had no room: it gets no request until then, or until it has room."""

@@ -97,7 +97,7 @@ class RouterMetrics:
         self.generation_tokens = self._counter(
             "generation_tokens", "Output tokens of ended choices"
         ).labels(*self._values)
-        self._ttft = self._histograms(
+        self.ttft = self._histograms(
             "time_to_first_token_seconds",
             "From arrival to the first token, by where the prompt was prefilled",
             TTFT_BUCKETS,
@@ -129,7 +129,7 @@ class RouterMetrics:
         self._vllm: VllmMetrics | None = None
         if vllm:
             shared = Shared(
-                tuple(self._ttft.values()), (self.itl,), (self.e2e,),
+                tuple(self.ttft.values()), (self.itl,), (self.e2e,),
                 (self.prompt_length,), (self.output_length,), self.requests, self._cached_tokens,
             )  # fmt: skip
             self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
@@ -137,7 +137,7 @@ class RouterMetrics:
 
     def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:
         """Observe one choice's first token; where: see `prefilled`."""
-        self._ttft[where].observe(seconds, trace_id)
+        self.ttft[where].observe(seconds, trace_id)
 
     def ended(self, outcome: str) -> None:
         """Count one end, by its outcome."""

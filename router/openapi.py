@@ -202,6 +202,11 @@ OPERATIONS = (
         ((JSON, None, [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]),),
     ),
     Operation(
+        "/dashboard/data",
+        "Workers, load, throughput and latencies of the last minutes, and who was replaced",
+        ((JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),),
+    ),
+    Operation(
         "/config",
         "The resolved configuration and the members of the cluster",
         ((JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),),

@@ -21,6 +21,7 @@ from router.errors import ApiError
 from router.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.openapi import document
 from router.origins import with_cors
+from router.pages import Pages
 from router.prepare import Preparer
 from router.prepared import Prepared
 from router.sse import Answer
@@ -213,6 +214,7 @@ def application(front: Front) -> ASGIApp:
         ("/config", status.config),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    Pages(front).add_to(app)
     for path in NOT_SERVED:
         app.add_api_route(
             path,

@@ -43,6 +43,11 @@ class Siblings:
             registry=self._registry,
         )
 
+    @property
+    def name(self) -> str:
+        """Of this router."""
+        return self._member.name
+
     def shares(self, port: int) -> bool:
         """Whether it is the shared port, and not the one that this router has of its own."""
         return self._member.address.endswith(f":{port}")
@@ -61,7 +66,7 @@ class Siblings:
             if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
         ]
         encode, _ = encoder(accepted)
-        found = await asyncio.gather(*(self._asked(each, accepted) for each in others))
+        found = await asyncio.gather(*(self._asked(each, "/metrics", accepted) for each in others))
         pages = [page for page in found if page is not None]
         silent = len(others) - len(pages)
         for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
@@ -69,16 +74,24 @@ class Siblings:
         counted = encode(self._registry)  # last: it ends as a page of its form has to
         return merged([own.decode(), *pages]).encode() + counted
 
+    async def told(self, path: str) -> dict[str, str | None]:
+        """What every other router of the cluster answers at its own port; None: not in time."""
+        routers = [known.member for known in self._members.all() if known.member.role == "router"]
+        others = {each.name: each.metrics_address for each in routers}
+        others.pop(self.name, None)
+        answers = await asyncio.gather(*(self._asked(each, path) for each in others.values()))
+        return dict(zip(others, answers, strict=True))
+
     async def close(self) -> None:
         """End the connections to them."""
         await self._client.aclose()
 
-    async def _asked(self, address: str, accepted: str) -> str | None:
-        """Another one's metrics, if it answers in time."""
+    async def _asked(self, address: str, path: str, accepted: str = "") -> str | None:
+        """Another one's page, in a form that is accepted, if it answers in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
                 response = await self._client.get(
-                    f"http://{address}/metrics", headers={"accept": accepted}
+                    f"http://{address}{path}", headers={"accept": accepted}
                 )
             return response.raise_for_status().text
         except (httpx.HTTPError, TimeoutError):

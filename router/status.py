@@ -20,12 +20,14 @@ from router.members import Known, Members
 from router.metrics import RouterMetrics
 from router.siblings import Siblings
 from router.text import Text
+from router.window import Window, read
 
 if TYPE_CHECKING:
     from worker.tracing.spans import Tracer
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 
+LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>kvlane</title>
@@ -33,6 +35,8 @@ PAGE = """<!doctype html>
 <p>A router of kvlane, an LLM serving cluster. It serves the model <b>{model}</b> with OpenAI's API
 at <code>/v1</code>.</p>
 <ul>
+<li><a href="dashboard">dashboard</a>: workers, load and latencies;
+<a href="dashboard/playground">playground</a>: talk to the model</li>
 <li><a href="docs">docs</a>: the API, to be tried out; <a href="openapi.json">openapi.json</a></li>
 <li><a href="v1/models">v1/models</a>: the model</li>
 <li><a href="ready">ready</a>, <a href="health">health</a>, <a href="live">live</a>: probes;
@@ -62,6 +66,10 @@ class Front:
     tracer: Tracer | None = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
+    window: Window = field(init=False)  # of what it has done
+
+    def __post_init__(self) -> None:
+        self.window = Window(lambda: read(self.dispatcher.reqs, self.metrics))
 
     @property
     def max_model_len(self) -> int:
@@ -80,7 +88,7 @@ class StatusRoutes:
         model = self._front.model
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(PAGE.format(model=escape(model), version=escape(version())))
-        links = {name: f"/{name}" for name in ("docs", "openapi.json", "v1/models", "ready")}
+        links = {name: f"/{name}" for name in LINKS}
         return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
 
     async def health(self) -> Response:

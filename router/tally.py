@@ -18,6 +18,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
+from router.board import Spread
+
 Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
@@ -52,6 +54,10 @@ class Tally:
             value = now - at
             self._counts[bisect_left(self._bounds, value)] += number
             self._sum += value * number
+
+    def spread(self) -> Spread:
+        """The buckets as they are now."""
+        return Spread(tuple(self._bounds), tuple(self._counts))
 
     def sample(self) -> tuple[list[Bucket], float]:
         """The buckets as (upper bound, values up to it) and maybe an exemplar; the sum of all."""

@@ -74,6 +74,20 @@ class Member(Message, frozen=True):
         return f"{self.name}/{self.incarnation}"
 
 
+class Change(Message, frozen=True):
+    """What has happened to one process of the cluster, for people.
+
+    Never on the wire: the controller tells routers, which show it.
+    """
+
+    name: str
+    role: Role
+    incarnation: str
+    state: str  # of its name from then on: ready, lost, draining, stopping
+    text: str  # how long it took, or why
+    ago_s: float
+
+
 class WorkerStats(Message, frozen=True):
     """What a worker says about itself in every Pong; counts are of this moment."""
 

@@ -180,6 +180,12 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
         assert httpx.post(f"{serve.url}/v1/completions", json={}).status_code == 400
     assert "HTTP Request" not in serve.output, "routers log that they ask each other"
 
+    changes = httpx.get(f"{serve.url}/dashboard/data").json()["changes"]
+    for name in ("prefill-0", "decode-0", "router-0"):  # told to each router, the new one too
+        told = [(each["state"], each["text"]) for each in changes if each["name"] == name]
+        assert [state for state, _ in told] == ["ready", "lost", "ready"], told
+        assert told[1][1].startswith("its process died"), told
+
     serve.interrupt()
     assert serve.wait() == 0, serve.output
     assert shared_memory() == shm_before

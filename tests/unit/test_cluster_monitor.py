@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.monitor import Monitor
-from cluster.process import Process, Report, Stage
-from cluster.seats import Seat, State, backoff_s, last_of_its_kind
+from cluster.process import News, Process, Report, Stage
+from cluster.seats import NUM_CHANGES, Changes, Seat, State, backoff_s, last_of_its_kind
 from worker.api import Member, PeerId
 from worker.errors import PeerLost, UserError, WorldError
 
@@ -29,6 +29,7 @@ class FakeProcess:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     dead: bool = False
     told: list[str] = field(default_factory=list)
+    changes: list[tuple[str, str, str]] = field(default_factory=list)
     deaf: bool = False
     frozen: bool = False
     address: str = ""
@@ -49,8 +50,9 @@ class FakeProcess:
         if self.dead:
             raise PeerLost("its process died")
 
-    async def tell(self, version: int, members: Sequence[Member]) -> None:
-        self.told = [member.name for member in members]
+    async def tell(self, news: News) -> None:
+        self.told = [member.name for member in news.members]
+        self.changes = [(each.name, each.state, each.text) for each in news.changes]
         self.log.append(f"tell {self.name} {' '.join(self.told)}")
 
     async def drain(self, others: bool) -> None:
@@ -153,6 +155,35 @@ def test_a_death_is_told_before_the_fence_and_the_fence_is_before_the_successor(
         assert (rows["decode-0"].restarts, rows["decode-1"].restarts) == (1, 0)
 
     run(body)
+
+
+def test_who_died_why_and_what_replaced_it_is_told() -> None:
+    async def body() -> None:
+        cluster = Cluster("decode-0", "router-0")
+        await cluster.monitor.start()
+        cluster.last("decode-0").die()
+        await cluster.until(lambda: len(cluster.last("router-0").changes) == 4)
+        ready, lost, again = [x for x in cluster.last("router-0").changes if x[0] == "decode-0"]
+        assert lost == ("decode-0", "lost", "its process died")
+        for name, state, text in (ready, again):
+            assert (name, state, text) == ("decode-0", "ready", "after 0.0 s (here)")
+        cluster.site.start_error = UserError("no such model")
+        cluster.last("decode-0").die()
+        failed = ("decode-0", "lost", "no such model")
+        await cluster.until(lambda: failed in cluster.last("router-0").changes)
+        await cluster.monitor.drain(["decode-0"], None)
+        assert cluster.last("router-0").changes[-1] == failed, "it had no process to stop"
+
+    run(body)
+
+
+def test_no_more_changes_are_kept_than_are_shown() -> None:
+    changes = Changes()
+    for i in range(3 * NUM_CHANGES):
+        changes.add(Seat(f"decode-{i}", "decode"), "lost", "why")
+    told = changes.told()
+    assert [told[0].name, told[-1].name, len(told)] == ["decode-200", "decode-299", NUM_CHANGES]
+    assert told[0].ago_s >= told[-1].ago_s >= 0
 
 
 def test_a_silent_process_is_treated_as_dead() -> None:

@@ -1,0 +1,213 @@
+"""What `/dashboard/data` says: the cluster at a glance, put together from a `Part` of each router.
+
+Routers know all workers, and each its own requests. Times are durations: hosts share no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Literal
+
+import msgspec
+
+from worker.api import Role
+
+NUM_NAMED = 4  # in the sentence that says the worst
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """How long something took, by bucket, as Prometheus has it."""
+
+    bounds: tuple[float, ...]  # upper, in seconds, ascending
+    counts: tuple[int, ...]  # of each bucket by itself; one more than bounds, for what is beyond
+
+    @property
+    def total(self) -> int:
+        """How many."""
+        return sum(self.counts)
+
+    def quantile(self, q: float) -> float | None:
+        """As histogram_quantile: linear within a bucket, the last bound for what is beyond it."""
+        rank, below, lower = q * self.total, 0, 0.0
+        for upper, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (upper - lower) * (rank - below) / count
+            below, lower = below + count, upper
+        return lower if self.total else None
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Throughput, a second."""
+
+    requests: float = 0.0  # choices that have ended, however
+    prompt_tokens: float = 0.0  # of choices that have ended
+    output_tokens: float = 0.0  # as they came
+
+
+class History(msgspec.Struct, frozen=True):
+    """The window step by step, the last one last; young routers have fewer steps."""
+
+    output_tokens: tuple[float, ...] = ()  # a second
+    running: tuple[float, ...] = ()
+    waiting: tuple[float, ...] = ()
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one router knows of its own requests."""
+
+    name: str
+    draining: bool
+    running: int
+    waiting: int  # for a decode worker
+    window_s: float  # that the counts are of
+    outcomes: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int  # of them
+    rates: Rates
+    latencies: dict[str, Spread]
+    history: History
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Seconds; None: there was nothing to measure."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    count: int
+
+
+class RouterRow(msgspec.Struct, frozen=True):
+    """One router; `silent`: it did not answer in time, so that its requests are not counted."""
+
+    name: str
+    state: Literal["ready", "draining", "silent", "lost"]
+    node: str = ""
+    running: int = 0
+    waiting: int = 0
+    reason: str = ""  # why it is lost
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """One worker, as it last said itself; without figures if it is lost."""
+
+    name: str
+    role: Role
+    state: Literal["ready", "draining", "starting", "silent", "lost"]
+    node: str = ""
+    incarnation: str = ""
+    pid: int = 0
+    transport: str = ""
+    heard_s: float | None = None  # since it last answered
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 0
+    free_pages: int = 0
+    pages: int = 0
+    queued_tokens: int = 0  # of prompts, to be computed
+    reason: str = ""  # why it is lost
+
+
+class ChangeRow(msgspec.Struct, frozen=True):
+    """One death, replacement or drain."""
+
+    name: str
+    role: Role
+    incarnation: str
+    state: str
+    text: str
+    ago_s: float
+
+
+class Board(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    state: Literal["good", "warn", "bad"]
+    summary: str  # the worst that is known, in a sentence
+    model: str
+    version: str
+    told_by: str  # the router that has put it together
+    window_s: float  # that outcomes, tokens and latencies are of
+    step_s: float  # of the history
+    running: int
+    waiting: int
+    outcomes: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    rates: Rates
+    latencies: dict[str, Latency]
+    history: History
+    routers: list[RouterRow]
+    workers: list[WorkerRow]
+    changes: list[ChangeRow]  # the last one first
+
+
+def verdict(
+    workers: Sequence[WorkerRow], routers: Sequence[RouterRow]
+) -> tuple[Literal["good", "warn", "bad"], str]:
+    """The state of the cluster, and why in a sentence."""
+    rows = [*workers, *routers]
+    odd = [f"{row.name} is {row.state}" for row in rows if row.state != "ready"]
+    named = ", ".join(odd[:NUM_NAMED])
+    if len(odd) > NUM_NAMED:
+        named += f", and {len(odd) - NUM_NAMED} more"
+    answer = ("ready", "draining")
+    if not any(row.role == "decode" and row.state in answer for row in workers):
+        why = "No decode worker answers: requests wait, then fail"
+        return "bad", f"{why} ({named})" if named else why
+    if any(row.state in ("silent", "lost") for row in rows):
+        return "bad", named
+    if named:
+        return "warn", named
+    return "good", f"All {len(workers)} workers answer" if workers[1:] else "The worker answers"
+
+
+def together(spreads: Sequence[Spread]) -> Spread:
+    """The sum of some with the same bounds."""
+    counts = [spread.counts for spread in spreads]
+    return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))))
+
+
+def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
+    """Quantiles of all routers together, but for those with other buckets (another version)."""
+    found: dict[str, Latency] = {}
+    for name, first in parts[0].latencies.items():
+        spreads = [part.latencies.get(name, first) for part in parts]
+        whole = together([spread for spread in spreads if spread.bounds == first.bounds])
+        found[name] = Latency(
+            whole.quantile(0.5), whole.quantile(0.9), whole.quantile(0.99), whole.total
+        )
+    return found
+
+
+def outcomes(parts: Sequence[Part]) -> dict[str, int]:
+    """How often which; the most frequent first."""
+    found: dict[str, int] = {}
+    for part in parts:
+        for outcome, count in part.outcomes.items():
+            found[outcome] = found.get(outcome, 0) + count
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def rates(parts: Sequence[Part]) -> Rates:
+    """Of all routers together."""
+    return Rates(
+        round(sum(part.rates.requests for part in parts), 3),
+        round(sum(part.rates.prompt_tokens for part in parts), 1),
+        round(sum(part.rates.output_tokens for part in parts), 1),
+    )
+
+
+def history(parts: Sequence[Part]) -> History:
+    """Of all routers together. They end at the same time, give or take a step."""
+    return History(
+        _summed([part.history.output_tokens for part in parts]),
+        _summed([part.history.running for part in parts]),
+        _summed([part.history.waiting for part in parts]),
+    )
+
+
+def _summed(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    backwards = zip_longest(*(row[::-1] for row in rows), fillvalue=0.0)
+    return tuple(round(sum(column), 1) for column in backwards)[::-1]

@@ -1,0 +1,216 @@
+// Asks for dashboard/data again and again, and shows it. What is old is shown as old.
+
+import { amount, byId, el, percent, say, seconds, span, urlOf } from "./common.js";
+import { spark } from "./spark.js";
+
+const EVERY_MS = 1000;
+const TIMEOUT_MS = 10000;
+const OLD_MS = 5000;
+const MARKS = { ready: "●", draining: "◐", starting: "○", stopping: "◐", silent: "▲", lost: "✕" };
+const LATENCIES = {
+  time_to_first_token: "Arrival to first token",
+  inter_token: "One chunk of tokens to the next",
+  end_to_end: "Arrival to end",
+};
+const WELL = new Set(["stop", "length", "abort"]);
+
+let board = null;
+let toldAt = 0;
+let timer = 0;
+let isPaused = false;
+let failure = "";
+
+async function ask() {
+  clearTimeout(timer);
+  try {
+    const answer = await fetch(urlOf("dashboard/data"), {
+      cache: "no-store",
+      signal: AbortSignal.timeout(TIMEOUT_MS),
+    });
+    if (!answer.ok) throw new Error(`it answers ${answer.status}`);
+    board = await answer.json();
+    toldAt = Date.now();
+    failure = "";
+    show();
+  } catch (error) {
+    failure = error.message.startsWith("it answers") ? error.message : "it does not answer";
+  }
+  showAge();
+  if (!isPaused && !document.hidden) timer = setTimeout(ask, EVERY_MS);
+}
+
+function show() {
+  document.title = `${board.model} – kvlane`;
+  say(byId("model"), board.model);
+  for (const id of ["load-window", "latency-window"]) say(byId(id), `the last ${span(board.window_s)}`);
+  say(byId("told-by"), `kvlane ${board.version}, told by ${board.told_by}.`);
+  showTiles();
+  rows(byId("workers"), board.workers, workerCells);
+  rows(byId("routers"), board.routers, routerCells);
+  rows(byId("latencies"), Object.entries(board.latencies), latencyCells);
+  showChanges();
+}
+
+/** Fill a table: one row an item, made once and changed in place. */
+function rows(body, items, cellsOf) {
+  while (body.rows.length > items.length) body.deleteRow(-1);
+  items.forEach((item, index) => {
+    const cells = cellsOf(item);
+    const row = body.rows[index] ?? body.insertRow();
+    cells.forEach((cell, at) => {
+      const node = row.cells[at] ?? row.appendChild(el(at ? "td" : "th", at ? {} : { scope: "row" }));
+      node.className = cell.className ?? "";
+      if (cell.state) node.dataset.state = cell.state;
+      if (cell.full === undefined) {
+        say(node, cell.text);
+      } else {
+        if (!node.querySelector("meter")) node.replaceChildren(el("span"), el("meter"));
+        say(node.firstChild, cell.text);
+        Object.assign(node.lastChild, { value: cell.full, title: cell.text, ariaHidden: "true" });
+      }
+    });
+  });
+}
+
+const text = (value, className) => ({ text: String(value), className });
+const state = (value, more = "") => ({ text: `${MARKS[value]} ${value}${more}`, state: value });
+
+function workerCells(worker) {
+  const isGone = worker.state === "lost";
+  const used = worker.pages - worker.free_pages;
+  const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
+  return [
+    text(worker.name),
+    state(worker.state, since),
+    text(isGone ? "–" : `${worker.running} / ${worker.max_running}`, "num"),
+    text(isGone ? "–" : worker.waiting, "num"),
+    isGone || !worker.pages
+      ? { text: "–", className: "num", full: 0 }
+      : { text: percent(used, worker.pages), className: "num", full: used / worker.pages },
+    text(isGone ? "–" : amount(worker.queued_tokens), "num wide"),
+    text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
+    text(worker.node || "–", "wide"),
+  ];
+}
+
+function routerCells(router) {
+  const isThere = router.state === "ready" || router.state === "draining";
+  return [
+    text(router.name),
+    state(router.state),
+    text(isThere ? router.running : "–", "num"),
+    text(isThere ? router.waiting : "–", "num"),
+    text(router.node || "–", "wide"),
+  ];
+}
+
+function latencyCells([name, of]) {
+  return [
+    text(LATENCIES[name] ?? name),
+    ...[of.p50, of.p90, of.p99].map((value) => text(seconds(value), "num")),
+    text(amount(of.count), "num wide"),
+  ];
+}
+
+function showTiles() {
+  const { rates, history } = board;
+  const ends = Object.entries(board.outcomes);
+  const bad = ends.filter(([outcome]) => !WELL.has(outcome));
+  const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
+  const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
+  tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);
+  tile("Running", amount(board.running), peak(history.running), history.running);
+  tile("Waiting", amount(board.waiting), peak(history.waiting), history.waiting);
+  tile("Ended / s", amount(rates.requests), `prompt tokens ${amount(rates.prompt_tokens)} / s`);
+  tile(
+    "Prefix cache hits",
+    percent(board.cached_tokens, board.prompt_tokens),
+    `of ${amount(board.prompt_tokens)} prompt tokens`,
+  );
+  tile(
+    "Errors",
+    amount(numBad),
+    [`of ${amount(numEnded)} ended`, ...bad.map(([outcome, count]) => `${outcome} ${count}`)].join(", "),
+  );
+}
+
+const tiles = new Map();
+
+function tile(title, value, more, series) {
+  if (!tiles.has(title)) {
+    const parts = [
+      el("h3", {}, title),
+      el("p", { className: "value" }),
+      el("p", { className: "more" }),
+    ];
+    const chart = series ? spark() : null;
+    byId("tiles").append(el("div", { className: "tile" }, ...parts, ...(chart ? [chart.node] : [])));
+    tiles.set(title, { value: parts[1], more: parts[2], chart });
+  }
+  const made = tiles.get(title);
+  say(made.value, value);
+  say(made.more, more);
+  made.chart?.draw(series);
+}
+
+let changesShown = "";
+
+function showChanges() {
+  const { changes } = board;
+  byId("no-changes").hidden = changes.length > 0;
+  const list = byId("changes");
+  const now = changes.map((each) => each.name + each.incarnation + each.state).join();
+  if (now !== changesShown) {
+    changesShown = now;
+    list.replaceChildren(...changes.map(changeItem));
+    const scrolls = list.scrollHeight > list.clientHeight;
+    if (scrolls) Object.assign(list, { tabIndex: 0, ariaLabel: "Starts, deaths, drains" });
+    else list.removeAttribute("tabindex");
+  }
+  changes.forEach((each, index) => {
+    say(list.children[index].querySelector("time"), `${span(each.ago_s)} ago`);
+  });
+}
+
+function changeItem(change) {
+  const at = new Date(toldAt - 1000 * change.ago_s);
+  const what = el("span", { className: "what" }, `${MARKS[change.state] ?? ""} ${change.name} ${change.state}`);
+  what.dataset.state = change.state;
+  return el(
+    "li",
+    {},
+    el("time", { dateTime: at.toISOString(), title: at.toLocaleString() }),
+    what,
+    el("span", { className: "why" }, change.text),
+  );
+}
+
+/** The line on top. Its text changes with the state only, as it is read out. */
+function headline() {
+  if (failure) return ["bad", `No news from the router: ${failure}.${board ? " All figures are old." : ""}`];
+  if (isPaused) return ["warn", "Paused: the figures stand still."];
+  return [board.state, board.summary];
+}
+
+function showAge() {
+  if (!board && !failure) return;
+  const [kind, words] = headline();
+  const old = board !== null && Date.now() - toldAt > OLD_MS;
+  say(byId("headline"), words);
+  byId("headline").dataset.state = kind;
+  document.body.classList.toggle("stale", old || Boolean(failure));
+  const since = span((Date.now() - toldAt) / 1000);
+  say(byId("age"), !board ? "" : old || failure ? `no answer for ${since}` : "up to date");
+}
+
+byId("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  byId("pause").ariaPressed = String(isPaused);
+  if (!isPaused) ask();
+  showAge();
+});
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && !isPaused) ask();
+});
+setInterval(showAge, EVERY_MS);
+ask();

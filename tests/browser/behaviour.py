@@ -1,0 +1,250 @@
+"""What the pages do: real routers and a real browser; workers are doubles, to be slow on demand.
+
+python -m tests.browser.behaviour        # in half a minute
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from router.text import Text
+from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
+from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
+
+STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
+MARKUP = "<img src=x onerror=alert(1)>"
+PLAYGROUND = "/dashboard/playground"
+SLOW = WorkerStats(num_running=2, max_num_reqs=8, num_free_pages=40, num_pages=100)
+FOCUSED = """() => {
+  const at = document.activeElement, box = at.getBoundingClientRect();
+  const style = getComputedStyle(at);
+  return [at.id || at.textContent.trim(), style.outlineStyle, box.width > 0 && box.height > 0];
+}"""
+
+
+class Stand:
+    """A model directory, and texts as its tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = make_model(directory, words=("<think>", "</think>"))
+        self._text = Text(self.directory)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """Of a text."""
+        return self._text.encode(text, add_special_tokens=False)
+
+
+def focused(visit: Visit, key: str = "Tab") -> str:
+    """What has the focus after a key; it has to be visible, and to look so."""
+    visit.page.keyboard.press(key)
+    name, outline, is_seen = visit.page.evaluate(FOCUSED)
+    assert is_seen, f"{name} has the focus and no size"
+    assert outline != "none", f"{name} does not look focused"
+    return name
+
+
+def ask(visit: Visit, message: str) -> None:
+    """By keyboard."""
+    visit.page.focus("#message")
+    visit.page.keyboard.type(message)
+    visit.page.keyboard.press("Enter")
+
+
+def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
+    """Every control is reached in order; Pause works, and so does the way to the other page."""
+    with (
+        serving(stand.directory, DecodeDouble(stats=SLOW)) as (_, url),
+        visiting(browser, url) as visit,
+    ):
+        visit.go("/dashboard")
+        visit.wait("#headline", "The worker answers")
+        order = [focused(visit) for _ in range(5)]
+        assert order == ["Skip to the figures", "Dashboard", "Playground", "API", "pause"], order
+        visit.page.keyboard.press("Space")
+        visit.wait("#headline", "Paused")
+        visit.page.keyboard.press("Space")
+        visit.wait("#headline", "The worker answers")
+        visit.go("/dashboard")
+        focused(visit)
+        visit.page.keyboard.press("Enter")
+        assert visit.page.evaluate("document.activeElement.id") == "main"
+        visit.go("/dashboard")
+        for _ in range(3):
+            focused(visit)
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_url(f"{url}{PLAYGROUND}")
+        assert visit.page.evaluate("document.activeElement.id") == "message"
+
+
+def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
+    """Reasoning stands apart, markup stays text, the bar has its table, facts are told."""
+    said = stand.tokens(f"<think>I think</think>{MARKUP}")
+    double = DecodeDouble(script=speak(said, stages=STAGES))
+    with (
+        serving(stand.directory, double, reasoning_parser="qwen3") as (_, url),
+        visiting(browser, url) as visit,
+    ):
+        visit.go(PLAYGROUND)
+        ask(visit, "hello")
+        visit.wait("#status", "Answered.")
+        assert visit.text(".assistant .said") == MARKUP
+        assert visit.text(".reasoning p") == "I think"
+        assert visit.page.locator("#log img").count() == 0
+        table = visit.text(".stages table")
+        for words in (
+            "Prefill: computing the prompt\t250 ms",
+            "KV moved to the decode worker\t125 ms",
+        ):
+            assert words in table, table
+        assert visit.page.locator(".bar span").count() >= 6
+        assert "ended by stop" in visit.text(".facts")
+        visit.check()
+        ask(visit, "again")
+        visit.wait("li.assistant:nth-child(4) .facts", "ended by stop")
+        assert visit.page.locator(".stages[open]").count() == 1
+        visit.page.click("#clear")
+        assert visit.page.locator("#log li").count() == 0
+
+
+def stop_stops(browser: Any, stand: Stand) -> None:
+    """By the button and by Esc; the worker is told, the text stays."""
+    double = DecodeDouble()
+    with serving(stand.directory, double) as (_, url), visiting(browser, url) as visit:
+        visit.go(PLAYGROUND)
+        for act in (lambda: visit.page.click("#stop"), lambda: visit.page.keyboard.press("Escape")):
+            assert visit.page.is_disabled("#stop")
+            ask(visit, "tell a long story")
+            peer, generate = double.take()
+            double.chunk(peer, generate, stand.tokens("once upon"))
+            visit.wait("li.assistant:last-child .said", "once upon")
+            act()
+            visit.wait("#status", "Stopped.")
+            assert double.expect(Abort).req_id == generate.req_id
+            assert visit.text("li.assistant:last-child .said") == "once upon"
+            visit.wait("li.assistant:last-child .facts", "stopped by you")
+        settings = {"#temperature": "0.5", "#max-tokens": "7", "#system": "be brief"}
+        for field, value in settings.items():
+            visit.page.fill(field, value)
+        ask(visit, "now")
+        _, generate = double.take()
+        assert (generate.sampling.temperature, generate.sampling.max_tokens) == (0.5, 7)
+        visit.page.keyboard.press("Escape")
+        visit.wait("#status", "Stopped.")
+
+
+def errors_are_shown(browser: Any, stand: Stand) -> None:
+    """Before and within an answer, with code and request id; and one of the network."""
+
+    def fail(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        double.chunk(peer, generate, stand.tokens("half of"), stages=STAGES)
+        error = Error("out_of_pages", "no page is left")
+        double.chunk(
+            peer, generate, at=len(stand.tokens("half of")), finish=FinishReason.ERROR, error=error
+        )
+
+    with (
+        serving(stand.directory, DecodeDouble(script=fail)) as (router, url),
+        visiting(browser, url) as visit,
+    ):
+        visit.allowed = ("Failed to load resource",)
+        visit.go(PLAYGROUND)
+        ask(visit, "hello")
+        visit.wait(".error", "no page is left")
+        visit.wait(".error", "code out_of_pages · request id")
+        assert visit.text(".assistant .said") == "half of"
+        visit.page.fill("#max-tokens", "100000")
+        ask(visit, "hello")
+        visit.wait("li.assistant:last-child .error", "HTTP 400 · code context_length_exceeded")
+        visit.check()
+        router.stop()
+        ask(visit, "hello")
+        visit.wait("li.assistant:last-child .error", "The server does not answer.")
+        assert visit.page.is_enabled("#send")
+
+
+def keys_are_asked_for(browser: Any, stand: Stand) -> None:
+    """The figures need none; a chat does, and it is kept for the tab."""
+    keys = stand.directory / "keys"
+    keys.write_text("open sesame")
+    double = DecodeDouble(script=speak(stand.tokens("yes"), stages=STAGES))
+    with (
+        serving(stand.directory, double, api_key_file=str(keys)) as (_, url),
+        visiting(browser, url) as visit,
+    ):
+        visit.allowed = ("401",)
+        visit.go("/dashboard")
+        visit.wait("#headline", "The worker answers")
+        visit.go(PLAYGROUND)
+        ask(visit, "hello")
+        visit.wait(".error", "a valid API key is needed")
+        assert visit.page.evaluate("document.activeElement.id") == "key"
+        visit.page.keyboard.type("open sesame")
+        for _ in range(2):
+            ask(visit, "hello")
+            visit.wait("li.assistant:last-child .said", "yes")
+            visit.page.reload()
+
+
+def old_figures_look_old(browser: Any, stand: Stand) -> None:
+    """Once the router is gone, and until it is back."""
+    double = DecodeDouble(stats=SLOW)
+    with visiting(browser, "http://127.0.0.1") as visit:
+        visit.allowed = ("Failed to load resource",)
+        with serving(stand.directory, double) as (_, url):
+            visit.page.goto(f"{url}/dashboard")
+            visit.wait("#headline", "The worker answers")
+        visit.wait("#headline", "No news from the router: it does not answer. All figures are old.")
+        visit.wait("#age", "no answer for")
+        assert visit.page.locator("body.stale").count() == 1
+        with serving(stand.directory, DecodeDouble(), port=int(url.rpartition(":")[2])):
+            visit.wait("#headline", "The worker answers")
+            assert visit.page.locator("body.stale").count() == 0
+
+
+def states_are_told(browser: Any, stand: Stand) -> None:
+    """Narrow and wide, light and dark: a lost worker, a silent router, many changes."""
+    double = DecodeDouble(stats=SLOW)
+    why = "its process died (a long reason that says much and is shown in full)"
+    changes = [Change(f"prefill-{i}", "prefill", "abc", "lost", why, 100.0 - i) for i in range(30)]
+    with serving(stand.directory, double) as (router, url):
+        router.update_members(router._members, changes)
+        for size in (NARROW, WIDE):
+            for scheme in ("light", "dark"):
+                with visiting(browser, url, size, scheme) as visit:
+                    visit.go("/dashboard")
+                    visit.wait("#headline", "prefill-3 is lost, and 26 more")
+                    assert visit.page.locator("#changes li").count() == 30
+                    visit.check()
+                    visit.go(PLAYGROUND)
+                    visit.check()
+
+
+CHECKS: tuple[Callable[[Any, Stand], None], ...] = (
+    dashboard_by_keyboard, answers_are_text_with_stages, stop_stops, errors_are_shown,
+    keys_are_asked_for, old_figures_look_old, states_are_told,
+)  # fmt: skip
+
+
+def run(browser: Any) -> None:
+    """All of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        stand = Stand(Path(directory) / "model")
+        for check in CHECKS:
+            began = time.monotonic()
+            check(browser, stand)
+            print(f"{check.__name__}: {time.monotonic() - began:.1f} s", flush=True)
+
+
+def main() -> None:
+    """In a browser of its own."""
+    with chromium() as browser:
+        run(browser)
+
+
+if __name__ == "__main__":
+    main()

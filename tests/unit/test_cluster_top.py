@@ -1,0 +1,127 @@
+"""`kvlane top`: rows of a known state, and the command itself against a router."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster import top
+from cluster.cli import main
+from cluster.top import lines
+from router.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
+from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+
+BOARD = Board(
+    state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
+    window_s=300.0, step_s=2.0, running=3, waiting=1, outcomes={"stop": 8, "busy": 2},
+    prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
+    latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
+               "inter_token": Latency(None, None, None, 0)},
+    history=History(), routers=[RouterRow("router-0", "ready", "a", 3, 1)],
+    workers=[
+        WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
+                  max_running=64, free_pages=75, pages=100, queued_tokens=7),
+        WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
+    ],
+    changes=[ChangeRow("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
+)  # fmt: skip
+SHOWN = """\
+tiny at http://x, kvlane 1: prefill-0 is lost
+34 output tokens/s, 1,200 prompt tokens/s (25% cached), 0.5 ended/s, 3 running, 1 waiting
+errors in 5 min: busy 2 (of 10 ended)
+
+WORKER     STATE  RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
+decode-0   ready     3/64        0    25%       7     0.2 s  a
+prefill-0  lost         -        -      -       -         -  its process [2J died
+
+ROUTER    STATE  RUNNING  WAITING  NODE
+router-0  ready        3        1  a
+
+LATENCY, 5 min      P50     P90     P99  COUNT
+first token     12.3 ms  500 ms  12.3 s     10
+between chunks        -       -       -      0
+
+CHANGE    NAME       STATE
+12 s ago  prefill-0  lost   its process died"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = make_model(tmp_path_factory.mktemp("model"))
+    with serving(directory, DecodeDouble(script=speak([70]))) as (_, found):
+        yield found
+
+
+def command(url: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "cluster", "top", "--url", f"{url}/v1", *more]
+
+
+def test_all_is_shown_in_columns() -> None:
+    assert "\n".join(lines(BOARD, "http://x")) == SHOWN
+    assert lines(BOARD, "http://x", "NO ANSWER")[0].endswith(": NO ANSWER")
+
+
+def test_it_is_printed_once_where_there_is_no_terminal_and_as_json(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--url", f"{url}/v1"]) == 0
+    plain = capsys.readouterr()
+    assert plain.err == ""
+    assert plain.out.startswith(f"small at {url}, kvlane ")
+    assert "decode-0  ready" in plain.out
+    assert "\x1b" not in plain.out
+    assert main(["top", "--url", url, "--json"]) == 0
+    told = capsys.readouterr().out
+    assert msgspec.json.decode(told, type=Board).model == "small"
+    assert told.count("\n") > 20, "it is for people, too"
+
+
+def test_it_says_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", "http://127.0.0.1:9"]) == 1
+    assert capsys.readouterr().err.startswith("error: no answer from http://127.0.0.1:9")
+    assert main(["top", "--url", f"{url}/docs"]) == 2
+    assert capsys.readouterr().err == f"error: {url}/docs/dashboard/data: 404: is it a kvlane?\n"
+
+
+def test_q_ends_it_and_other_keys_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        for typed, ends in ((b"x\n", False), (b"q\n", True)):
+            os.write(controller, typed)
+            assert top._pressed_q(["shown"], 0.05) is ends
+    os.close(controller)
+
+
+def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
+    def give_terminal() -> None:
+        os.setsid()
+        os.close(os.open(os.ttyname(1), os.O_RDWR))  # becomes the controlling one
+
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        command(url, "--interval", "0.1"), cwd=Path(__file__).parents[2],
+        stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=give_terminal,
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        output = b""
+        while b"LATENCY" not in output:
+            output += os.read(controller, 4096)
+        os.write(controller, b"\x03")
+        while True:
+            try:
+                output += os.read(controller, 4096)
+            except OSError:  # it has closed its side
+                break
+        assert process.wait(60) == 0
+    os.close(controller)
+    assert output.startswith(b"\x1b[?1049h\x1b[?25l")
+    assert output.endswith(b"\x1b[?25h\x1b[?1049l")
+    assert b"decode-0" in output
