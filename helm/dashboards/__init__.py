@@ -80,8 +80,7 @@ def variables(names: list[str]) -> Iterator[dict[str, Any]]:
     """The datasource, what every dashboard chooses by, and what this one does."""
     yield {
         "name": "datasource", "type": "datasource", "label": "Prometheus", "query": "prometheus",
-        "current": {}, "hide": 0, "refresh": 1, "regex": "", "includeAll": False, "multi": False,
-        "options": [],
+        "hide": 0, "refresh": 1, "regex": "", "includeAll": False, "multi": False, "options": [],
     }  # fmt: skip
     matchers: list[str] = []
     for name in ("namespace", "job", "model"):
@@ -96,7 +95,7 @@ def label(name: str, matchers: list[str]) -> dict[str, Any]:
     query = f"label_values(kvlane_requests_running{{{','.join(matchers)}}}, {name})"
     return {
         "name": name, "type": "query", "label": name.capitalize(), "datasource": SOURCE,
-        "query": {"query": query, "refId": name}, "definition": query,
+        "query": {"query": query, "refId": name},
         "refresh": 2,  # whenever the time range changes
         "sort": 1, "regex": "", "hide": 0, "multi": True, "includeAll": True,
         "allValue": ".*",  # series without the label as well: no Kubernetes, no namespace

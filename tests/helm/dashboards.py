@@ -43,7 +43,8 @@ def queries(board: dict[str, Any]) -> Iterator[Query]:
 
 def variables(board: dict[str, Any]) -> dict[str, str]:
     """What Grafana would fill in at first, as text for PromQL."""
-    own = {each["name"]: each["current"].get("value", "") for each in board["templating"]["list"]}
+    listed = board["templating"]["list"]
+    own = {each["name"]: each.get("current", {}).get("value", "") for each in listed}
     return own | INTERVALS | {name: value for name, value in CHOSEN.items() if name in own}
 
 

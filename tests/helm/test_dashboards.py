@@ -28,7 +28,7 @@ def test_every_query_asks_for_what_is_exported(name: str) -> None:
         assert grouped >= set(LABEL.findall(query.legend)), query
     for variable in BOARDS[name]["templating"]["list"]:
         if variable["type"] == "query":
-            text = variable["definition"].removeprefix("label_values(")
+            text = variable["query"]["query"].removeprefix("label_values(")
             assert list(metrics.breaches(text, set(), metrics.exported())) == []
 
 
