@@ -37,7 +37,7 @@ class Clients:
         self.idle: list[socket.socket] = []
         self._ids = itertools.count()
         self.open: dict[int, Stream] = {}
-        self.ended: list[Stream] = []
+        self.ended: list[Stream] = []  # marked ones
 
     def ask(self, prompt: str, num_tokens: int, kind: str = "u") -> None:
         """Begin a stream of so many tokens."""
@@ -78,4 +78,5 @@ class Clients:
             del self.open[stream.sock.fileno()]
             self._poll.unregister(stream.sock)
             self.idle.append(stream.sock)
-            self.ended.append(stream)
+            if stream.name[0] != "u":
+                self.ended.append(stream)

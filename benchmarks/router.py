@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import mmap
 import multiprocessing as mp
 import shutil
 import statistics
@@ -65,7 +66,8 @@ class Worker:
         pipe.send(self._wire.start("127.0.0.1"))
         self._step_s = STEP_S
         self._num_sent = 0
-        self._sent: dict[str, list[float]] = {}  # when each token of a client's id was sent
+        # When each token of a client's id was sent; of unmarked streams only until they end.
+        self._sent: dict[str, list[float]] = {}
         self._run(pipe)
 
     def _run(self, pipe: Connection) -> None:
@@ -77,7 +79,7 @@ class Worker:
                     case "counts", _:
                         pipe.send((self._num_sent, len(self._running)))
                     case "times", _:
-                        pipe.send({name: s for name, s in self._sent.items() if name[0] != "u"})
+                        pipe.send(self._sent)
                     case "step_s", value:
                         self._step_s, due = value, time.monotonic()
                         pipe.send(None)
@@ -103,11 +105,17 @@ class Worker:
             if len(times) == asked.sampling.max_tokens:
                 reason = FinishReason.LENGTH
                 del self._running[asked.req_id]
+                self._forget(asked.req_id.partition("-")[0])
             chunk = TokenChunk(asked.req_id, asked.dispatch, position, next(tokens), reason)
             frames.setdefault(peer, []).append(chunk)
         for peer, chunks in frames.items():
             self._num_sent += len(chunks)
             self._wire.send(peer, Chunks(tuple(chunks)))
+
+    def _forget(self, name: str) -> None:
+        """Nobody asks for the times of unmarked streams, and there may be a million of them."""
+        if name[0] == "u":
+            del self._sent[name]
 
 
 def route(pipe: Connection, directory: Path) -> None:
@@ -136,6 +144,10 @@ def route(pipe: Connection, directory: Path) -> None:
         if name == "cpu":
             pipe.send(time.process_time())
             continue
+        if name == "rss":
+            num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+            pipe.send(num_pages * mmap.PAGESIZE)
+            continue
         pipe.send(lags)  # of the time since the call before
         lags, probed = [], not probed
         if probed:
@@ -148,6 +160,7 @@ class Bench:
 
     def __init__(self, directory: Path, router: Connection, worker: Connection) -> None:
         self._router, self._worker = router, worker
+        self._numbers = itertools.count()
         address = router.recv()
         router.send(worker.recv())
         self._clients = Clients(address)
@@ -216,6 +229,18 @@ class Bench:
         began = self._begin(num, STEP_S, num_tokens, "u")
         self._clients.drain()
         return num * num_tokens / (time.monotonic() - began)
+
+    def ask_all(self, num: int, at_once: int, num_tokens: int) -> None:
+        """Pass `num` streams through it, so many at once; every prompt is another one."""
+        _told(self._worker, "step_s", 0.005)
+        for _ in range(num):
+            self._clients.ask(f"{next(self._numbers)} {self.short}", num_tokens)
+            self._clients.read(60, lambda: len(self._clients.open) < at_once)
+        self._clients.drain()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the router's process."""
+        return _told(self._router, "rss")
 
     def _begin(self, num: int, step_s: float, num_tokens: int, kind: str) -> float:
         """Start streams; the worker sends nothing until it has all. Returns when it begins."""

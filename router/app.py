@@ -268,7 +268,8 @@ class RouterServer:
         wire = Wire(f"{self._name}/{self._incarnation}", self._ping, arrivals.put)
         wire.start()
         try:
-            members, metrics = Members(), RouterMetrics(self._model.name, self._name)
+            members = Members()
+            metrics = RouterMetrics(self._model.name, self._name, vllm=self._config.vllm_metrics)
             siblings = Siblings(members, member)
             self._front = Front(
                 config=self._config,

@@ -41,6 +41,8 @@ class RouterConfig(Section):
 
     auto: any where the router listens on loopback without keys, else none.
     """
+    vllm_metrics: bool = True
+    """Also serve the metrics under vLLM's names, for endpoint pickers, KEDA and dashboards."""
     access_log: bool = True
     """A line at INFO for every HTTP request; probes at DEBUG."""
     tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"

@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.errors import STATUS, ApiError
 from router.mailbox import Delta, Mailbox, Scored
 from router.members import Members
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, prefilled
 from router.output import OutputText
 from router.policy.base import Policy
 from router.waiting import Queue, Req
@@ -81,7 +81,9 @@ class Dispatcher:
         metrics.watch(
             lambda: len(self._reqs) - len(self._queue),
             lambda: len(self._queue),
+            lambda: sum(1 for req in self._reqs.values() if req.tokens),
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
+            lambda: [known.stats for known in members.live("decode")],
         )
 
     def check_room(self, num_choices: int) -> None:
@@ -212,7 +214,8 @@ class Dispatcher:
             self._metrics.itl.observe(now - req.last_token_at)
         else:
             req.first_token_at = now
-            self._metrics.ttft.observe(now - req.arrived_at)
+            where = prefilled(req.stages, req.decoded_by)
+            self._metrics.first_token(where, now - req.arrived_at)
         req.last_token_at = now
         with DETOKENIZER:
             piece = req.output.feed(tokens)
@@ -298,13 +301,15 @@ class Dispatcher:
         spent = req.spent
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
         if spent is not None:
-            self._metrics.spent(spent)
+            self._metrics.spent(spent, len(req.tokens))
         metrics, now = self._metrics, time.monotonic()
         metrics.ended(req.outcome)
         metrics.e2e.observe(now - req.arrived_at)
         metrics.queue_time.observe(req.queued_s)
         metrics.prompt_tokens.inc(len(req.prompt))
+        metrics.prompt_length.observe(len(req.prompt))
         metrics.generation_tokens.inc(len(req.tokens))
+        metrics.output_length.observe(len(req.tokens))
         metrics.cached_tokens.inc(req.num_cached_tokens)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:

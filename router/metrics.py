@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +14,8 @@ from prometheus_client import (
 
 from router.mailbox import Spent
 from router.tally import Tallies, Tally
+from router.vllm import Shared, VllmMetrics
+from worker.api import PeerId, Stages, WorkerStats
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -30,10 +32,13 @@ E2E_BUCKETS = (
 STAGE_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100,
 )  # fmt: skip
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STAGES = (
     "router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step", "decode",
 )  # fmt: skip
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
+OUTCOMES = ("stop", "length", "abort")  # and the codes of errors
+PREFILLS = ("local", "pulled", "cached")
 WORKER_ROLES = ("prefill", "decode")
 LABELS = ("model", "role", "worker")  # worker is the name of the process, a router's here
 
@@ -52,36 +57,50 @@ def by_stage(spent: Spent) -> dict[str, float]:
     }
 
 
+def prefilled(stages: Stages | None, decoded_by: PeerId) -> str:
+    """Where a prompt's KV was computed, one of PREFILLS: where it decodes, elsewhere, or before."""
+    if stages is None or stages.prefilled_by == decoded_by:
+        return "local"
+    return "pulled" if stages.prefilled_by else "cached"
+
+
 class RouterMetrics:
     """Every family has the labels in LABELS; none grows with requests.
 
     Args:
         model: the served name.
         worker: this router's name.
+        vllm: the group of families with vLLM's names as well.
     """
 
-    def __init__(self, model: str, worker: str) -> None:
+    def __init__(self, model: str, worker: str, *, vllm: bool = True) -> None:
         disable_created_metrics()  # else every counter has a twin that says when it began
         self.registry = CollectorRegistry()
         self._values = (model, "router", worker)
         self.requests = self._counter(
             "requests", "Choices ended, by outcome: stop, length, abort or an error code", "outcome"
         )
+        for outcome in OUTCOMES:
+            self.requests.labels(*self._values, outcome)
         self.retries = self._counter("retries", "Choices sent to a worker again, by cause", "cause")
         self.stale_chunks = self._counter(
-            "stale_messages_dropped", "Messages of earlier dispatches or ended requests", "kind"
+            "stale_messages_dropped", "Messages of attempts that are over", "kind"
         ).labels(*self._values, "chunk")
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of ended choices"
         ).labels(*self._values)
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens found in a prefix cache"
-        ).labels(*self._values)
+        self._cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
+        )
+        self.cached_tokens = self._cached_tokens.labels(*self._values)
         self.generation_tokens = self._counter(
             "generation_tokens", "Output tokens of ended choices"
         ).labels(*self._values)
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS
+        self._ttft = self._histograms(
+            "time_to_first_token_seconds",
+            "From arrival to the first token, by where the prompt was prefilled",
+            TTFT_BUCKETS,
+            prefill=PREFILLS,
         )
         self.itl = self._histogram(
             "inter_token_latency_seconds", "Between two chunks of tokens", ITL_BUCKETS
@@ -92,25 +111,43 @@ class RouterMetrics:
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Spent waiting for a decode worker", E2E_BUCKETS
         )
-        stages = Tallies(
-            "kvlane_request_stage_seconds",
-            "Time of ended choices by stage, in the order in which they pass them",
-            (*LABELS, "stage"),
-            STAGE_BUCKETS,
-            self.registry,
+        self.prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of one choice", TOKEN_BUCKETS
         )
-        self._stages = {stage: stages.labels(*self._values, stage) for stage in STAGES}
+        self.output_length = self._histogram(
+            "request_generation_tokens", "Output tokens of one choice", TOKEN_BUCKETS
+        )
+        self._stages = self._histograms(
+            "request_stage_seconds",
+            "Time of ended choices by stage, in the order in which they pass them",
+            STAGE_BUCKETS,
+            stage=STAGES,
+        )
         for cause in RETRY_CAUSES:
             self.retries.labels(*self._values, cause)
+        self._vllm: VllmMetrics | None = None
+        if vllm:
+            shared = Shared(
+                tuple(self._ttft.values()), (self.itl,), (self.e2e,),
+                (self.prompt_length,), (self.output_length,), self.requests, self._cached_tokens,
+            )  # fmt: skip
+            self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
+            self.registry.register(self._vllm)
+
+    def first_token(self, where: str, seconds: float) -> None:
+        """Observe one choice's first token; where: see `prefilled`."""
+        self._ttft[where].observe(seconds)
 
     def ended(self, outcome: str) -> None:
         """Count one end, by its outcome."""
         self.requests.labels(*self._values, outcome).inc()
 
-    def spent(self, spent: Spent) -> None:
-        """Observe where one choice's time went."""
+    def spent(self, spent: Spent, num_tokens: int) -> None:
+        """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
             self._stages[stage].observe(seconds)
+        if self._vllm is not None:
+            self._vllm.spent(spent, num_tokens)
 
     def retried(self, cause: str) -> None:
         """Count one re-dispatch or return to the queue."""
@@ -120,16 +157,22 @@ class RouterMetrics:
         self,
         running: Callable[[], int],
         waiting: Callable[[], int],
+        decoding: Callable[[], int],
         alive: Callable[[str], int],
+        decodes: Callable[[], Sequence[WorkerStats]],
     ) -> None:
-        """Gauges that are read when scraped."""
+        """Gauges that are read when scraped; decodes: what each live decode worker said last."""
         gauge = self._gauge("requests_running", "Choices that are at a decode worker")
         gauge.labels(*self._values).set_function(running)
         gauge = self._gauge("requests_waiting", "Choices that wait for a decode worker")
         gauge.labels(*self._values).set_function(waiting)
+        gauge = self._gauge("requests_decoding", "Choices that have had their first token")
+        gauge.labels(*self._values).set_function(decoding)
         gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
+        if self._vllm is not None:
+            self._vllm.watch(running, waiting, decoding, decodes)
 
     def render(self) -> bytes:
         """The text exposition."""
@@ -144,3 +187,12 @@ class RouterMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
         family = Tallies(f"kvlane_{name}", text, LABELS, buckets, self.registry)
         return family.labels(*self._values)
+
+    def _histograms(
+        self, name: str, text: str, buckets: tuple[float, ...], **label: Sequence[str]
+    ) -> dict[str, Tally]:
+        """A family with one more label; by the values of that, all of which are there at once."""
+        ((key, values),) = label.items()
+        labels = *LABELS, key
+        family = Tallies(f"kvlane_{name}", text, labels, buckets, self.registry)
+        return {value: family.labels(*self._values, value) for value in values}

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import httpx
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from router import vllm
 from router.members import Members
 from worker.api import Member
 
@@ -79,10 +80,9 @@ class Siblings:
 
 def merged(pages: Iterable[str]) -> str:
     """One exposition from several: the format wants all samples of a family in one place."""
-    families: dict[str, str] = {}
+    families: dict[str, list[str]] = {}
     for page in pages:
         for family in page.split(HELP)[1:]:
             about, kind, samples = family.split("\n", 2)
-            head = f"{HELP}{about}\n{kind}\n"
-            families[head] = families.get(head, "") + samples
-    return "".join(head + samples for head, samples in families.items())
+            families.setdefault(f"{HELP}{about}\n{kind}\n", []).append(samples)
+    return "".join(head + vllm.joined(head, samples) for head, samples in families.items())

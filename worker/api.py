@@ -87,6 +87,7 @@ class WorkerStats(Message, frozen=True):
     draining: bool = False
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
+    page_size: int = 0  # tokens
 
 
 class PullPath(Message, frozen=True):

@@ -100,6 +100,10 @@ class DecodeLoop:
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
         metrics.on_scrape(metrics.waiting, lambda: len(self._reqs) - len(scheduler.running))
         metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
+        metrics.on_scrape(metrics.queued("fetch"), lambda: self._inbound.num_fetches)
+        metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
+        metrics.on_scrape(metrics.queued("row"), lambda: len(scheduler.ready))
+        metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
         """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
@@ -296,6 +300,7 @@ def _stats(
         max_num_reqs=int(engine.config.engine.max_num_reqs),
         num_free_pages=engine.book.num_available,
         num_pages=engine.book.num_pages,
+        page_size=engine.book.page_size,
         num_queued_tokens=scheduler.num_queued_tokens,
         prefill_s_per_token=engine.meter.prefill_s_per_token,
         draining=draining,

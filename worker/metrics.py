@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable
+from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
@@ -22,13 +23,22 @@ from prometheus_client import (
     start_http_server,
 )
 
-from worker.errors import UserError
+from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout, UserError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STEP_BUCKETS = (
+    0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0,
+)  # fmt: skip
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+# What a decode worker counts from 0 on, so that the first of each shows in a rate.
+PLACES = ("none", "local", "remote", "alone", "fallback")
+OUTCOMES = ("stop", "length", "abort", "error")
+RETRY_CAUSES = tuple(
+    each.code for each in (Busy, PeerLost, Revoked, TransferError, TransferTimeout)
+)
 
 # Told of a start how far it is: the stage, `load` or `capture`, and how much of it is done, of how
 # much.
@@ -47,38 +57,80 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._bound = {"model": model, "role": role, "worker": worker}
         self._server: tuple[WSGIServer, Thread] | None = None
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        counter, histogram = self._counter, self._histogram
         self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
-        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in a prefix tree")
+        self.queried_tokens = counter(
+            "prompt_tokens_queried", "Prompt tokens that were looked up in the prefix tree"
+        )
+        self.cached_tokens = counter(
+            "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
+        )
         self.generated_tokens = counter("generation_tokens", "Output tokens drawn here")
-        self.steps = counter("engine_steps", "Steps settled", "kind", "path")
-        self.step_seconds = histogram("engine_step_seconds", "One step", STEP_BUCKETS, "kind")
+        self.steps = counter(
+            "engine_steps", "Steps settled, by how they were launched", "kind", "path"
+        )
+        self.eager_steps = counter(
+            "engine_eager_steps",
+            "Steps launched op by op, by why no graph served",
+            "kind",
+            "reason",
+        )
+        self.step_seconds = histogram(
+            "engine_step_seconds", "Time of one step on the device", STEP_BUCKETS, "kind"
+        )
         self.preemptions = counter("preemptions", "Rows that gave their pages up")
         self.requests = counter("requests", "Requests that ended", "outcome")
+        self._add_transfers()
+        self._add_gauges()
+        if role == "decode":
+            for where in PLACES:
+                self.placed(where)
+            for outcome in OUTCOMES:
+                self.requests(outcome)
+            for cause in RETRY_CAUSES:
+                self.fetch_retries(cause)
+
+    def _add_transfers(self) -> None:
+        counter, histogram = self._counter, self._histogram
         self.placed = counter("prefill_placed", "Where prompts were prefilled", "where")
         self.pulled_bytes = counter("kv_pulled_bytes", "KV bytes pulled", "transport")
-        self.pulls = counter("kv_pulls", "Pulls that ended", "transport", "outcome")
-        self.pull_seconds = histogram("kv_pull_seconds", "One pull", STAGE_BUCKETS, "transport")
+        self.pulls = counter("kv_pulls", "Pulls that ended, by outcome", "transport", "outcome")
+        self.pull_seconds = histogram(
+            "kv_pull_seconds", "Time of one pull that landed", STAGE_BUCKETS, "transport"
+        )
         self.fetch_seconds = histogram(
-            "kv_fetch_seconds", "Prefill request until all KV landed", STAGE_BUCKETS, "transport"
+            "kv_fetch_seconds",
+            "Time of a request's KV, from asking a prefill worker until all had landed",
+            STAGE_BUCKETS,
+            "transport",
         )
         self.transfer_seconds = histogram(
             "kv_transfer_seconds",
-            "Last announcement, or first token if later, until all landed",
+            "Exposed transfer, from the last announcement until all KV of the request had landed",
             STAGE_BUCKETS,
             "transport",
         )
         self.row_wait_seconds = histogram(
-            "row_wait_seconds", "All KV landed until the request's first step", STAGE_BUCKETS
+            "row_wait_seconds",
+            "Wait of a request whose KV had landed for its first step",
+            STAGE_BUCKETS,
         )
-        self.fetch_retries = counter("kv_fetch_retries", "Attempts that failed", "cause")
-        self.lease_expired = counter("lease_expired", "Leases that ran out")
-        self.dropped = counter("stale_messages_dropped", "Messages of old attempts", "kind")
+        self.fetch_retries = counter(
+            "kv_fetch_retries", "Attempts to fetch KV that failed", "cause"
+        )
+        self.lease_expired = counter("lease_expired", "Leases that ran out without a release")
+        self.dropped = counter(
+            "stale_messages_dropped", "Messages of attempts that are over", "kind"
+        )
+
+    def _add_gauges(self) -> None:
+        gauge = self._gauge
         self.running = gauge("requests_running", "Requests with a row")
         self.waiting = gauge("requests_waiting", "Requests admitted and without a row")
+        self.queued = gauge("requests_queued", "Requests by the stage they wait in", "stage")
         self.pages = gauge("kv_pages", "KV pages by state", "state")
-        self.usage = gauge("kv_cache_usage_ratio", "Pages in use or promised, 0 to 1")
-        self.leases = gauge("leases", "Leases alive")
+        self.usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
+        self.leases = gauge("leases", "Transfers under way, each with a lease")
         self.bucket_seconds = gauge(
             "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"
         )
@@ -144,6 +196,7 @@ class WorkerMetrics:
         if not labels:
             return family.labels(**self._bound)
 
+        @cache  # to look one up takes the library as long as to count
         def child(*values: str) -> Any:
             return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
 

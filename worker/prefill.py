@@ -52,7 +52,10 @@ class PrefillLoop:
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
-        metrics.on_scrape(metrics.waiting, lambda: len(self._scheduler.waiting))
+        waiting = self._scheduler.waiting
+        metrics.on_scrape(metrics.waiting, lambda: len(waiting))
+        metrics.on_scrape(metrics.queued("prefill"), lambda: len(waiting))
+        metrics.on_scrape(metrics.queued("pull"), lambda: self._outbound.num_leases - len(waiting))
 
     def counters(self) -> dict[str, int]:
         """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
@@ -144,6 +147,7 @@ class PrefillLoop:
             max_num_reqs=int(self._engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
+            page_size=book.page_size,
             num_queued_tokens=self._scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,

@@ -19,6 +19,8 @@ def scrape(base_url: str) -> Samples:
         texts = [client.get(f"http://{target}/metrics").text for target in targets]
     for text in texts:
         for family in text_string_to_metric_families(text):
+            if family.name.startswith("vllm:"):
+                continue
             assert family.name.startswith("kvlane_")
             for sample in family.samples:
                 key = sample.name, sample.labels["role"], sample.labels.get("transport", "")

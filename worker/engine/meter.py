@@ -40,10 +40,14 @@ class StepMeter:
         """Count and time the step of `plan`, which has finished; path: Step.path."""
         now = time.monotonic()
         self.num_steps += 1
-        self._metrics.steps(_kind(plan), path).inc()
+        kind = "prefill" if plan.chunks else "decode"
+        how, _, why = path.partition("_")
+        self._metrics.steps(kind, how).inc()
+        if how == "eager":
+            self._metrics.eager_steps(kind, why or "configured").inc()
         took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
         self._free_at = now
-        self._metrics.step_seconds(_kind(plan)).observe(took_s)
+        self._metrics.step_seconds(kind).observe(took_s)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         if not num_tokens:
             self._decodes_s.append(took_s)
@@ -51,7 +55,3 @@ class StepMeter:
         self._metrics.prompt_tokens.inc(num_tokens)
         rate, old = took_s / num_tokens, self.prefill_s_per_token
         self.prefill_s_per_token = rate if old == 0 else (1 - WEIGHT) * old + WEIGHT * rate
-
-
-def _kind(plan: Plan) -> str:
-    return "prefill" if plan.chunks else "decode"

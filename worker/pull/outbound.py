@@ -95,6 +95,7 @@ class Outbound:
             return
         log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
         first_page = req.num_announced_pages = message.num_matched // self._page_size
+        self._metrics.queried_tokens.inc(len(message.tokens))
         self._metrics.cached_tokens.inc(req.num_computed_tokens)
         outgoing = _Outgoing(xfer, peer, req, Lease(self._window_s, now), first_page)
         self._outgoing[xfer] = self._by_req[req] = outgoing

@@ -70,6 +70,7 @@ class Admission:
             req.matcher = self._grammars.matcher(message.sampling.grammar, output)
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
+        self._engine.metrics.queried_tokens.inc(len(req.tokens))
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
         return req
 

@@ -1,0 +1,128 @@
+"""Metrics of a loaded cluster: promtool on every process, and public queries put to Prometheus.
+
+    python -m tests.e2e.live_metrics      # as root, with Debian's prometheus; two minutes
+
+Two routers share a port, one prefill and one decode worker serve the bundled model, all in
+namespaces of their own. Prometheus scrapes the port of the API. Each query of
+`tests.support.public_queries`, from public documents for vLLM, has to return numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import yaml
+
+from benchmarks.namespace import start_over
+from benchmarks.train.problems import held_out_problems
+from tests.e2e.harness import INSIDE, Serve
+from tests.support.asking import ask_all
+from tests.support.metrics_pages import complaints
+from tests.support.public_queries import PICKED, QUERIES
+
+PROMETHEUS = "127.0.0.1:19090"
+LOAD_S = 45.0  # rates need scrapes over most of their minute
+SETTINGS = ("routers.replicas=2", "prefill.replicas=1", "decode.replicas=1",
+            "cluster.share_port=true")  # fmt: skip
+
+
+@contextmanager
+def prometheus(directory: Path, target: str) -> Iterator[None]:
+    """Scrapes `target` every second."""
+    config = directory / "prometheus.yml"
+    jobs = [{"job_name": "kvlane", "static_configs": [{"targets": [target]}]}]
+    config.write_text(yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}))
+    command = [
+        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address={PROMETHEUS}", "--log.level=warn",
+    ]  # fmt: skip
+    with subprocess.Popen(command) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def ask(query: str) -> list[float]:
+    """The values of all series that a query returns."""
+    answer = httpx.get(f"http://{PROMETHEUS}/api/v1/query", params={"query": query}).json()
+    assert answer["status"] == "success", f"{query}: {answer}"
+    return [float(each["value"][1]) for each in answer["data"]["result"]]
+
+
+def load(url: str, until: float) -> None:
+    """Requests at a steady pace, some of them alike."""
+    questions = [problem.question for problem in held_out_problems(8)]
+    while time.monotonic() < until:
+        outcomes = asyncio.run(ask_all(url, questions, max_tokens=24))
+        assert [each.error for each in outcomes] == [None] * len(questions)
+
+
+def check_pages(url: str) -> None:
+    """`promtool check metrics` on the page of the port, and on that of every process."""
+    groups: list[dict[str, Any]] = httpx.get(f"{url}/metrics/targets").json()
+    pages = {"the API's port": f"{url}/metrics"}
+    for group in groups:
+        pages[group["labels"]["worker"]] = f"http://{group['targets'][0]}/metrics"
+    assert len(pages) == 5, pages
+    for name, address in pages.items():
+        page = httpx.get(address).text
+        found = complaints(page)
+        print(f"promtool check metrics, {name}: {len(page.splitlines())} lines, {found or 'clean'}")
+        assert not found
+    for name in PICKED:
+        page = httpx.get(f"{url}/metrics").text.splitlines()
+        (line,) = (line for line in page if line.startswith(f"{name}{{"))
+        print(f"an endpoint picker reads {line}")
+
+
+def check_queries() -> None:
+    """Each has to return something, and numbers only."""
+    bad: list[str] = []
+    for source, query in QUERIES:
+        values = ask(query)
+        good = bool(values) and not any(map(math.isnan, values))
+        bad += [] if good else [query]
+        shown = ", ".join(f"{value:.4g}" for value in values[:3])
+        print(f"{'ok ' if good else 'BAD'} {query}\n    -> {shown}  [{source}]")
+    print(f"{len(QUERIES) - len(bad)} of {len(QUERIES)} public queries return numbers")
+    assert not bad, bad
+
+
+def main() -> None:
+    """See the module."""
+    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+        raise SystemExit("no prometheus: apt-get install --no-install-recommends prometheus")
+    if INSIDE not in os.environ:
+        os.environ[INSIDE] = "1"
+        start_over([sys.executable, "-m", "tests.e2e.live_metrics"])
+    with tempfile.TemporaryDirectory() as folder:
+        serve = Serve(Path(folder), port=8741)
+        sets = [word for each in SETTINGS for word in ("--set", each)]
+        try:
+            serve.start(*sets).wait_ready()
+            loader = Thread(target=load, args=(serve.url, time.monotonic() + LOAD_S))
+            with prometheus(Path(folder), f"127.0.0.1:{serve.port}"):
+                loader.start()
+                loader.join()
+                check_pages(serve.url)
+                check_queries()
+        finally:
+            serve.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Pages of metrics: those of every kind of process, what promtool says of one, and their table.
+
+python -m tests.support.metrics_pages       # writes router/METRICS.md anew, after a family has changed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.mailbox import Spent
+from router.members import Members
+from router.metrics import PREFILLS, RouterMetrics
+from router.siblings import Siblings
+from worker.api import Member, Stages, WorkerStats
+from worker.metrics import WorkerMetrics
+
+DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
+HEAD = "| family | of | kind | labels | |\n|---|---|---|---|---|\n"
+COMMON = {"model", "role", "worker", "model_name", "engine", "le"}
+COLON = re.compile(r"^vllm:\w+ metric names should not contain ':'$")
+
+
+def router_page() -> str:
+    """Of a router that has served; with how many routers answered, as on a shared port."""
+    metrics = RouterMetrics("tiny", "router-0")
+    stats = WorkerStats(num_pages=8, num_free_pages=6, page_size=16)
+    metrics.watch(lambda: 3, lambda: 2, lambda: 1, lambda role: 1, lambda: [stats])
+    for where in PREFILLS:
+        metrics.first_token(where, 0.05)
+    metrics.ended("stop")
+    metrics.ended("busy")
+    stages = Stages(0.1, 0.2, 0.01, 0.0, 0.01, "prefill-0/1")
+    metrics.spent(Spent(0.0, stages, 1.0, 0.3, "decode-0/1"), num_tokens=20)
+    member = Member("router-0", "router", "1", "http://127.0.0.1:8000", model="tiny")
+    return asyncio.run(Siblings(Members(), member).page(metrics.render())).decode()
+
+
+def worker_page(role: str) -> str:
+    """With at least one series of every family."""
+    metrics = WorkerMetrics(model="tiny", role=role, worker=f"{role}-0")
+    transport = "shm/shm"
+    metrics.steps("prefill", "eager").inc()
+    metrics.eager_steps("prefill", "configured").inc()
+    metrics.step_seconds("prefill").observe(0.01)
+    metrics.requests("stop").inc()
+    metrics.placed("remote").inc()
+    metrics.pulled_bytes(transport).inc(4096)
+    metrics.pulls(transport, "landed").inc()
+    metrics.fetch_retries("busy").inc()
+    metrics.dropped("KVReady").inc()
+    for histogram in (metrics.pull_seconds, metrics.fetch_seconds, metrics.transfer_seconds):
+        histogram(transport).observe(0.01)
+    metrics.queued("prefill").set(1)
+    metrics.pages("available").set(7)
+    metrics.bucket_seconds("decode", "8", "graph").set(0.005)
+    metrics.bucket_differs("decode", "8").set(0)
+    metrics.transport(transport).set(1)
+    return generate_latest(metrics.registry).decode()
+
+
+def complaints(page: str) -> list[str]:
+    """What `promtool check metrics` says of it, but for the colons of vLLM's names.
+
+    Prometheus keeps colons for recording rules; those names are vLLM's to choose.
+    """
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    found = [line for line in lines if not COLON.match(line)]
+    if done.returncode and not lines:
+        found.append(f"promtool ended with {done.returncode}")
+    return found
+
+
+def families(page: str) -> dict[str, Metric]:
+    """By the name under which series are asked for, a histogram's without its suffixes."""
+    found = text_string_to_metric_families(page)
+    return {each.name + ("_total" if each.type == "counter" else ""): each for each in found}
+
+
+def rows(page: str, of: str, prefix: str) -> Iterator[tuple[str, str]]:
+    """The name of each family of a page, and its row of the table."""
+    for name, family in families(page).items():
+        if name.startswith(prefix):
+            labels = {label for sample in family.samples for label in sample.labels} - COMMON
+            shown = ", ".join(f"`{label}`" for label in sorted(labels))
+            text = family.documentation
+            yield name, f"| `{name}` | {of} | {family.type} | {shown} | {text} |\n"
+
+
+def document() -> str:
+    """router/METRICS.md, as it should be."""
+    prose = DOCUMENT.read_text(encoding="utf-8").partition(HEAD)[0]
+    router = router_page()
+    ours = [*rows(router, "router", "kvlane_"), *rows(worker_page("decode"), "worker", "kvlane_")]
+    tables = (HEAD + "".join(row for _, row in sorted(each))
+              for each in (ours, [*rows(router, "router", "vllm:")]))  # fmt: skip
+    return prose + "\n".join(tables)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""Queries that public documents put to vLLM's metrics; what is made for them should find ours.
+
+Variables of dashboards are replaced: the model is `tiny`, the interval a minute. Labels that
+Prometheus adds (job, namespace, pod, instance) are left out.
+"""
+
+from __future__ import annotations
+
+import re
+
+MODEL = "tiny"
+OF_MODEL = f'{{model_name="{MODEL}"}}'
+KEDA = "vllm-project/production-stack, docs/source/use_cases/autoscaling-keda.rst"
+KSERVE = "kserve.github.io, autoscaling of generative inference with KEDA"
+KEDA_KV = "docs.cloudeka.ai, KEDA configuration example by KV cache usage"
+RULES = "vllm-project/vllm, examples/online_serving/prometheus_grafana/k8s-monitoring"
+GRAFANA = "vllm-project/vllm, examples/online_serving/prometheus_grafana/grafana.json"
+LLM_D = "llm-d.ai, PromQL query reference"
+WVA = "llm-d workload-variant-autoscaler, saturation metrics"
+
+
+def _dashboard() -> list[str]:
+    """vLLM's example dashboard: old and new names of it."""
+    latencies = ("e2e_request_latency", "time_per_output_token", "time_to_first_token",
+                 "inter_token_latency")  # fmt: skip
+    found: list[str] = []
+    for name in latencies:
+        rate = f"rate(vllm:{name}_seconds_%s{OF_MODEL}[1m])"
+        found += [
+            f"histogram_quantile(0.99, sum by(le) ({rate % 'bucket'}))",
+            f"{rate % 'sum'} / {rate % 'count'}",
+        ]
+    for name in ("running", "swapped", "waiting"):
+        found.append(f"vllm:num_requests_{name}{OF_MODEL}")
+    for name in ("gpu", "cpu", "kv"):
+        found.append(f"vllm:{name}_cache_usage_perc{OF_MODEL}")
+    for name in ("prompt", "generation"):
+        found.append(f"rate(vllm:{name}_tokens_total{OF_MODEL}[1m])")
+        found.append(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{OF_MODEL}[1m]))")
+    for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds",
+                 "max_num_generation_tokens"):  # fmt: skip
+        found.append(f"rate(vllm:request_{name}_sum{OF_MODEL}[1m])")
+    success = f"increase(vllm:request_success_total{OF_MODEL}[1m])"
+    return [*found, f"sum by(finished_reason) ({success})"]
+
+
+# (where it is asked, what is asked)
+QUERIES: tuple[tuple[str, str], ...] = (
+    (KEDA, "vllm:num_requests_waiting"),
+    (KEDA, "sum(rate(vllm:num_incoming_requests_total[1m]) > bool 0)"),
+    (KSERVE, "vllm:num_requests_running"),
+    (KEDA_KV, f"vllm:gpu_cache_usage_perc{OF_MODEL}"),
+    (RULES, "vllm:kv_cache_usage_perc"),
+    (
+        RULES,
+        "histogram_quantile(0.99, sum by (le, model_name)"
+        " (rate(vllm:inter_token_latency_seconds_bucket[1m])))",
+    ),
+    (
+        LLM_D,
+        "histogram_quantile(0.99, sum by(le, model_name)"
+        " (rate(vllm:time_to_first_token_seconds_bucket[1m])))",
+    ),
+    (LLM_D, "sum(rate(vllm:prefix_cache_hits_total[1m]))"),
+    (LLM_D, "sum(rate(vllm:prefix_cache_queries_total[1m]))"),
+    (WVA, f"max_over_time(vllm:kv_cache_usage_perc{OF_MODEL}[1m])"),
+    (WVA, f"max_over_time(vllm:num_requests_waiting{OF_MODEL}[1m])"),
+    (WVA, "max by (num_gpu_blocks, block_size) (vllm:cache_config_info)"),
+    (
+        WVA,
+        f"rate(vllm:request_generation_tokens_sum{OF_MODEL}[1m])"
+        f" / rate(vllm:request_generation_tokens_count{OF_MODEL}[1m])",
+    ),
+    *((GRAFANA, each) for each in _dashboard()),
+)  # fmt: skip
+
+# What an endpoint picker of the Gateway API Inference Extension reads off a page by itself: one
+# series of each (kubernetes-sigs/gateway-api-inference-extension, pkg/epp/backend/metrics).
+PICKED = {
+    "vllm:num_requests_waiting": set[str](),
+    "vllm:num_requests_running": set[str](),
+    "vllm:kv_cache_usage_perc": set[str](),
+    "vllm:gpu_cache_usage_perc": set[str](),  # its releases before vLLM renamed it
+    "vllm:cache_config_info": {"block_size", "num_gpu_blocks"},
+    "vllm:lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
+}
+SERIES = re.compile(r"(vllm:\w+)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\bby\s*\(([^)]*)\)")
+
+
+def asked(query: str) -> tuple[set[str], set[str]]:
+    """The names of series, and of labels, that a query asks for."""
+    found = SERIES.findall(query)
+    labels = {each.partition("=")[0].strip() for _, inside in found for each in inside.split(",")}
+    grouped = {each.strip() for inside in GROUPED.findall(query) for each in inside.split(",")}
+    return {name for name, _ in found}, (labels | grouped) - {""}

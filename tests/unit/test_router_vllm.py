@@ -1,0 +1,136 @@
+"""The router's figures under vLLM's names: what public queries ask for is there, and is true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.mailbox import Spent
+from router.metrics import RouterMetrics
+from router.siblings import merged
+from tests.support.public_queries import MODEL, PICKED, QUERIES, asked
+from worker.api import Stages, WorkerStats
+
+STATS = (
+    WorkerStats(num_pages=100, num_free_pages=70, page_size=16),
+    WorkerStats(num_pages=300, num_free_pages=30, page_size=16),
+)
+Found = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def router(
+    name: str = "router-0", *, queued: int = 2, unstarted: int = 3, decoding: int = 7
+) -> RouterMetrics:
+    """With two decode workers, and so many choices in each state."""
+    metrics = RouterMetrics(MODEL, name)
+    metrics.watch(
+        lambda: unstarted + decoding, lambda: queued, lambda: decoding, lambda role: 2,
+        lambda: STATS,
+    )  # fmt: skip
+    return metrics
+
+
+def series(*pages: bytes) -> Found:
+    """Name -> labels and value of each series on the page that several routers have together."""
+    found: Found = {}
+    text = merged([page.decode() for page in pages])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def values(found: Found, name: str) -> Sequence[float]:
+    return [value for _, value in found[f"vllm:{name}"]]
+
+
+@pytest.mark.parametrize(("source", "query"), QUERIES)
+def test_what_public_queries_ask_for_is_there(source: str, query: str) -> None:
+    found = series(router().render())
+    names, labels = asked(query)
+    assert names, source
+    for name in names:
+        assert name in found, f"{query} ({source})"
+        known = {label for each, _ in found[name] for label in each}
+        assert labels <= known, f"{query} ({source})"
+
+
+@pytest.mark.parametrize("num_routers", [1, 3])
+def test_an_endpoint_picker_finds_one_series_of_each_gauge(num_routers: int) -> None:
+    found = series(*(router(f"router-{i}").render() for i in range(num_routers)))
+    for name, labels in PICKED.items():
+        ((its_labels, _),) = found[name]
+        assert labels | {"model_name", "engine"} == set(its_labels)
+    assert found["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "400"
+    assert values(found, "num_requests_waiting") == [5 * num_routers]
+    assert values(found, "num_requests_running") == [7 * num_routers]
+    assert values(found, "kv_cache_usage_perc") == values(found, "gpu_cache_usage_perc") == [0.75]
+    reasons = {each["reason"]: v for each, v in found["vllm:num_requests_waiting_by_reason"]}
+    assert reasons == {"capacity": 2 * num_routers, "deferred": 3 * num_routers}
+
+
+def test_counts_of_routers_of_one_port_are_series_of_their_own() -> None:
+    routers = [router(f"router-{i}") for i in range(2)]
+    for i, metrics in enumerate(routers):
+        metrics.prompt_length.observe(10 + i)
+        metrics.ended("stop")
+    found = series(*(metrics.render() for metrics in routers))
+    for name, each in found.items():
+        labels = [tuple(sorted(labels.items())) for labels, _ in each]
+        assert len(set(labels)) == len(labels), f"{name} has a series twice"
+    tokens = {labels["engine"]: value for labels, value in found["vllm:prompt_tokens_total"]}
+    assert tokens == {"0": 10, "1": 11}
+    assert sum(values(found, "num_incoming_requests_total")) == 2 + 2 * (2 + 3 + 7)
+
+
+def test_it_shares_the_counts_of_our_own_families() -> None:
+    metrics = router()
+    metrics.first_token("local", 0.05)
+    metrics.first_token("pulled", 0.25)
+    metrics.itl.observe(0.004)
+    metrics.cached_tokens.inc(16)
+    for outcome in ("stop", "stop", "length", "timeout", "busy"):
+        metrics.ended(outcome)
+    found = series(metrics.render())
+    assert values(found, "time_to_first_token_seconds_count") == [2]
+    assert values(found, "time_to_first_token_seconds_sum") == [pytest.approx(0.3)]
+    below = {each["le"]: v for each, v in found["vllm:time_to_first_token_seconds_bucket"]}
+    assert (below["0.04"], below["0.1"], below["0.3"], below["+Inf"]) == (0, 1, 2, 2)
+    assert values(found, "time_per_output_token_seconds_count") == [1]
+    assert values(found, "prefix_cache_hits_total") == [16]
+    ended = {each["finished_reason"]: v for each, v in found["vllm:request_success_total"]}
+    assert ended == {"stop": 2, "length": 1, "abort": 0, "error": 2}
+
+
+def test_a_choice_counts_once_in_each_of_vllms_stages() -> None:
+    metrics = router()
+    spent = Spent(1.0, Stages(2.0, 4.0, 8.0, 16.0, 32.0, "prefill-0/1"), 64.0, 0.0, "decode-0/1")
+    metrics.spent(spent, num_tokens=5)
+    found = series(metrics.render())
+    for name, seconds in (
+        ("request_queue_time", 1 + 2 + 16),
+        ("request_prefill_time", 4 + 8 + 32),
+        ("request_decode_time", 64),
+        ("request_inference_time", 4 + 8 + 32 + 64),
+        ("request_time_per_output_token", 16),
+    ):
+        assert values(found, f"{name}_seconds_sum") == [seconds]
+        assert values(found, f"{name}_seconds_count") == [1]
+    metrics.spent(spent, num_tokens=1)
+    assert values(series(metrics.render()), "request_time_per_output_token_seconds_count") == [1]
+
+
+def test_without_workers_the_cache_is_empty() -> None:
+    metrics = RouterMetrics(MODEL, "router-0")
+    assert values(series(metrics.render()), "kv_cache_usage_perc") == [0]
+
+
+def test_it_can_be_switched_off() -> None:
+    metrics = RouterMetrics(MODEL, "router-0", vllm=False)
+    metrics.watch(int, int, int, lambda role: 0, list)
+    spent = Spent(1.0, Stages(0, 0, 0, 0, 0, ""), 1.0, 0.0, "decode-0/1")
+    metrics.spent(spent, num_tokens=5)
+    assert b"kvlane_" in metrics.render()
+    assert b"vllm:" not in metrics.render()
