@@ -1,7 +1,7 @@
 """Draws a dashboard about as Grafana would; runs in .tools/monitoring/venv.
 
-Reads {"title", "path", "panels": [{"panel": as Grafana, "series": [{"legend", "labels", "points"}]}]}
-as JSON.
+Reads JSON: "title", "path", and "panels", each with Grafana's "panel" and its "series", which have
+"legend", "labels" and "points".
 """
 
 import json
@@ -75,7 +75,7 @@ def heatmap(axes, panel, series, start):
         grid.append([max(now[at] - below[at], 0) or math.nan for at in times])
         below = now
     axes.pcolormesh([at - start for at in times], range(len(bounds)), grid, cmap="Oranges",
-                    shading="nearest", norm="sqrt" if False else None)  # fmt: skip
+                    shading="nearest")  # fmt: skip
     every = max(1, len(bounds) // 8)
     axes.set_yticks(range(0, len(bounds), every))
     unit = panel["options"]["yAxis"]["unit"]
