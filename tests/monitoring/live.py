@@ -33,7 +33,7 @@ from tests.e2e.harness import INSIDE, Serve
 from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
 from tests.monitoring.prometheus import Prometheus, Series
-from tests.monitoring.types import TOOLS
+from tests.monitoring.schema import TOOLS
 from worker.metrics import WorkerMetrics
 
 HERE = Path(__file__).parent
@@ -69,11 +69,11 @@ def sides(query: str) -> Iterator[str]:
 class Asked:
     """A Prometheus and the time of a run; collects what is wrong."""
 
-    def __init__(self, prometheus: Prometheus, start: float) -> None:
+    def __init__(self, prometheus: Prometheus, start: float, end: float) -> None:
         self.wrong: list[str] = []
         self.num = 0
         self._prometheus = prometheus
-        self._start, self._end = start, time.time()
+        self._start, self._end = start, end
 
     def __call__(self, what: str, query: str) -> list[Series]:
         """The query's answer over the whole run."""
@@ -130,9 +130,9 @@ def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Pat
     print(f"{path}: {path.stat().st_size >> 10} KiB")
 
 
-def examine(prometheus: Prometheus, start: float, out: Path) -> list[str]:
+def examine(prometheus: Prometheus, start: float, end: float, out: Path) -> list[str]:
     """Ask everything, draw it; what is wrong."""
-    asked = Asked(prometheus, start)
+    asked = Asked(prometheus, start, end)
     for name, board in dashboards.boards().items():
         draw(name, board, asked.board(name, board), out)
     num_of_panels = asked.num
@@ -148,28 +148,45 @@ def examine(prometheus: Prometheus, start: float, out: Path) -> list[str]:
     return asked.wrong
 
 
+def record(root: Path) -> Prometheus:
+    """A cluster, its load and its faults, as Prometheus has seen them."""
+    (root / "serve").mkdir()
+    serve = Serve(root / "serve").start(*ARGUMENTS)
+    try:
+        serve.wait_ready()
+        prometheus, start = Prometheus(root, [serve_graphs()], **FILLED), time.time()
+        try:
+            with steady(serve.url):
+                disturb(serve)
+        except BaseException:
+            prometheus.end()
+            raise
+    finally:
+        serve.end()
+    (root / "times").write_text(json.dumps([start, time.time()]))
+    return prometheus
+
+
 def main(argv: Sequence[str]) -> int:
     """Run all; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
+    parser.add_argument("--keep", type=Path, help="new directory for what Prometheus has recorded")
+    parser.add_argument(
+        "--again", type=Path, help="ask and draw a kept recording, without a cluster"
+    )
     args = parser.parse_args(argv)
     if not (TOOLS / "done").exists():
         raise SystemExit("run tests/monitoring/install")
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as root:
-        serve = Serve(Path(root)).start(*ARGUMENTS)
+    with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
+        root = args.again or args.keep or Path(temporary)
+        root.mkdir(exist_ok=True)
+        prometheus = Prometheus(root, []) if args.again else record(root)
         try:
-            serve.wait_ready()
-            prometheus = Prometheus(Path(root), [serve_graphs()], **FILLED)
-            start = time.time()
-            try:
-                with steady(serve.url):
-                    disturb(serve)
-                wrong = examine(prometheus, start, args.out)
-            finally:
-                prometheus.end()
+            wrong = examine(prometheus, *json.loads((root / "times").read_text()), args.out)
         finally:
-            serve.end()
+            prometheus.end()
     print(*wrong, f"{len(wrong)} wrong", sep="\n")
     return int(bool(wrong))
 

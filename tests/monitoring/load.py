@@ -39,7 +39,17 @@ TIMEOUT_S = 120.0
 @contextmanager
 def steady(url: str) -> Iterator[None]:
     """A load of kvlane's own generator."""
-    usual = ("--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet")
+    usual = (
+        "--duration",
+        str(LONG_S),
+        "--max-len",
+        "240",
+        "--processes",
+        "1",
+        "--quiet",
+        "--tokenizer",
+        "tiny",
+    )
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.load", "run", "--url", url, *usual, *what],

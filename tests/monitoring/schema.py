@@ -1,7 +1,7 @@
 """Checks the dashboards against Grafana's own types.
 
     tests/monitoring/install              # once: @grafana/schema and a compiler, of npm
-    python -m tests.monitoring.types      # exits 1 with the compiler's words if one does not fit
+    python -m tests.monitoring.schema      # exits 1 with the compiler's words if one does not fit
 
 Then a few faults are planted, each of which has to be noticed.
 """
