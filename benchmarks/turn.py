@@ -20,7 +20,7 @@ from typing import Any
 from worker.api import AnyMessage, Generate, PeerId, Refused, Sampling, WorkerStats, encode
 from worker.config import WorkerConfig
 from worker.decode import DecodeLoop
-from worker.engine.engine import build_engine
+from worker.engine.engine import Engine, build_engine
 from worker.plan import Drawn, Plan
 
 ROUTER: PeerId = "router/1"
@@ -81,8 +81,13 @@ class _Clock:
         setattr(owner, name, timed)
 
 
-def measure(num_rows: int, num_steps: int) -> dict[str, float]:
-    """Microseconds a step, medians: plan, settle, replies, turn (all of them and the rest)."""
+def measure(
+    num_rows: int, num_steps: int, built: Callable[[Engine], object] = id
+) -> dict[str, float]:
+    """Microseconds a step, medians: plan, settle, replies, turn (all of them and the rest).
+
+    built: is given the engine before the loop is.
+    """
     # Rows that start first draw tokens while the prompts of others are still computed.
     max_len = PROMPT_TOKENS + WARM_STEPS + num_steps + num_rows // 2 + 8
     pages = num_rows * (max_len // 16 + 1) + 1
@@ -92,6 +97,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     })  # fmt: skip
     engine = build_engine(config, name="decode-0", host="127.0.0.1")
     engine.runner.launch = lambda plan, groups=None: _Step(plan)  # type: ignore[assignment,return-value]
+    built(engine)
     loop = DecodeLoop(engine, _Thread(), "1")  # type: ignore[arg-type]
     clock = _Clock()
     clock.wrap(loop._scheduler, "plan", "plan")

@@ -77,6 +77,8 @@ class Dispatcher:
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
+        # When the streams of these events got their last chunks; of one worker's, at the same time.
+        self._lasts: list[float] = []
         self._closed = False
         metrics.watch(
             lambda: len(self._reqs) - len(self._queue),
@@ -154,6 +156,9 @@ class Dispatcher:
         if self._touched:  # behind the tasks that were woken: first chunks leave first
             self._loop.call_soon(_flush, self._touched)
             self._touched = []
+        if self._lasts:
+            self._metrics.itl.observe_since(now, self._lasts)
+            self._lasts = []
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
@@ -211,7 +216,7 @@ class Dispatcher:
     ) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
         if req.tokens:
-            self._metrics.itl.observe(now - req.last_token_at)
+            self._lasts.append(req.last_token_at)
         else:
             req.first_token_at = now
             where = prefilled(req.stages, req.decoded_by)

@@ -7,6 +7,7 @@ locks and method calls for each, as much as all else that a chunk needs before i
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -34,6 +35,14 @@ class Tally:
         """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_since(self, now: float, times: Sequence[float]) -> None:
+        """Count how long ago each of them was. Where most are equal, one costs nearly nothing."""
+        same = len(times) == times.count(times[0])
+        for at, number in [(times[0], len(times))] if same else Counter(times).items():
+            value = now - at
+            self._counts[bisect_left(self._bounds, value)] += number
+            self._sum += value * number
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
         """The buckets as (upper bound, values up to it), and the sum of all values."""

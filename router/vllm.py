@@ -180,13 +180,13 @@ class VllmMetrics(Collector):
             ("request_time_per_output_token_seconds", "Mean time per output token of one choice",
              [self._per_token]),
             ("e2e_request_latency_seconds", "From arrival to the end", shared.e2e),
-            ("request_queue_time_seconds", "Time in the queues of router and workers", [self._queue]),
-            ("request_prefill_time_seconds", "Prefill, transfer and first step together", [self._prefill]),
+            ("request_queue_time_seconds", "Time in queues of router and workers", [self._queue]),
+            ("request_prefill_time_seconds", "Prefill, transfer and first step", [self._prefill]),
             ("request_decode_time_seconds", "From the first token to the last", [self._decode]),
             ("request_inference_time_seconds", "Prefill and decode together", [self._inference]),
             ("request_prompt_tokens", "Prompt tokens of one choice", shared.prompt),
             ("request_generation_tokens", "Output tokens of one choice", shared.generation),
-            ("request_max_num_generation_tokens", "Output tokens of one choice, as each is a request here",
+            ("request_max_num_generation_tokens", "Output tokens, as each choice is a request",
              shared.generation),
         ):  # fmt: skip
             buckets, total = _together(tallies)
@@ -220,7 +220,7 @@ def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]
     """The buckets and the sum of series with the same bounds."""
     found = [tally.sample() for tally in tallies]
     buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(count for _, count in same))
+        (same[0][0], sum(each[1] for each in same))
         for same in zip(*(each[0] for each in found), strict=True)
     ]
     return buckets, sum((each[1] for each in found), 0.0)
