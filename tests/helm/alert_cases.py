@@ -52,12 +52,12 @@ CASES = (
     Case(
         "KvlaneWorkerLost",
         {
-            f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 4+0x40",
+            f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 1+0x40",
+            f'kvlane_requests_total{{{ROUTER},outcome="worker_lost"}}': "0+0x20 3+0x40",
             f'kvlane_retries_total{{{ROUTER},cause="refused"}}': "0+5x60",
         },
         quiet=20, fires=30, resolved=40,
-        summary="kvlane: 4 requests lost their decode worker in 15 minutes (worker_lost)",
-        labels={"cause": "worker_lost"},
+        summary="kvlane: 4 requests lost their decode worker in 15 minutes",
     ),
     Case(
         "KvlaneRequestsFail",

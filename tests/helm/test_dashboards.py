@@ -36,7 +36,7 @@ def test_every_query_asks_for_what_is_exported(name: str) -> None:
     ("old", "new"),
     [
         ("kvlane_kv_pulls_total", "kvlane_pulls_total"),
-        ("kvlane_kv_pages{", "kvlane_kv_pages_total{"),
+        ("kvlane_kv_pages{", "kvlane_pages{"),
         ('role="decode"', 'role="decoder"'),
         ("worker_role=", "role_of_worker="),
         ("by (stage)", "by (phase)"),

@@ -1,9 +1,11 @@
 """Draws a dashboard about as Grafana would; runs in .tools/monitoring/venv.
 
-Reads JSON: "title", "path", and "panels", each with Grafana's "panel" and its "series", which have
-"legend", "labels" and "points".
+Reads JSON: "title", "path", "rows" as Grafana has them, and "panels", each with Grafana's "panel" and
+its "series", which have "legend", "labels" and "points".
 """
 
+import io
+import itertools
 import json
 import math
 import sys
@@ -13,9 +15,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
 CELL_W, CELL_H = 0.62, 0.33  # inches of a cell of Grafana's grid
-ROW_GAP = 0.25
 STEPS = [(1e-6, "µs"), (1e-3, "ms"), (1, "s"), (60, "min")]
 LARGE = [(1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")]
 SUFFIX = {"reqps": " req/s", "ops": " ops/s", "tok/s": " tok/s", "Bps": "B/s", "short": ""}
@@ -38,6 +40,17 @@ def shown(value, unit):
     return f"{value / scale:.3g} {name}".rstrip() + SUFFIX.get(unit, f" {unit}")
 
 
+def with_gaps(points):
+    """Where values are left out, so is the line."""
+    step = min((b[0] - a[0] for a, b in itertools.pairwise(points)), default=0)
+    found = []
+    for at, value in points:
+        if found and at - found[-1][0] > 1.5 * step:
+            found.append((at, math.nan))
+        found.append((at, value))
+    return found
+
+
 def lines(axes, panel, series, start):
     """A panel of lines."""
     defaults = panel["fieldConfig"]["defaults"]
@@ -49,7 +62,8 @@ def lines(axes, panel, series, start):
                        alpha=0.6)  # fmt: skip
     else:
         for each in series:
-            axes.plot([at - start for at, _ in each["points"]], [v for _, v in each["points"]],
+            points = with_gaps(each["points"])
+            axes.plot([at - start for at, _ in points], [v for _, v in points],
                       label=each["legend"], linewidth=1)  # fmt: skip
     if custom["scaleDistribution"]["type"] == "log":
         axes.set_yscale("log")
@@ -132,7 +146,12 @@ def main():
         {"timeseries": lines, "heatmap": heatmap, "stat": stat, "table": table}[panel["type"]](
             axes, panel, series, start
         )
-    figure.savefig(given["path"], dpi=100)
+    for row in given["rows"]:
+        place = 1 - (row["gridPos"]["y"] + 1.2) / (height + 1)
+        figure.text(0.01, place, row["title"], fontsize=9, weight="bold")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100)
+    Image.open(drawn).convert("RGB").quantize(128).save(given["path"], optimize=True)
 
 
 main()

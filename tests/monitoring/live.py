@@ -122,7 +122,8 @@ class Asked:
 def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
     """One picture."""
     path = out / f"{name}.png"
-    given = {"title": board["title"], "panels": shown, "path": str(path)}
+    rows = [each for each in board["panels"] if each["type"] == "row"]
+    given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
     subprocess.run(
         [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "draw.py")],
         input=json.dumps(given), text=True, check=True,

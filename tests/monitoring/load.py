@@ -29,8 +29,9 @@ ARGUMENTS = (
 )  # fmt: skip
 STEADY = (("--source", "problems", "--rate", "3"),
           ("--source", "shared-prefix:4,96,48,32", "--rate", "1"))  # fmt: skip
-LONG_S = 600
-NUM_BURST, BURST_TOKENS = 400, 160  # two bursts of them, at two routers of max_inflight
+LONG_S = 900
+NUM_FLOWS = 40  # requests, after which the load has begun
+NUM_BURST, BURST_TOKENS = 320, 120  # two bursts of them, at two routers of max_inflight
 NUM_GONE = 12  # clients that go away
 PAUSE_S = 5.0  # longer than a worker may be silent
 TIMEOUT_S = 120.0
@@ -40,16 +41,9 @@ TIMEOUT_S = 120.0
 def steady(url: str) -> Iterator[None]:
     """A load of kvlane's own generator."""
     usual = (
-        "--duration",
-        str(LONG_S),
-        "--max-len",
-        "240",
-        "--processes",
-        "1",
-        "--quiet",
-        "--tokenizer",
-        "tiny",
-    )
+        "--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet",
+        "--tokenizer", "tiny",
+    )  # fmt: skip
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.load", "run", "--url", url, *usual, *what],
@@ -58,6 +52,11 @@ def steady(url: str) -> Iterator[None]:
         for what in STEADY
     ]  # fmt: skip
     try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while served(url) < NUM_FLOWS:
+            assert time.monotonic() < deadline, "the load does not start"
+            assert all(each.poll() is None for each in started), "a load ended by itself"
+            time.sleep(0.5)
         yield
         assert all(each.poll() is None for each in started), "a load ended by itself"
     finally:
@@ -65,6 +64,13 @@ def steady(url: str) -> Iterator[None]:
             each.send_signal(signal.SIGINT)
         for each in started:
             each.wait(TIMEOUT_S)
+
+
+def served(url: str) -> float:
+    """Requests that have had their first token, at all routers."""
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    name = "kvlane_time_to_first_token_seconds_count{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 async def mistakes(url: str) -> None:
