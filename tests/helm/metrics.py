@@ -13,7 +13,7 @@ from router.errors import STATUS
 from router.metrics import RETRY_CAUSES, RouterMetrics
 from router.tally import Tallies
 from tests.helm.dashboards import queries
-from worker.metrics import WorkerMetrics
+from worker.metrics import PLACES, WorkerMetrics
 
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
@@ -24,7 +24,7 @@ CODE = re.compile(r"^\d{3} +(\w+)  ", re.MULTILINE)  # of the table there
 ROLES = {"prefill", "decode", "router"}
 # Values of labels, of which queries may name no others.
 KNOWN = {
-    "where": {"none", "remote", "local", "alone", "fallback"},
+    "where": set(PLACES),
     "cause": set(RETRY_CAUSES),
     "outcome": {"stop", "length", "abort", *STATUS, *CODE.findall(errors.__doc__ or "")},
 }

@@ -13,6 +13,7 @@ import yaml
 
 from cluster.config import leaves
 from helm.generate import alerts, rows
+from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
 from tests.helm.charts import CHART, TOOLS, documents
@@ -70,6 +71,15 @@ def test_settings_that_runbook_and_dashboards_name_exist() -> None:
 def test_queries_ask_for_what_is_exported(name: str) -> None:
     found = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
     assert found == []
+
+
+def test_what_rises_once_is_there_before() -> None:
+    page = RouterMetrics("tiny", "router-0").render().decode()
+    for label, value in re.findall(
+        r'(cause|outcome)=~?"([^"]+)"', RULES["KvlaneWorkerLost"]["expr"]
+    ):
+        for each in value.split("|"):
+            assert re.search(rf'^kvlane_\w+{{.*{label}="{each}".* 0\.0$', page, re.MULTILINE)
 
 
 def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Draws a dashboard about as Grafana would; runs in .tools/monitoring/venv.
 
-Reads JSON: "title", "path", "rows" as Grafana has them, and "panels", each with Grafana's "panel" and
-its "series", which have "legend", "labels" and "points".
+Reads JSON: "title", "path", "rows" as Grafana has them, and "panels", each with Grafana's "panel"
+and its "series", which have "legend", "labels" and "points".
 """
 
 import io
@@ -151,7 +151,7 @@ def main():
         figure.text(0.01, place, row["title"], fontsize=9, weight="bold")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=100)
-    Image.open(drawn).convert("RGB").quantize(128).save(given["path"], optimize=True)
+    Image.open(drawn).convert("RGB").quantize(255).save(given["path"], optimize=True)
 
 
 main()

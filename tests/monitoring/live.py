@@ -159,12 +159,12 @@ def record(root: Path) -> Prometheus:
         try:
             with steady(serve.url):
                 disturb(serve)
+                (root / "times").write_text(json.dumps([start, time.time()]))
         except BaseException:
             prometheus.end()
             raise
     finally:
         serve.end()
-    (root / "times").write_text(json.dumps([start, time.time()]))
     return prometheus
 
 
