@@ -29,6 +29,7 @@ from router.metrics import ITL_BUCKETS, RouterMetrics
 from router.tally import Tally
 from worker.api import Stages
 from worker.engine.engine import Engine
+from worker.plan import Plan
 
 MAX_SHARE = 0.01
 STEP_MS = 5.0  # of 256 rows on a GPU
@@ -83,10 +84,10 @@ def of_worker(num_rows: int, num_steps: int) -> tuple[float, float]:
                 families[name] = Recorded(family, calls)
         settled = engine.meter.settled
 
-        def counted(*arguments: Any) -> None:
+        def counted(plan: Plan, path: str) -> None:
             nonlocal steps
             steps += 1
-            settled(*arguments)
+            settled(plan, path)
 
         engine.meter.settled = counted
 

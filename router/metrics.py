@@ -9,9 +9,9 @@ from prometheus_client import (
     Counter,
     Gauge,
     disable_created_metrics,
-    generate_latest,
 )
 
+from router.exposition import text
 from router.mailbox import Spent
 from router.tally import Tallies, Tally
 from router.vllm import Shared, VllmMetrics
@@ -179,7 +179,7 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """The text exposition."""
-        return generate_latest(self.registry)
+        return text(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from prometheus_client import generate_latest
 
+from router.metrics import RouterMetrics
 from tests.support.metrics_pages import (
     DOCUMENT,
     complaints,
@@ -46,3 +48,12 @@ def test_the_document_lists_every_family() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(), (
         "run python -m tests.support.metrics_pages"
     )
+
+
+def test_a_router_writes_the_same_text_as_the_library() -> None:
+    metrics = RouterMetrics('a "model"\\of\nours', "router-0")
+    metrics.watch(lambda: 3, lambda: 2, lambda: 1, lambda role: 1, list)
+    metrics.first_token("pulled", 0.123)
+    metrics.ended("stop")
+    for _ in range(2):  # the second time names come out of a table
+        assert metrics.render() == generate_latest(metrics.registry)
