@@ -1,6 +1,7 @@
 """Every query of every dashboard and alert, asked of a Prometheus that scrapes a real cluster.
 
-    tests/monitoring/install; python -m tests.monitoring.live [--out DIR]      # as root, 5 minutes
+    tests/monitoring/install; python -m tests.monitoring.live          # as root, 5 minutes
+    … --keep DIR; … --again DIR       # keep what was recorded; ask and draw it again, in seconds
 
 Two routers, two prefill and two decode workers on this machine, under load, of which some are
 killed and others stand still; clients go away, ask for nonsense, and more than there is room for.
@@ -185,7 +186,8 @@ def main(argv: Sequence[str]) -> int:
         root.mkdir(exist_ok=True)
         prometheus = Prometheus(root, []) if args.again else record(root)
         try:
-            wrong = examine(prometheus, *json.loads((root / "times").read_text()), args.out)
+            start, end = json.loads((root / "times").read_text())
+            wrong = examine(prometheus, start, end, args.out)
         finally:
             prometheus.end()
     print(*wrong, f"{len(wrong)} wrong", sep="\n")
