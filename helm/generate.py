@@ -1,9 +1,10 @@
-"""Makes what the chart holds twice: values.schema.json and the table of values in its README.
+"""Makes what is held twice: values.schema.json, the table of values in the chart's README, the
+dashboards, and the alerts of Compose.
 
-    python -m helm.generate           # after a change of the configuration or of values.yaml
+    python -m helm.generate           # after a change of the configuration or of their sources
 
-The schema is schema.yaml, each object closed, with the project's own at `config`. A test compares
-both files with what this would write.
+The schema is schema.yaml, each object closed, with the project's own at `config`; dashboards are
+those of dashboards/; the alerts are the chart's. A test compares all with what this would write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -20,9 +22,15 @@ from pydantic import BaseModel, ValidationError
 import cluster.config
 import worker.config
 from cluster.config import Config
+from helm import dashboards
 
 HERE = Path(__file__).parent
 CHART = HERE / "kvlane"
+COMPOSE = HERE.parent / "deploy" / "compose"
+ALERTS_OF_COMPOSE = """\
+# The chart's alerts (helm/kvlane/files/alerts.yaml) for a Prometheus that scrapes one cluster as
+# the job kvlane, written by `python -m helm.generate`. Change limits in a copy of yours.
+"""
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 
 
@@ -128,11 +136,37 @@ def readme() -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
+def alerts(**filled: object) -> str:
+    """The chart's alerts as a file of Prometheus, which scrapes one cluster as the job kvlane.
+
+    Args:
+        filled: what takes the place of $NAME and the like, where it is not Compose's.
+    """
+    rule = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
+    usual = {
+        "NAME": "kvlane",
+        "ROUTERS": 'job="kvlane",role="router"',
+        "WORKERS": 'job="kvlane",role=~"prefill|decode"',
+        "DECODE": 1,
+        "PREFILL": 1,
+        "ERROR_RATIO": rule["errorRatio"],
+        "TTFT": rule["timeToFirstTokenSeconds"],
+        "ITL": rule["interTokenSeconds"],
+        "TRANSPORT": ".*",
+        "RUNBOOK": rule["runbookURL"],
+    }
+    text = (CHART / "files" / "alerts.yaml").read_text()
+    rules = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+    return Template(rules).safe_substitute(usual | filled)
+
+
 def written() -> dict[Path, str]:
     """File -> what it has to hold."""
     return {
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "README.md": readme(),
+        COMPOSE / "alerts.yaml": ALERTS_OF_COMPOSE + alerts(),
+        **dashboards.written(),
     }
 
 

@@ -38,7 +38,10 @@ STAGES = (
     "router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step", "decode",
 )  # fmt: skip
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
-OUTCOMES = ("stop", "length", "abort")  # and the codes of errors
+# Counted from 0 on, so that the first of each shows in a rate; and other codes of errors.
+OUTCOMES = (
+    "stop", "length", "abort", "busy", "worker_lost", "no_worker", "timeout", "internal_error",
+)  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
 WORKER_ROLES = ("prefill", "decode")
 LABELS = ("model", "role", "worker")  # worker is the name of the process, a router's here

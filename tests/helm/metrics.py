@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from router.metrics import RouterMetrics
+from router import errors
+from router.errors import STATUS
+from router.metrics import RETRY_CAUSES, RouterMetrics
 from router.tally import Tallies
-from worker.metrics import WorkerMetrics
+from tests.helm.dashboards import queries
+from worker.metrics import PLACES, WorkerMetrics
 
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
 GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 OF_TARGETS = {"namespace", "job", "pod", "service", "container", "endpoint", "instance"}
+CODE = re.compile(r"^\d{3} +(\w+)  ", re.MULTILINE)  # of the table there
+ROLES = {"prefill", "decode", "router"}
+# Values of labels, of which queries may name no others.
+KNOWN = {
+    "where": set(PLACES),
+    "cause": set(RETRY_CAUSES),
+    "outcome": {"stop", "length", "abort", *STATUS, *CODE.findall(errors.__doc__ or "")},
+}
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
 
@@ -58,10 +70,14 @@ def breaches(query: str, jobs: set[str], names: dict[str, frozenset[str]]) -> It
         for label, value in MATCHER.findall(inside):
             if label not in names.get(name, frozenset()) | OF_TARGETS:
                 yield f"label {label} of {name}: {query}"
+            if "$" in value:  # a variable of Grafana
+                continue
             if label == "job" and value not in jobs:
                 yield f"job {value} is scraped by nobody, only {sorted(jobs)}: {query}"
-            if label in ("role", "worker_role") and value not in ("prefill", "decode", "router"):
+            if label in ("role", "worker_role") and not ROLES.issuperset(value.split("|")):
                 yield f"{label} {value}: {query}"
+            if label in KNOWN and not KNOWN[label].issuperset(value.split("|")):
+                yield f"{label} {value} is said by nobody: {query}"
     known = OF_TARGETS.union(*(names.get(name, frozenset()) for name in asked))
     for inside in GROUPED.findall(query):
         for label in (each.strip() for each in inside.split(",")):
@@ -70,8 +86,11 @@ def breaches(query: str, jobs: set[str], names: dict[str, frozenset[str]]) -> It
 
 
 def of(document: dict[str, Any]) -> Iterator[str]:
-    """The queries of an alert, a HorizontalPodAutoscaler or a ScaledObject."""
+    """The queries of alerts, dashboards, a HorizontalPodAutoscaler or a ScaledObject."""
     spec = document.get("spec") or {}
+    if document["kind"] == "ConfigMap":
+        boards = {name: text for name, text in document["data"].items() if name.endswith(".json")}
+        yield from (each.text for text in boards.values() for each in queries(json.loads(text)))
     if document["kind"] == "PrometheusRule":
         yield from (rule["expr"] for group in spec["groups"] for rule in group["rules"])
     elif document["kind"] == "ScaledObject":

@@ -1,0 +1,131 @@
+"""The alerts fire, are quiet and resolve when they should; each has its section of the runbook."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import leaves
+from helm.generate import alerts, rows
+from router.metrics import RouterMetrics
+from tests.helm import metrics
+from tests.helm.alert_cases import CASES, SILENT, Case
+from tests.helm.charts import CHART, TOOLS, documents
+from tests.helm.dashboards import boards
+
+NAMES = [each.alert for each in CASES]
+FILLED = {"TRANSPORT": "mooncake/rdma"}
+
+
+def rules() -> dict[str, dict[str, Any]]:
+    """Name -> rule of the file for Compose, for a cluster that is to use RDMA."""
+    (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+RULES = rules()
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The one that tests/helm/install fetches; it takes seconds, so only where that has run."""
+    if not (TOOLS / "promtool").exists():
+        pytest.skip("no promtool in .tools/helm; run tests/helm/install")
+    return subprocess.run(
+        [str(TOOLS / "promtool"), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_every_alert_has_cases_and_a_section_of_the_runbook() -> None:
+    assert list(RULES) == NAMES
+    text = (CHART / "RUNBOOK.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert list(sections) == NAMES
+    for name, rule in RULES.items():
+        notes = rule["annotations"]
+        assert notes["runbook_url"] == f"helm/kvlane/RUNBOOK.md#{name.lower()}"
+        assert notes.keys() == {"summary", "description", "runbook_url"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        for part in ("**Means.**", "**Look at.**", "**Do.**"):
+            assert sections[name].count(part) == 1, (name, part)
+
+
+def test_settings_that_runbook_and_dashboards_name_exist() -> None:
+    known = {*leaves(), *(name.removeprefix("decode.") for name in leaves())}
+    known |= {name for name, _, _ in rows()}
+    text = (CHART / "RUNBOOK.md").read_text() + json.dumps(boards())
+    sections = "|".join({name.partition(".")[0] for name in known})
+    named = set(re.findall(rf"(?<![\w./])(?:{sections})(?:\.[a-zA-Z_]+)+(?!\w|\.\*)", text))
+    assert len(named) > 10
+    parts = {name.rpartition(".")[0] for name in known}
+    assert named <= known | parts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_queries_ask_for_what_is_exported(name: str) -> None:
+    found = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
+    assert found == []
+
+
+def test_what_rises_once_is_there_before() -> None:
+    page = RouterMetrics("tiny", "router-0").render().decode()
+    for label, value in re.findall(
+        r'(cause|outcome)=~?"([^"]+)"', RULES["KvlaneWorkerLost"]["expr"]
+    ):
+        for each in value.split("|"):
+            assert re.search(rf'^kvlane_\w+{{.*{label}="{each}".* 0\.0$', page, re.MULTILINE)
+
+
+def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
+    (ours,) = (each for each in documents("monitoring") if each["kind"] == "PrometheusRule")
+    chart = {each["alert"]: each for each in ours["spec"]["groups"][0]["rules"]}
+    assert list(chart) == NAMES
+    for name, text in (("chart", yaml.safe_dump(ours["spec"])), ("compose", alerts())):
+        assert not re.search(r"\$[A-Z]", text)
+        (tmp_path / name).write_text(text)
+        done = promtool("check", "rules", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        assert f"{len(NAMES)} rules found" in done.stdout
+
+
+def case_of(case: Case) -> dict[str, Any]:
+    """One test of promtool."""
+    rule = RULES[case.alert]
+    notes = rule["annotations"] | {"summary": case.summary}
+    fires = {"exp_labels": rule["labels"] | case.labels, "exp_annotations": notes}
+    return promtool_test(
+        case.alert, case.series, {case.quiet: [], case.fires: [fires], case.resolved: []}
+    )
+
+
+def promtool_test(
+    alert: str, series: dict[str, str], expected: dict[int, list[Any]]
+) -> dict[str, Any]:
+    """One test of promtool: minute -> alerts of this name."""
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": found}
+            for minute, found in expected.items()
+        ],
+    }
+
+
+def test_alerts_fire_and_resolve(tmp_path: Path) -> None:
+    (tmp_path / "alerts.yaml").write_text(alerts(**FILLED))
+    silent = [promtool_test(name, series, {59: []}) for name, series in SILENT.items()]
+    tests = {
+        "rule_files": ["alerts.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [*map(case_of, CASES), *silent],
+    }
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=1000))
+    done = promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,201 @@
+"""Every query of every dashboard and alert, asked of a Prometheus that scrapes a real cluster.
+
+    tests/monitoring/install; python -m tests.monitoring.live          # as root, 5 minutes
+    … --keep DIR; … --again DIR       # keep what was recorded; ask and draw it again, in seconds
+
+Two routers, two prefill and two decode workers on this machine, under load, of which some are
+killed and others stand still; clients go away, ask for nonsense, and more than there is room for.
+A query that fails, has no data or nothing but NaN is an error. Of an alert's query, each side of
+`or`, `and` and `unless` is asked without its comparison; which alerts fired is printed, too. What
+only a GPU's worker has, the times of its graphs, is served beside, from figures of an H200.
+Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client import start_http_server
+
+from benchmarks.namespace import start_over
+from helm.generate import alerts
+from tests.e2e.harness import INSIDE, Serve
+from tests.helm import dashboards
+from tests.monitoring.load import ARGUMENTS, disturb, steady
+from tests.monitoring.prometheus import Prometheus, Series
+from tests.monitoring.schema import TOOLS
+from worker.metrics import WorkerMetrics
+
+HERE = Path(__file__).parent
+PICTURES = HERE.parents[1] / "helm" / "dashboards"
+MEASURED = HERE.parents[1] / "benchmarks" / "results" / "prefill-h200-2ae65e4.json"
+OF_GRAPHS = ["kvlane_graph_bucket_seconds", "kvlane_graph_bucket_differs"]
+STEP_S, RATE_INTERVAL = 2.0, "15s"
+# Asked for is what is not there, so that the alert about it fires.
+FILLED = {"PREFILL": 2, "DECODE": 2, "TRANSPORT": "mooncake/rdma"}
+COMPARISON = re.compile(r"\s*(?<![=!~<>])[<>]=?\s*[\d.]+")
+SIDES = re.compile(r"\s+(?:or|unless|and on \(\))\s+")
+
+
+def serve_graphs() -> str:
+    """Serve the families of graphs, with what was measured on an H200; the address."""
+    metrics = WorkerMetrics(model="qwen3-8b", role="prefill", worker="prefill-h200")
+    for step in json.loads(MEASURED.read_text())["steps"]:
+        for graph in step["graphs"].values():
+            bucket = "prefill", str(step["tokens"])
+            metrics.bucket_seconds(*bucket, graph["path"]).set(graph["median_ms"] / 1e3)
+            metrics.bucket_differs(*bucket).set(0)
+    registry: Any = metrics.registry.restricted_registry(OF_GRAPHS)
+    server, _ = start_http_server(0, "127.0.0.1", registry)
+    return f"127.0.0.1:{server.server_port}"
+
+
+def sides(query: str) -> Iterator[str]:
+    """Of an alert's query, without comparisons and `absent`."""
+    for side in SIDES.split(query):
+        yield re.sub(r"^absent\((.*)\)$", r"\1", COMPARISON.sub("", side))
+
+
+class Asked:
+    """A Prometheus and the time of a run; collects what is wrong."""
+
+    def __init__(self, prometheus: Prometheus, start: float, end: float) -> None:
+        self.wrong: list[str] = []
+        self.num = 0
+        self._prometheus = prometheus
+        self._start, self._end = start, end
+
+    def __call__(self, what: str, query: str) -> list[Series]:
+        """The query's answer over the whole run."""
+        self.num += 1
+        try:
+            found = self._prometheus.range(query, self._start, self._end, STEP_S)
+        except ValueError as error:
+            self.wrong.append(f"{what}: {error}: {query}")
+            return []
+        if not any(each.points for each in found):
+            self.wrong.append(f"{what}: {'only NaN' if found else 'no data'}: {query}")
+        return found
+
+    def board(self, name: str, board: dict[str, Any]) -> list[dict[str, Any]]:
+        """All panels of a dashboard, each with its series, for the picture."""
+        values = dashboards.variables(board) | {"__rate_interval": RATE_INTERVAL}
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                label, text = variable["name"], variable["query"]["query"]
+                selector = re.fullmatch(r"label_values\((.*), \w+\)", text)
+                assert selector
+                found = self._prometheus.values(label, dashboards.filled(selector[1], values))
+                if not found and label != "namespace":  # of Kubernetes
+                    self.wrong.append(f"{name}: variable {label} has no values")
+        drawn: dict[int, dict[str, Any]] = {}
+        for query in dashboards.queries(board):
+            text = dashboards.filled(query.text, values)
+            legend = dashboards.filled(query.legend, values)
+            panel = query.panel
+            shown = drawn.setdefault(panel["id"], {"panel": panel, "series": []})
+            for each in self(f"{name}, {panel['title']}", text):
+                label = re.sub(
+                    r"\{\{(\w+)\}\}", lambda match, each=each: each.labels.get(match[1], ""), legend
+                )
+                shown["series"].append(
+                    {"legend": label, "labels": each.labels, "points": each.points}
+                )
+        return list(drawn.values())
+
+    def fired(self) -> set[str]:
+        """Names of the alerts that fired."""
+        found = self("all alerts", 'ALERTS{alertstate="firing"}')
+        return {each.labels["alertname"] for each in found}
+
+
+def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
+    """One picture."""
+    path = out / f"{name}.png"
+    rows = [each for each in board["panels"] if each["type"] == "row"]
+    given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
+    subprocess.run(
+        [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "draw.py")],
+        input=json.dumps(given), text=True, check=True,
+    )  # fmt: skip
+    print(f"{path}: {path.stat().st_size >> 10} KiB")
+
+
+def examine(prometheus: Prometheus, start: float, end: float, out: Path) -> list[str]:
+    """Ask everything, draw it; what is wrong."""
+    asked = Asked(prometheus, start, end)
+    for name, board in dashboards.boards().items():
+        draw(name, board, asked.board(name, board), out)
+    num_of_panels = asked.num
+    (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
+    for rule in group["rules"]:
+        for side in sides(rule["expr"]):
+            asked(rule["alert"], side)
+    print(f"{num_of_panels} queries of panels, {asked.num - num_of_panels} of alerts")
+    fired = asked.fired()
+    for rule in group["rules"]:
+        how = "fired" if rule["alert"] in fired else "has data without its comparison"
+        print(f"  {rule['alert']}: {how}")
+    return asked.wrong
+
+
+def record(root: Path) -> Prometheus:
+    """A cluster, its load and its faults, as Prometheus has seen them."""
+    (root / "serve").mkdir()
+    serve = Serve(root / "serve").start(*ARGUMENTS)
+    try:
+        serve.wait_ready()
+        prometheus, start = Prometheus(root, [serve_graphs()], **FILLED), time.time()
+        try:
+            with steady(serve.url):
+                disturb(serve)
+                (root / "times").write_text(json.dumps([start, time.time()]))
+        except BaseException:
+            prometheus.end()
+            raise
+    finally:
+        serve.end()
+    return prometheus
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all; the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
+    parser.add_argument("--keep", type=Path, help="new directory for what Prometheus has recorded")
+    parser.add_argument(
+        "--again", type=Path, help="ask and draw a kept recording, without a cluster"
+    )
+    args = parser.parse_args(argv)
+    if not (TOOLS / "done").exists():
+        raise SystemExit("run tests/monitoring/install")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
+        root = args.again or args.keep or Path(temporary)
+        root.mkdir(exist_ok=True)
+        prometheus = Prometheus(root, []) if args.again else record(root)
+        try:
+            start, end = json.loads((root / "times").read_text())
+            wrong = examine(prometheus, start, end, args.out)
+        finally:
+            prometheus.end()
+    print(*wrong, f"{len(wrong)} wrong", sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    if not os.environ.get(INSIDE):
+        os.environ[INSIDE] = "1"
+        start_over([sys.executable, "-m", "tests.monitoring.live", *sys.argv[1:]])
+    sys.exit(main(sys.argv[1:]))

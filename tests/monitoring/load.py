@@ -1,0 +1,153 @@
+"""A small cluster under load, and what goes wrong with it, for every panel to have data."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from tests.e2e.harness import REPOSITORY, Serve
+
+ARGUMENTS = (
+    "--router", "2", "--prefill", "2", "--decode", "2",
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+    # So little room that a burst fills it: refusals, preemptions, and errors after a short wait.
+    "--set", "decode.engine.num_pages=160",
+    "--set", "decode.engine.max_num_reqs=32",
+    "--set", "decode.engine.growth_tokens=16",
+    "--set", "decode.engine.max_waiting=8",
+    "--set", "router.queue_timeout_s=4",
+    "--set", "router.max_inflight=150",
+)  # fmt: skip
+STEADY = (("--source", "problems", "--rate", "3"),
+          ("--source", "shared-prefix:4,96,48,32", "--rate", "1"))  # fmt: skip
+LONG_S = 900
+NUM_FLOWS = 40  # requests, after which the load has begun
+NUM_BURST, BURST_TOKENS = 320, 120  # two bursts of them, at two routers of max_inflight
+NUM_GONE = 12  # clients that go away
+PAUSE_S = 5.0  # longer than a worker may be silent
+TIMEOUT_S = 120.0
+
+
+@contextmanager
+def steady(url: str) -> Iterator[None]:
+    """A load of kvlane's own generator."""
+    usual = (
+        "--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet",
+        "--tokenizer", "tiny",
+    )  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.load", "run", "--url", url, *usual, *what],
+            cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )
+        for what in STEADY
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while served(url) < NUM_FLOWS:
+            assert time.monotonic() < deadline, "the load does not start"
+            assert all(each.poll() is None for each in started), "a load ended by itself"
+            time.sleep(0.5)
+        yield
+        assert all(each.poll() is None for each in started), "a load ended by itself"
+    finally:
+        for each in started:
+            each.send_signal(signal.SIGINT)
+        for each in started:
+            each.wait(TIMEOUT_S)
+
+
+def served(url: str) -> float:
+    """Requests that have had their first token, at all routers."""
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    name = "kvlane_time_to_first_token_seconds_count{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def mistakes(url: str) -> None:
+    """Requests that are refused, and clients that go away."""
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
+        for body in ({"model": "other", "prompt": "x"}, {"prompt": "x", "temperature": -1},
+                     {"prompt": "x", "max_tokens": 10**6}):  # fmt: skip
+            answer = await http.post("/v1/completions", json=body)
+            assert 400 <= answer.status_code < 500, answer.text
+
+        async def leave(number: int) -> None:
+            body = {"prompt": [9 + number] * 24, "max_tokens": 180, "ignore_eos": True}
+            async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as got:
+                async for _ in got.aiter_lines():
+                    break
+
+        await asyncio.gather(*map(leave, range(NUM_GONE)))
+
+
+async def burst(url: str) -> dict[int, int]:
+    """More requests at a time than there is room for: status -> how many."""
+    limits = httpx.Limits(max_connections=None)
+    found: dict[int, int] = {}
+
+    async with httpx.AsyncClient(
+        base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits
+    ) as http:
+
+        async def ask(number: int) -> None:
+            body = {"prompt": [7 + number % 900] * 40, "max_tokens": BURST_TOKENS}
+            answer = await http.post("/v1/completions", json=body | {"ignore_eos": True})
+            found[answer.status_code] = found.get(answer.status_code, 0) + 1
+
+        await asyncio.gather(*map(ask, range(NUM_BURST)))
+    return found
+
+
+def pause(serve: Serve, name: str) -> None:
+    """Stop a worker for longer than it may be silent, then let it go on."""
+    pid = serve.status()[name]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(PAUSE_S)
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        print(f"  {name} has been replaced meanwhile", flush=True)
+
+
+def kill(serve: Serve, name: str) -> None:
+    """SIGKILL a worker, and wait for its successor."""
+    row = serve.status()[name]
+    os.kill(row["pid"], signal.SIGKILL)
+    serve.wait_status(name, TIMEOUT_S, restarts=row["restarts"] + 1, state="ready")
+
+
+def disturb(serve: Serve) -> None:
+    """All of it, one after the other; prints what it does."""
+
+    def told(what: str) -> None:
+        print(f"{time.strftime('%X')} {what}", flush=True)
+
+    told("load")
+    time.sleep(30)
+    told("mistakes, clients that go away")
+    asyncio.run(mistakes(serve.url))
+    told("prefill-0 is silent for a while")
+    pause(serve, "prefill-0")
+    time.sleep(8)
+    told("prefill-1 is killed")
+    kill(serve, "prefill-1")
+    time.sleep(8)
+    told("decode-0 is killed")
+    kill(serve, "decode-0")
+    time.sleep(8)
+    told("decode-1 is silent for a while")
+    pause(serve, "decode-1")
+    time.sleep(8)
+    told("a burst")
+    told(f"answered with {asyncio.run(burst(serve.url))}")
+    time.sleep(20)
