@@ -1,7 +1,8 @@
-"""Metrics in Prometheus' text form, written several times as fast as by prometheus_client.
+"""Metrics in Prometheus' text form and in OpenMetrics', several times as fast as prometheus_client.
 
 A page is written on the router's loop, which it holds up, and an endpoint picker may ask for one
-twenty times a second. What a series is called does not change, so that is made once.
+twenty times a second. What a series is called does not change, so that is made once. OpenMetrics
+by prometheus_client 0.26 would also have `vllm_` for `vllm:` in samples alone.
 """
 
 from __future__ import annotations
@@ -9,39 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 NUM_SERIES = 8192  # a router has 650
+EOF = "# EOF\n"  # of OpenMetrics
 
 
 def encoder(accepted: str) -> tuple[Callable[[Collector], bytes], str]:
-    """What writes a page in the form that a scraper's `Accept` asks for, and its content type.
-
-    Exemplars are in OpenMetrics' form only, which prometheus_client writes.
-    """
-    encode, content_type = choose_encoder(accepted)
-    return (encode if "openmetrics" in content_type else text), content_type
+    """What writes a page in the form that a scraper's `Accept` asks for, and its content type."""
+    if OPENMETRICS.partition(";")[0] in accepted:
+        return openmetrics, OPENMETRICS
+    return text, CONTENT_TYPE_LATEST
 
 
 def text(registry: Collector) -> bytes:
-    """What `prometheus_client.generate_latest` makes of counters, gauges and histograms."""
+    """Counters, gauges and histograms as `prometheus_client.generate_latest` writes them."""
+    return _page(registry, counters="_total", exemplars=False).encode()
+
+
+def openmetrics(registry: Collector) -> bytes:
+    """The same with exemplars, which no other form has."""
+    return (_page(registry, counters="", exemplars=True) + EOF).encode()
+
+
+def _page(registry: Collector, *, counters: str, exemplars: bool) -> str:
+    """counters: the suffix of their families, whose samples have `_total` in both forms."""
     parts: list[str] = []
     for family in registry.collect():
-        name = family.name + "_total" if family.type == "counter" else family.name
+        name = family.name + counters if family.type == "counter" else family.name
         about = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
         parts.append(f"# HELP {name} {about}\n# TYPE {name} {family.type}\n")
         for sample in family.samples:
             series = _series(sample.name, tuple(sample.labels.items()))
-            parts.append(f"{series} {floatToGoString(sample.value)}\n")
-    return "".join(parts).encode()
+            last = _exemplar(sample.exemplar) if exemplars and sample.exemplar else ""
+            parts.append(f"{series} {floatToGoString(sample.value)}{last}\n")
+    return "".join(parts)
+
+
+def _exemplar(exemplar: Exemplar) -> str:
+    """What follows the sample's value."""
+    assert exemplar.timestamp is not None
+    value, at = floatToGoString(exemplar.value), f"{exemplar.timestamp:.3f}"
+    return f" # {_labels(tuple(exemplar.labels.items()))} {value} {at}"
 
 
 @lru_cache(NUM_SERIES)
 def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
     """Name and labels, in the form of a sample's line."""
-    return f"{name}{{{','.join(f'{key}={_quoted(value)}' for key, value in sorted(labels))}}}"
+    return name + _labels(labels)
+
+
+def _labels(labels: tuple[tuple[str, str], ...]) -> str:
+    return f"{{{','.join(f'{key}={_quoted(value)}' for key, value in sorted(labels))}}}"
 
 
 def _quoted(value: str) -> str:

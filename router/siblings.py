@@ -13,13 +13,12 @@ import httpx
 from prometheus_client import CollectorRegistry, Gauge
 
 from router import vllm
-from router.exposition import encoder
+from router.exposition import EOF, encoder
 from router.members import Members
 from worker.api import Member
 
 TIMEOUT_S = 1.0  # for another router's page; then the answer goes without it
 HELP = "# HELP "
-EOF = "# EOF\n"  # of OpenMetrics
 
 
 class Siblings:

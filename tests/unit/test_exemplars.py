@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.exposition import EOF, encoder
 from router.metrics import RouterMetrics
-from router.siblings import EOF, merged
+from router.siblings import merged
 from router.tracing import client_trace_id
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -30,8 +30,8 @@ def found(page: str) -> dict[tuple[str, str], tuple[str, float]]:
 def test_each_bucket_names_the_last_trace_that_fell_into_it() -> None:
     metrics = RouterMetrics("small", "router-0")
     for value, trace_id in ((0.004, TRACE), (0.0045, ""), (0.2, TRACE), (0.19, OTHER), (99, TRACE)):
-        metrics.ttft.observe(value, trace_id)
-    encode, content_type = choose_encoder(OPENMETRICS)
+        metrics.first_token("local", value, trace_id)
+    encode, content_type = encoder(OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert found(metrics.render(encode).decode()) == {
         ("router-0", "0.005"): (TRACE, 0.004),
@@ -43,11 +43,11 @@ def test_each_bucket_names_the_last_trace_that_fell_into_it() -> None:
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])
 def test_pages_of_several_routers_make_one_of_either_form(accept: str) -> None:
-    encode, _ = choose_encoder(accept)
+    encode, _ = encoder(accept)
     pages = []
     for name in ("router-0", "router-1"):
         metrics = RouterMetrics("small", name)
-        metrics.ttft.observe(0.1, TRACE)
+        metrics.first_token("local", 0.1, TRACE)
         metrics.ended("stop")
         pages.append(metrics.render(encode).decode())
     page = merged(pages)
@@ -61,6 +61,9 @@ def test_pages_of_several_routers_make_one_of_either_form(accept: str) -> None:
     assert len({family.name for family in families}) == len(families)
     (requests,) = [family for family in families if family.name == "kvlane_requests"]
     assert sum(sample.value for sample in requests.samples) == 2
+    (ours,) = [family for family in families if family.name == "vllm:time_to_first_token_seconds"]
+    counts = [sample for sample in ours.samples if sample.name == f"{ours.name}_count"]
+    assert [count.value for count in counts] == [1, 1]
 
 
 @pytest.mark.parametrize(
