@@ -94,13 +94,15 @@ def test_another_attempt_says_why(made: Made) -> None:
     trace.leave(1.0, error="worker_lost", why="prefill-0 is lost")
     trace.attempt("prefill", 1.0)
     trace.enter("pull", 2.0)
-    trace.leave(3.0)
-    failed, second, pull = made.raw()
+    trace.attempt("prefill", 3.0)
+    trace.leave(4.0)
+    failed, second, pull, third = made.raw()
     assert not failed.status.is_ok
     assert failed.status.description == "prefill-0 is lost"
     assert dict(failed.attributes or {}) == {"kvlane.attempt": 1, "error.type": "worker_lost"}
     assert dict(second.attributes or {}) == {"kvlane.attempt": 2, "kvlane.cause": "worker_lost"}
     assert not pull.attributes
+    assert dict(third.attributes or {}) == {"kvlane.attempt": 3}
 
 
 def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
