@@ -150,7 +150,8 @@ def requirements(deploy: Path) -> Iterator[str]:
     for extra in TARGETS:
         lines = (deploy / "requirements" / f"{extra}.txt").read_text().splitlines()
         pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-        for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"][extra]:
+        extras = PROJECT["optional-dependencies"]
+        for text in PROJECT["dependencies"] + extras[extra] + extras["tracing"]:
             wanted = Requirement(text)
             version = pins.get(wanted.name)
             if version is None or version not in wanted.specifier:

@@ -12,15 +12,19 @@ histogram of times to the first token to the trace.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -62,6 +66,40 @@ def exemplars(url: str) -> set[str]:
         for sample in family.samples
         if family.name == TTFT and sample.exemplar
     }
+
+
+def in_prometheus(serve: Serve, trace_id: str) -> str:
+    """Whether a Prometheus that scrapes the router finds that exemplar; where there is one."""
+    program = shutil.which("prometheus")
+    if program is None:
+        return "no Prometheus is installed here"
+    target = serve.url.removeprefix("http://")
+    scrape = {"job_name": "kvlane", "static_configs": [{"targets": [target]}]}
+    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
+    (serve.root / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
+    running = subprocess.Popen(
+        [
+            program, "--enable-feature=exemplar-storage",
+            f"--config.file={serve.root}/prometheus.yml", f"--storage.tsdb.path={serve.root}/tsdb",
+            "--web.listen-address=127.0.0.1:19090",
+        ],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        query = {"query": f"{TTFT}_bucket", "start": time.time() - 600, "end": time.time() + 600}
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            time.sleep(0.5)
+            with suppress(httpx.TransportError):  # it starts
+                url = "http://127.0.0.1:19090/api/v1/query_exemplars"
+                for series in httpx.get(url, params=query).json().get("data", []):
+                    for each in series["exemplars"]:
+                        if each["labels"]["trace_id"] == trace_id:
+                            return f"Prometheus has it at le={series['seriesLabels']['le']}"
+        raise AssertionError("Prometheus has no exemplar of it")
+    finally:
+        running.terminate()
+        running.wait()
 
 
 def is_whole(spans: Sequence[Span]) -> bool:
@@ -109,11 +147,12 @@ def pulled(serve: Serve, collector: Collector, prompts: Sequence[Sequence[int]])
     """One after the other; an exemplar names the last."""
     ids = [ask(serve.url, prompt) for prompt in prompts]
     assert ids[-1] in exemplars(serve.url), "no exemplar names the last request"
+    prometheus = in_prometheus(serve, ids[-1])
     for spans in check("pulled", collector, ids):
         assert [span.attributes["kvlane.placed"] for span in named(spans, "prefill")] == ["remote"]
         assert named(spans, "pull")[0].attributes["kvlane.bytes"] > 0
         assert len({span.instance for span in spans}) == 3
-    print(f"an exemplar of {TTFT} names the last one: {ids[-1]}")
+    print(f"an exemplar of {TTFT} names the last one: {ids[-1]}; {prometheus}")
 
 
 def retried(serve: Serve, collector: Collector, prompts: Sequence[Sequence[int]]) -> None:
@@ -178,6 +217,8 @@ def main() -> None:
                 "--prefill", "2", "--decode", "1",
                 "--set", "disaggregation.mode=always",
                 "--set", f"tracing.endpoint={collector.url}",
+                "--set", "prefill.engine.max_prefill_tokens=32",  # so that prompts have chunks
+                "--set", "decode.engine.max_prefill_tokens=32",
             ).wait_ready()  # fmt: skip
             pulled(serve, collector, prompts[:num])
             retried(serve, collector, prompts[num : 2 * num])

@@ -37,7 +37,7 @@ from worker.api import (
     TokenLogprob,
     WorkerStats,
 )
-from worker.config import ModelConfig, PingConfig
+from worker.config import ModelConfig, PingConfig, TracingConfig
 from worker.wire import Wire
 
 HANG_S = 30.0  # nothing here takes this long unless it hangs
@@ -260,6 +260,7 @@ def serving(
     *doubles: DecodeDouble,
     ping: PingConfig = PING,
     port: int = 0,
+    tracing: TracingConfig | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
     """A started router that knows `doubles`; yields it and its base URL; all end with it."""
@@ -272,6 +273,7 @@ def serving(
         host="127.0.0.1",
         port=port,
         shown={"router": config},
+        tracing=tracing,
     )
     member = router.start()
     try:

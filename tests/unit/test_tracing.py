@@ -17,8 +17,12 @@ import worker.tracing.export
 import worker.tracing.setup
 import worker.tracing.spans
 from tests.support.collector import collecting
+from worker.api import Sampling
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary
+from worker.plan import Plan
+from worker.requests.traces import DecodeTraces
+from worker.schedule.req import Req
 from worker.tracing.setup import tracer_of
 from worker.tracing.spans import Tracer
 
@@ -90,13 +94,37 @@ def test_another_attempt_says_why(made: Made) -> None:
     trace.leave(1.0, error="worker_lost", why="prefill-0 is lost")
     trace.attempt("prefill", 1.0)
     trace.enter("pull", 2.0)
-    trace.leave(3.0)
-    failed, second, pull = made.raw()
+    trace.attempt("prefill", 3.0)
+    trace.leave(4.0)
+    failed, second, pull, third = made.raw()
     assert not failed.status.is_ok
     assert failed.status.description == "prefill-0 is lost"
     assert dict(failed.attributes or {}) == {"kvlane.attempt": 1, "error.type": "worker_lost"}
     assert dict(second.attributes or {}) == {"kvlane.attempt": 2, "kvlane.cause": "worker_lost"}
     assert not pull.attributes
+    assert dict(third.attributes or {}) == {"kvlane.attempt": 3}
+
+
+def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
+    """The step that was under way when it was preempted is of its old one."""
+    traces, plan = DecodeTraces(made.tracer), Plan(1, decode=(1,))
+    req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
+    req.marks.received_at = time.monotonic()
+    traces.begin(req, PARENT)
+    assert req.trace is not None
+    req.trace.enter("decode_queue", time.monotonic())
+    for _ in range(2):
+        traces.row(req, time.monotonic())
+        traces.settled(plan, [req], [], 0.0, time.monotonic())
+        assert not traces.waiting
+        traces.preempted(req)
+        traces.settled(plan, [req], [], 0.0, time.monotonic())
+        assert traces.waiting == {req}
+    traces.end(req)
+    traces.end(req)
+    assert not traces.waiting
+    names = [span.name for span in made.raw()]
+    assert names == ["decode_queue", *["first_step", "decode", "preempted"] * 2]
 
 
 def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) -> None:

@@ -91,7 +91,7 @@ class Trace:
         self._attributes = attributes
         self._span: Span | None = None  # of the present stage
         self._attempts = 0
-        self._cause = ""  # why the last stage failed
+        self._cause = ""  # of the next attempt: why a stage failed
 
     @property
     def is_recorded(self) -> bool:
@@ -129,7 +129,7 @@ class Trace:
 
     def attempt(self, stage: str, at: float, attributes: Attributes = NO_ATTRIBUTES) -> None:
         """`enter` a stage that may be tried again: it says which time it is, and why again."""
-        cause = self._cause
+        cause, self._cause = self._cause, ""
         self._attempts += 1
         self.enter(stage, at, {**attributes, "kvlane.attempt": self._attempts})
         if cause and self._span is not None:
