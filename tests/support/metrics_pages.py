@@ -1,6 +1,8 @@
 """Pages of metrics: those of every kind of process, what promtool says of one, and their table.
 
-    python -m tests.support.metrics_pages       # writes router/METRICS.md, after a change
+    python -m tests.support.metrics_pages
+
+writes router/METRICS.md anew, after a family has changed.
 """
 
 from __future__ import annotations
