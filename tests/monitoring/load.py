@@ -29,7 +29,7 @@ ARGUMENTS = (
 )  # fmt: skip
 STEADY = (("--source", "problems", "--rate", "3"),
           ("--source", "shared-prefix:4,96,48,32", "--rate", "1"))  # fmt: skip
-LONG_S = 900
+LONG_S = 600
 NUM_FLOWS = 40  # requests, after which the load has begun
 NUM_BURST, BURST_TOKENS = 320, 120  # two bursts of them, at two routers of max_inflight
 NUM_GONE = 12  # clients that go away
