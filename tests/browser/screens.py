@@ -2,6 +2,7 @@
 
 tests/browser/install                    # once
 python -m tests.browser.screens          # as root, for a network namespace; minutes
+python -m tests.browser.screens --cluster       # without what needs no cluster
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tests.e2e.harness import INSIDE, REPOSITORY, Serve
 
 PICTURES = REPOSITORY / "router" / "docs"
 MAX_BYTES = 200_000
-NUM_COLOURS = 128
+OCTREE = 2  # of Pillow: keeps rare colours
 ARGUMENTS = (
     "--prefill", "2", "--decode", "2", "--router", "2", "--set", "disaggregation.mode=always",
 )  # fmt: skip
-NUM_CLIENTS = 6
+NUM_CLIENTS = 24
 LOADED_S = 25.0
 QUESTION = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
 ALL_WELL = "All 4 workers answer"
@@ -48,7 +49,7 @@ def load(url: str) -> Iterator[None]:
             asked += 1
             text = QUESTION.replace("34", str(100 * client + asked))
             messages = [{"role": "user", "content": text}]
-            body = {"messages": messages, "max_tokens": 120, "ignore_eos": True}
+            body = {"messages": messages, "max_tokens": 400, "ignore_eos": True}
             try:
                 httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
             except httpx.TransportError:
@@ -72,7 +73,7 @@ def picture(visit: Visit, name: str) -> None:
     path = PICTURES / f"{name}.png"
     visit.page.screenshot(path=path, full_page=True)
     with Image.open(path) as taken:
-        taken.convert("RGB").quantize(NUM_COLOURS).save(path, optimize=True)
+        taken.convert("RGB").quantize(method=OCTREE).save(path, optimize=True)
     size = path.stat().st_size
     assert size < MAX_BYTES, f"{path} has {size} bytes"
     print(f"  {path.relative_to(REPOSITORY)}: {size} bytes", flush=True)
@@ -147,11 +148,12 @@ def main() -> None:
     """Doubles first, then the cluster."""
     if INSIDE not in os.environ:
         os.environ[INSIDE] = "1"
-        command = [sys.executable, "-m", "tests.browser.screens"]
+        command = [sys.executable, "-m", "tests.browser.screens", *sys.argv[1:]]
         start_over(command, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])
     PICTURES.mkdir(exist_ok=True)
     with chromium() as browser, tempfile.TemporaryDirectory() as root:
-        behaviour.run(browser)
+        if "--cluster" not in sys.argv:
+            behaviour.run(browser)
         serve = Serve(Path(root)).start(*ARGUMENTS)
         try:
             serve.wait_ready(READY_S)
