@@ -8,9 +8,9 @@ const TIMEOUT_MS = 10000;
 const OLD_MS = 5000;
 const MARKS = { ready: "●", draining: "◐", starting: "○", stopping: "◐", silent: "▲", lost: "✕" };
 const LATENCIES = {
-  time_to_first_token: "Arrival to first token",
-  inter_token: "One chunk of tokens to the next",
-  end_to_end: "Arrival to end",
+  time_to_first_token: "First token",
+  inter_token: "Between chunks of tokens",
+  end_to_end: "End to end",
 };
 const WELL = new Set(["stop", "length", "abort"]);
 

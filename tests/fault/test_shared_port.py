@@ -101,6 +101,10 @@ def test_connections_are_shared_evenly_and_one_scrape_shows_all(routers: Routers
     for name in routers.members:  # each has its own as well
         own = by_router(routers.own_url(name), "requests_total", outcome="invalid_value")
         assert own == {name: counts[name]}
+    board = httpx.get(f"{routers.url}/dashboard/data").json()
+    states = {router["name"]: router["state"] for router in board["routers"]}
+    assert states == dict.fromkeys(routers.members, "ready")
+    assert board["outcomes"] == {"invalid_value": NUM_CONNECTIONS}
     targets = httpx.get(f"{routers.url}/metrics/targets").json()
     listed = {group["labels"]["worker"]: group["targets"] for group in targets}
     for name, member in routers.members.items():
