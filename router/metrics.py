@@ -84,8 +84,7 @@ class RouterMetrics:
         self.requests = self._counter(
             "requests", "Choices ended, by outcome: stop, length, abort or an error code", "outcome"
         )
-        for outcome in OUTCOMES:
-            self.requests.labels(*self._values, outcome)
+        self._ended = {each: self.requests.labels(*self._values, each) for each in OUTCOMES}
         self.retries = self._counter("retries", "Choices sent to a worker again, by cause", "cause")
         self.stale_chunks = self._counter(
             "stale_messages_dropped", "Messages of attempts that are over", "kind"
@@ -144,7 +143,9 @@ class RouterMetrics:
 
     def ended(self, outcome: str) -> None:
         """Count one end, by its outcome."""
-        self.requests.labels(*self._values, outcome).inc()
+        if outcome not in self._ended:  # the codes of errors are few
+            self._ended[outcome] = self.requests.labels(*self._values, outcome)
+        self._ended[outcome].inc()
 
     def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
