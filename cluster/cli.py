@@ -28,7 +28,7 @@ from cluster.screen import table
 from cluster.search_path import leave_directory
 from cluster.seats import SeatStatus
 from cluster.supervisor import Lent, Limits, supervise
-from worker.errors import KvlaneError, UserError, WorldError
+from worker.errors import KvlaneError, UserError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
 # wins. The memory monitor would kill workers on machines whose memory grows as it is used. Ray's
@@ -57,6 +57,14 @@ FLAGS = {
 }
 
 
+def _plainly(level: str, text: str) -> None:
+    print(f"error: {text}" if level == "ERROR" else text, file=sys.stderr)
+
+
+def _as_json(level: str, text: str) -> None:
+    print(logs.line(text, "serve", level), file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -75,15 +83,18 @@ def _run_command(given: Sequence[str]) -> int:
     return command(args)
 
 
-def _guarded(command: Callable[[], int]) -> int:
+def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _plainly) -> int:
+    """Its exit code; tell: says why it failed."""
     try:
         code = command()
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _fail(error, 2)
+        tell("ERROR", str(error))
+        return 2
     except KvlaneError as error:
-        return _fail(error, 1)
+        tell("ERROR", str(error))
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -94,7 +105,8 @@ def _guarded(command: Callable[[], int]) -> int:
         if error.errno != errno.ENOSPC:  # as in `kvlane config > /dev/full`
             raise
         _drop_output()
-        return _fail(WorldError(f"cannot write: {error.strerror}"), 1)
+        tell("ERROR", f"cannot write: {error.strerror}")
+        return 1
 
 
 def _drop_output() -> None:
@@ -194,22 +206,28 @@ def _serve(args: argparse.Namespace) -> int:
         address = ""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    as_json = config.cluster.log_format == "json"
-    if as_json:  # else Ray puts the process before each line
-        os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
+    tell = _plainly
+    if config.cluster.log_format == "json":
+        tell = _as_json
+        os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # it names the process
+    return _guarded(lambda: _start(config, args.offline, address, tell), tell)
+
+
+def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str], None]) -> int:
+    """What is wrong with the configuration is told before anything starts."""
     from cluster.check import checked
     from cluster.doctor.command import warnings
 
     num_gpus = None if address else _num_gpus(config)
-    config = checked(config, num_gpus, offline=args.offline)
+    config = checked(config, num_gpus, offline=offline)
     for text in warnings(config, num_gpus):
-        print(logs.line(text, "serve", "WARNING") if as_json else text, file=sys.stderr)
+        tell("WARNING", text)
     if not address:
         config = config.anchored(Path.cwd())
     auth_mode = _prepare_environment("" if address else "disabled")
     cluster = config.cluster
     return supervise(
-        lambda lent: _guarded(lambda: _run(config, address, auth_mode, lent)),
+        lambda lent: _guarded(lambda: _run(config, address, auth_mode, lent), tell),
         None if address else Path(tempfile.gettempdir()),
         _runtime_dir(),
         # Nothing has been served while it starts: a Ray of our own is killed, one that we joined
@@ -351,8 +369,3 @@ def _runtime_dir() -> Path:
     if base:
         return Path(base) / "kvlane"
     return Path(tempfile.gettempdir()) / f"kvlane-run-{os.getuid()}"
-
-
-def _fail(error: KvlaneError, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return code

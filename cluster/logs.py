@@ -12,7 +12,8 @@ from typing import Any
 from cluster.config import ClusterConfig
 
 TEXT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-IDS = re.compile(r"\b(req_id|xfer_id)=([^\s,:;]+)")  # as all lines of a request name it
+# As all lines of a request name it; a client's id may have any sign but a space.
+IDS = re.compile(r"(?:^|\s)(req_id|xfer_id)=(\S+?)(?=[:,;]?(?:\s|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Logs:
         text = logging.Formatter(TEXT, datefmt="%H:%M:%S")
         handler.setFormatter(JsonLines(process) if self.form == "json" else text)
         logging.basicConfig(level=self.level, handlers=[handler], force=True)
+        logging.captureWarnings(True)
 
 
 class JsonLines(logging.Formatter):
@@ -49,7 +51,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
         message = record.getMessage()
-        fields = dict(IDS.findall(message))
+        fields = dict(reversed(IDS.findall(message)))  # the first of a name is the line's own
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         fields["logger"] = record.name

@@ -70,10 +70,9 @@ class JsonScreen(Screen):
         self._print(logs.line(text, "serve"))
 
     def event(self, event: Event) -> None:
-        """One object, with the name of the process and its state."""
+        """One object, of that process and with its state."""
         level = "WARNING" if event.state is State.LOST else "INFO"
-        said = logs.line(event.text, "serve", level, name=event.name, state=str(event.state))
-        self._print(said)
+        self._print(logs.line(event.text, event.name, level, state=str(event.state)))
 
     def hint(self, text: str) -> None:
         """Machines need none."""

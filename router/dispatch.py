@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from router.config import RouterConfig
 from router.errors import STATUS, ApiError
 from router.mailbox import Delta, Mailbox, Scored
-from router.members import Members
+from router.members import Known, Members
 from router.metrics import RouterMetrics, prefilled
 from router.output import OutputText
 from router.policy.base import Policy
@@ -82,13 +82,14 @@ class Dispatcher:
         self.reqs: Mapping[str, Req] = self._reqs  # to be counted by others
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
-        # When the streams of these events got their last chunks; of one worker's, at the same time.
+        # When each stream that got tokens now had got some before. Streams of one worker get theirs
+        # at the same time, so most of these are equal.
         self._lasts: list[float] = []
         self._closed = False
         metrics.watch(
             lambda: len(self._reqs) - len(self._queue),
             lambda: len(self._queue),
-            lambda: sum(1 for req in self._reqs.values() if req.tokens),
+            lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
             lambda: [known.stats for known in members.live("decode")],
         )
@@ -233,8 +234,9 @@ class Dispatcher:
                 self._lasts.append(req.last_token_at)
         else:
             req.first_token_at = now
-            where = prefilled(req.stages, req.decoded_by)
+            where = _prefilled(req, self._members.get(req.decoded_by))
             self._metrics.first_token(where, now - req.arrived_at, req.trace_id)
+            self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
         req.last_token_at = now
         with DETOKENIZER:
             piece = req.output.feed(tokens)
@@ -332,14 +334,18 @@ class Dispatcher:
         metrics.ended(req.outcome)
         metrics.e2e.observe(now - req.arrived_at, req.trace_id)
         metrics.queue_time.observe(req.queued_s, req.trace_id)
-        metrics.prompt_tokens.inc(len(req.prompt))
-        metrics.prompt_length.observe(len(req.prompt))
         metrics.generation_tokens.inc(len(req.tokens))
         metrics.output_length.observe(len(req.tokens))
-        metrics.cached_tokens.inc(req.num_cached_tokens)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
+
+
+def _prefilled(req: Req, decode: Known | None) -> str:
+    """Where its prompt was prefilled; decode: the worker that it is at."""
+    page_size = decode.stats.page_size if decode is not None else 0
+    cached = len(req.prompt) - req.num_cached_tokens <= page_size
+    return prefilled(req.stages, req.decoded_by, cached=cached)
 
 
 def _flush(mailboxes: Sequence[Mailbox]) -> None:

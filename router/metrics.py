@@ -61,11 +61,17 @@ def by_stage(spent: Spent) -> dict[str, float]:
     }
 
 
-def prefilled(stages: Stages | None, decoded_by: PeerId) -> str:
-    """Where a prompt's KV was computed, one of PREFILLS: where it decodes, elsewhere, or before."""
-    if stages is None or stages.prefilled_by == decoded_by:
-        return "local"
-    return "pulled" if stages.prefilled_by else "cached"
+def prefilled(stages: Stages | None, decoded_by: PeerId, *, cached: bool) -> str:
+    """Where a prompt's KV was computed, one of PREFILLS: elsewhere, before, or where it decodes.
+
+    Args:
+        stages: of the choice.
+        decoded_by: the worker that it is at.
+        cached: less than a page of it was left to compute.
+    """
+    if stages is not None and stages.prefilled_by not in ("", decoded_by):
+        return "pulled"
+    return "cached" if cached else "local"
 
 
 class RouterMetrics:
@@ -81,16 +87,15 @@ class RouterMetrics:
         disable_created_metrics()  # else every counter has a twin that says when it began
         self.registry = CollectorRegistry()
         self._values = (model, "router", worker)
-        self.requests = self._counter(
-            "requests", "Choices ended, by outcome: stop, length, abort or an error code", "outcome"
-        )
+        text = "Choices ended, and requests refused at once: stop, length, abort or an error code"
+        self.requests = self._counter("requests", text, "outcome")
         self._ended = {each: self.requests.labels(*self._values, each) for each in OUTCOMES}
         self.retries = self._counter("retries", "Choices sent to a worker again, by cause", "cause")
         self.stale_chunks = self._counter(
             "stale_messages_dropped", "Messages of attempts that are over", "kind"
         ).labels(*self._values, "chunk")
         self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens of ended choices"
+            "prompt_tokens", "Prompt tokens of choices that had their first token"
         ).labels(*self._values)
         self._cached_tokens = self._counter(
             "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
@@ -132,7 +137,7 @@ class RouterMetrics:
         if vllm:
             shared = Shared(
                 tuple(self.ttft.values()), (self.itl,), (self.e2e,),
-                (self.prompt_length,), (self.output_length,), self.requests, self._cached_tokens,
+                (self.prompt_length,), (self.output_length,), self._cached_tokens,
             )  # fmt: skip
             self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
             self.registry.register(self._vllm)
@@ -141,8 +146,20 @@ class RouterMetrics:
         """Observe one choice's first token; where: see `prefilled`."""
         self.ttft[where].observe(seconds, trace_id)
 
+    def prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count the prompt of a choice that has got its first token."""
+        self.prompt_tokens.inc(num_tokens)
+        self.prompt_length.observe(num_tokens)
+        self.cached_tokens.inc(num_cached)
+
     def ended(self, outcome: str) -> None:
-        """Count one end, by its outcome."""
+        """Count the end of one choice."""
+        self.refused(outcome)
+        if self._vllm is not None:
+            self._vllm.ended(outcome)
+
+    def refused(self, outcome: str) -> None:
+        """Count a request of which no choice was made, by the code of its error."""
         if outcome not in self._ended:  # the codes of errors are few
             self._ended[outcome] = self.requests.labels(*self._values, outcome)
         self._ended[outcome].inc()
@@ -162,22 +179,30 @@ class RouterMetrics:
         self,
         running: Callable[[], int],
         waiting: Callable[[], int],
-        decoding: Callable[[], int],
+        outputs: Callable[[], Sequence[int]],
         alive: Callable[[str], int],
         decodes: Callable[[], Sequence[WorkerStats]],
     ) -> None:
-        """Gauges that are read when scraped; decodes: what each live decode worker said last."""
+        """Gauges that are read when scraped.
+
+        Args:
+            running: choices at workers.
+            waiting: choices in the queue.
+            outputs: output tokens of each open choice that has any.
+            alive: workers of a role.
+            decodes: what each live decode worker said last.
+        """
         gauge = self._gauge("requests_running", "Choices that are at a decode worker")
         gauge.labels(*self._values).set_function(running)
         gauge = self._gauge("requests_waiting", "Choices that wait for a decode worker")
         gauge.labels(*self._values).set_function(waiting)
         gauge = self._gauge("requests_decoding", "Choices that have had their first token")
-        gauge.labels(*self._values).set_function(decoding)
+        gauge.labels(*self._values).set_function(lambda: len(outputs()))
         gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
         if self._vllm is not None:
-            self._vllm.watch(running, waiting, decoding, decodes)
+            self._vllm.watch(running, waiting, outputs, decodes)
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The exposition; encode: writes its form."""

@@ -111,7 +111,7 @@ class Routes:
             prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except KvlaneError as error:
-            front.metrics.ended(error.code)
+            front.metrics.refused(error.code)
             raise
         front.num_open += 1
         config = front.config

@@ -7,6 +7,7 @@ the port that each has of its own, and answers with one page.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 import httpx
@@ -17,7 +18,8 @@ from router.exposition import EOF, encoder
 from router.members import Members
 from worker.api import Member
 
-TIMEOUT_S = 1.0  # for another router's page; then the answer goes without it
+TIMEOUT_S = 1.0  # for another router's page
+STALE_S = 15.0  # so long the last page of a busy one stands for it: sums must not fall meanwhile
 HELP = "# HELP "
 
 
@@ -34,6 +36,7 @@ class Siblings:
         self._member = member
         # Nothing here speaks TLS, and to verify would load all certificates of the machine.
         self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
+        self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
         self._registry = CollectorRegistry()
         self._count = Gauge(
             "kvlane_routers",
@@ -64,11 +67,20 @@ class Siblings:
             for each in (known.member for known in self._members.all())
             if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
         ]
-        encode, _ = encoder(accepted)
-        found = await asyncio.gather(*(self._asked(each, "/metrics", accepted) for each in others))
-        pages = [page for page in found if page is not None]
-        silent = len(others) - len(pages)
-        for state, number in (("answered", 1 + len(pages)), ("silent", silent)):
+        encode, form = encoder(accepted)
+        now = time.monotonic()
+        found = await asyncio.gather(*(self._asked(each, "/metrics", form) for each in others))
+        for address, page in zip(others, found, strict=True):
+            if page is not None:
+                self._last[address, form] = page, now
+        self._last = {key: last for key, last in self._last.items() if key[0] in others}
+        pages = [
+            page
+            for (_, written), (page, at) in self._last.items()
+            if written == form and now - at < STALE_S
+        ]
+        silent = found.count(None)
+        for state, number in (("answered", 1 + len(others) - silent), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
         counted = encode(self._registry)  # last: it ends as a page of its form has to
         return merged([own.decode(), *pages]).encode() + counted

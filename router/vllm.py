@@ -1,8 +1,9 @@
 """The router's figures under vLLM's names, so that what was made for vLLM works unchanged.
 
 Endpoint pickers, KEDA's examples and public dashboards ask for them: the names of vLLM 0.22, and
-those before them. All are made when scraped, from counts that the router keeps anyway; only what a
-choice's time in vLLM's stages was is counted here, once a choice.
+those before them. All are made when scraped, from counts that the router keeps anyway. Only the end
+of a choice, and its time in vLLM's stages, are counted here. Requests that are refused at once are
+not among them.
 
 A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else has the router's
 number as its engine, as vLLM's engines with data parallelism have. So where several routers share a
@@ -46,7 +47,6 @@ class Shared(NamedTuple):
     e2e: Sequence[Tally]
     prompt: Sequence[Tally]
     generation: Sequence[Tally]
-    requests: Counter  # by the label outcome
     cached_tokens: Counter
 
 
@@ -76,21 +76,26 @@ class VllmMetrics(Collector):
             Tally(e2e_buckets) for _ in range(4)
         )
         self._per_token = Tally(itl_buckets)
+        self._ended = dict.fromkeys(REASONS, 0)
         self._running: Callable[[], int] = int
         self._waiting: Callable[[], int] = int
-        self._decoding: Callable[[], int] = int
+        self._outputs: Callable[[], Sequence[int]] = tuple
         self._decodes: Callable[[], Sequence[WorkerStats]] = tuple
 
     def watch(
         self,
         running: Callable[[], int],
         waiting: Callable[[], int],
-        decoding: Callable[[], int],
+        outputs: Callable[[], Sequence[int]],
         decodes: Callable[[], Sequence[WorkerStats]],
     ) -> None:
         """See RouterMetrics.watch."""
-        self._running, self._waiting, self._decoding = running, waiting, decoding
+        self._running, self._waiting, self._outputs = running, waiting, outputs
         self._decodes = decodes
+
+    def ended(self, outcome: str) -> None:
+        """Count the end of one choice."""
+        self._ended[outcome if outcome in self._ended else "error"] += 1
 
     def spent(self, spent: Spent, num_tokens: int) -> None:
         """Observe the time of one choice with so many output tokens, in vLLM's stages."""
@@ -110,11 +115,11 @@ class VllmMetrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        at_workers, decoding, stats = self._running(), self._decoding(), self._decodes()
+        at_workers, decoding, stats = self._running(), len(self._outputs()), self._decodes()
         queued, unstarted = self._waiting(), at_workers - decoding
         num_pages = sum(each.num_pages for each in stats)
         free = sum(each.num_free_pages for each in stats)
-        used = 1 - free / num_pages if num_pages else 0.0
+        used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
         for name, text, value in (
             ("num_requests_running", "Choices that have had their first token", decoding),
             ("num_requests_waiting", "Choices without a token, queued or at workers",
@@ -134,7 +139,8 @@ class VllmMetrics(Collector):
         config = "block_size", "num_gpu_blocks"
         page_size = max((each.page_size for each in stats), default=0)
         family = self._gauge("cache_config_info", "KV pages of the decode workers", None, *config)
-        family.add_metric((*self._gauge_values, str(page_size), str(num_pages)), 1)
+        if stats:
+            family.add_metric((*self._gauge_values, str(page_size), str(num_pages)), 1)
         yield family
         adapters = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
         family = self._gauge("lora_requests_info", "There are no adapters", None, *adapters)
@@ -144,12 +150,13 @@ class VllmMetrics(Collector):
     def _counters(self) -> Iterator[Metric]:
         shared = self._shared
         prompt, generation = (_together(each)[1] for each in (shared.prompt, shared.generation))
-        cached = sum(_by_label(shared.cached_tokens, "worker").values())
-        outcomes = _by_label(shared.requests, "outcome")
-        arrived = sum(outcomes.values()) + self._running() + self._waiting()
+        generation += sum(self._outputs())
+        families = shared.cached_tokens.collect()
+        cached = sum(sample.value for family in families for sample in family.samples)
+        arrived = sum(self._ended.values()) + self._running() + self._waiting()
         for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of ended choices", prompt),
-            ("generation_tokens", "Output tokens of ended choices", generation),
+            ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
+            ("generation_tokens", "Output tokens", generation),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix tree", cached),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix tree", prompt),
             ("prefix_cache_hits", "Prompt tokens found in the prefix tree", cached),
@@ -160,13 +167,10 @@ class VllmMetrics(Collector):
             family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric(self._values, value)
             yield family
-        ended = dict.fromkeys(REASONS, 0.0)
-        for outcome, number in outcomes.items():
-            ended[outcome if outcome in ended else "error"] += number
         labels = *LABELS, "finished_reason"
         name, text = PREFIX + "request_success", "Choices ended, by reason"
         family = CounterMetricFamily(name, text, labels=labels)
-        for reason, number in ended.items():
+        for reason, number in self._ended.items():
             family.add_metric((*self._values, reason), number)
         yield family
 
@@ -224,9 +228,3 @@ def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]
         for same in zip(*(each[0] for each in found), strict=True)
     ]
     return buckets, sum((each[1] for each in found), 0.0)
-
-
-def _by_label(counter: Counter, label: str) -> dict[str, float]:
-    """Its samples by the value of a label."""
-    samples = (sample for family in counter.collect() for sample in family.samples)
-    return {each.labels[label]: each.value for each in samples if each.name.endswith("_total")}

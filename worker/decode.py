@@ -107,6 +107,7 @@ class DecodeLoop:
         metrics.on_scrape(metrics.queued("fetch"), lambda: self._inbound.num_fetches)
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
         metrics.on_scrape(metrics.queued("row"), lambda: len(scheduler.ready))
+        metrics.on_scrape(metrics.queued("sibling"), lambda: self._siblings.num_waiting)
         metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:

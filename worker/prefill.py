@@ -61,7 +61,9 @@ class PrefillLoop:
         waiting = self._scheduler.waiting
         metrics.on_scrape(metrics.waiting, lambda: len(waiting))
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(waiting))
-        metrics.on_scrape(metrics.queued("pull"), lambda: self._outbound.num_leases - len(waiting))
+        # A scrape may come between the two counts.
+        leased = self._outbound
+        metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
         """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""

@@ -35,7 +35,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_c
 def exported() -> dict[str, frozenset[str]]:
     """Name of a series -> its labels, without those that Prometheus adds."""
     router = RouterMetrics("tiny", "router-0", vllm=False)
-    router.watch(int, int, int, lambda role: 0, list)
+    router.watch(int, int, list, lambda role: 0, list)
     workers = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
     found: dict[str, frozenset[str]] = {}
     for registry in (router.registry, workers.registry):

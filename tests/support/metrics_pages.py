@@ -31,7 +31,7 @@ def router_page() -> str:
     """Of a router that has served; with how many routers answered, as on a shared port."""
     metrics = RouterMetrics("tiny", "router-0")
     stats = WorkerStats(num_pages=8, num_free_pages=6, page_size=16)
-    metrics.watch(lambda: 3, lambda: 2, lambda: 1, lambda role: 1, lambda: [stats])
+    metrics.watch(lambda: 3, lambda: 2, lambda: [4], lambda role: 1, lambda: [stats])
     for where in PREFILLS:
         metrics.first_token(where, 0.05)
     metrics.ended("stop")

@@ -33,7 +33,9 @@ def test_the_ids_of_a_line_are_fields() -> None:
         "level": "DEBUG", "process": "decode-0", "logger": "kvlane.decode", "req_id": "a-0",
         "message": "req_id=a-0 from router-0/1 admitted, 3 tokens",
     }  # fmt: skip
-    assert record("xfer_id=b-0/1 from d: late")["xfer_id"] == "b-0/1"
+    later = record("xfer_id=%s: its lease ended", "job:17,a-0:1:3")
+    assert later["xfer_id"] == "job:17,a-0:1:3", "as clients and `Fetch.xfer_id` make them"
+    assert record("req_id=a-0; the request ends: no req_id=b")["req_id"] == "a-0"
     assert "req_id" not in record("%d decode graphs", 3)
 
 
@@ -57,5 +59,5 @@ def test_what_serve_says_is_an_object_a_line() -> None:
         ("INFO", "loading decode-0"),
         ("WARNING", "it died"),
     ]
-    assert (lines[1]["name"], lines[1]["state"]) == ("decode-0", "lost")
-    assert {line["process"] for line in lines} == {"serve"}
+    assert [line["process"] for line in lines] == ["serve", "decode-0"]
+    assert lines[1]["state"] == "lost"

@@ -26,7 +26,7 @@ def router(
     """With two decode workers, and so many choices in each state."""
     metrics = RouterMetrics(MODEL, name)
     metrics.watch(
-        lambda: unstarted + decoding, lambda: queued, lambda: decoding, lambda role: 2,
+        lambda: unstarted + decoding, lambda: queued, lambda: [20] * decoding, lambda role: 2,
         lambda: STATS,
     )  # fmt: skip
     return metrics
@@ -74,7 +74,7 @@ def test_an_endpoint_picker_finds_one_series_of_each_gauge(num_routers: int) -> 
 def test_counts_of_routers_of_one_port_are_series_of_their_own() -> None:
     routers = [router(f"router-{i}") for i in range(2)]
     for i, metrics in enumerate(routers):
-        metrics.prompt_length.observe(10 + i)
+        metrics.prompt(10 + i, 0)
         metrics.ended("stop")
     found = series(*(metrics.render() for metrics in routers))
     for name, each in found.items():
@@ -82,6 +82,7 @@ def test_counts_of_routers_of_one_port_are_series_of_their_own() -> None:
         assert len(set(labels)) == len(labels), f"{name} has a series twice"
     tokens = {labels["engine"]: value for labels, value in found["vllm:prompt_tokens_total"]}
     assert tokens == {"0": 10, "1": 11}
+    assert values(found, "generation_tokens_total") == [140, 140], "of open choices, too"
     assert sum(values(found, "num_incoming_requests_total")) == 2 + 2 * (2 + 3 + 7)
 
 
@@ -90,9 +91,10 @@ def test_it_shares_the_counts_of_our_own_families() -> None:
     metrics.first_token("local", 0.05)
     metrics.first_token("pulled", 0.25)
     metrics.itl.observe(0.004)
-    metrics.cached_tokens.inc(16)
+    metrics.prompt(20, 16)
     for outcome in ("stop", "stop", "length", "timeout", "busy"):
         metrics.ended(outcome)
+    metrics.refused("invalid_value")  # no choice was made of it
     found = series(metrics.render())
     assert values(found, "time_to_first_token_seconds_count") == [2]
     assert values(found, "time_to_first_token_seconds_sum") == [pytest.approx(0.3)]
@@ -122,14 +124,15 @@ def test_a_choice_counts_once_in_each_of_vllms_stages() -> None:
     assert values(series(metrics.render()), "request_time_per_output_token_seconds_count") == [1]
 
 
-def test_without_workers_the_cache_is_empty() -> None:
-    metrics = RouterMetrics(MODEL, "router-0")
-    assert values(series(metrics.render()), "kv_cache_usage_perc") == [0]
+def test_without_workers_there_is_no_room() -> None:
+    found = series(RouterMetrics(MODEL, "router-0").render())
+    assert values(found, "kv_cache_usage_perc") == [1]
+    assert "vllm:cache_config_info" not in found
 
 
 def test_it_can_be_switched_off() -> None:
     metrics = RouterMetrics(MODEL, "router-0", vllm=False)
-    metrics.watch(int, int, int, lambda role: 0, list)
+    metrics.watch(int, int, list, lambda role: 0, list)
     spent = Spent(1.0, Stages(0, 0, 0, 0, 0, ""), 1.0, 0.0, "decode-0/1")
     metrics.spent(spent, num_tokens=5)
     assert b"kvlane_" in metrics.render()
