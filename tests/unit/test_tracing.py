@@ -19,11 +19,11 @@ import worker.tracing.spans
 from tests.support.collector import collecting
 from worker.api import Sampling
 from worker.config import TracingConfig
-from worker.errors import MissingLibrary
+from worker.errors import MissingLibrary, UserError
 from worker.plan import Plan
 from worker.requests.traces import DecodeTraces
 from worker.schedule.req import Req
-from worker.tracing.setup import tracer_of
+from worker.tracing.setup import check_tracing, tracer_of
 from worker.tracing.spans import Tracer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -200,7 +200,7 @@ def test_a_dead_collector_is_one_line(
     tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
     assert tracer is not None
     for number in range(3):
-        sdk = logging.getLogger(f"opentelemetry.some.{number}")
+        sdk = logging.getLogger(f"opentelemetry.exporter.some.{number}")
         sdk.error("failed\nto export", exc_info=ValueError())
     tracer.close()
     (told,) = [each for each in caplog.records if each.name == "kvlane.tracing"]
@@ -210,9 +210,56 @@ def test_a_dead_collector_is_one_line(
     assert not logging.getLogger("opentelemetry").propagate
 
 
-@pytest.mark.parametrize("endpoint", ["auto", "", "/v1/traces", "/elsewhere"])
+def test_other_complaints_keep_their_words_and_hide_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's bad `tracestate` is one; a line a logger, however often."""
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
+    tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
+    assert tracer is not None
+    for _ in range(2):
+        tracer.of_headers({"traceparent": PARENT, "tracestate": "no pair"}, 0.0)
+        logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
+    tracer.close()
+    told = [each.message for each in caplog.records if each.name == "kvlane.tracing"]
+    assert len(told) == 2
+    assert told[0].startswith("opentelemetry.trace.span: ")
+    assert told[1] == "spans may be lost: Queue full"
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "wrong"),
+    [
+        ("bad", "", "OTEL_TRACES_SAMPLER"),
+        ("traceidratio", "half", "OTEL_TRACES_SAMPLER_ARG"),
+        ("parentbased_traceidratio", "2", "OTEL_TRACES_SAMPLER_ARG"),
+        ("parentbased_traceidratio", "0.5", ""),
+        ("Always_Off", "not read", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_sampler_that_there_is_not_is_refused(
+    name: str, ratio: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the configuration leaves it to the environment."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)
+    check_tracing(TracingConfig())
+    check_tracing(TracingConfig(endpoint="auto", sample_ratio=0.5))
+    if not wrong:
+        check_tracing(TracingConfig(endpoint="auto"))
+        return
+    with pytest.raises(UserError, match=f"{wrong}=") as caught:
+        tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
+    assert caught.value.param == wrong
+
+
+@pytest.mark.parametrize("endpoint", ["auto", "", "/v1/traces", "/v1/traces/", "/otlp", "/otlp/"])
 def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base or the whole URL, or by the environment; the SDK's other variables count, too."""
+    """A base, with or without a path, or the whole URL, or by the environment.
+
+    The SDK's other variables count, too.
+    """
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -221,7 +268,7 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert tracer is not None
         tracer.of_headers({}, 0.0).add("stage", 0.0, 1.0, {})
         tracer.close()
-    assert collector.paths == {"/elsewhere" if endpoint == "/elsewhere" else "/v1/traces"}
+    assert collector.paths == {"/otlp/v1/traces" if "otlp" in endpoint else "/v1/traces"}
     assert [(span.service, span.instance) for span in collector.spans] == [("mine", "decode-0")]
 
 
