@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import worker.tracing.export
 import worker.tracing.setup
 import worker.tracing.spans
 from tests.support.collector import collecting
+from tests.support.made_spans import Made
 from worker.api import Sampling
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary, UserError
@@ -24,31 +22,9 @@ from worker.plan import Plan
 from worker.requests.traces import DecodeTraces
 from worker.schedule.req import Req
 from worker.tracing.setup import check_tracing, tracer_of
-from worker.tracing.spans import Tracer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
-
-
-class Made:
-    """A tracer, and the spans that it has made."""
-
-    def __init__(self) -> None:
-        provider, self._exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracer = Tracer(provider.get_tracer("test"), provider.shutdown)
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(name, begin, end) in ms since the first began."""
-        found = self.raw()
-        first = min((span.start_time or 0 for span in found), default=0)
-        return [
-            (span.name, round((span.start_time or 0) - first) // 1_000_000,
-             round((span.end_time or 0) - first) // 1_000_000) for span in found
-        ]  # fmt: skip
-
-    def raw(self) -> tuple[ReadableSpan, ...]:
-        return self._exporter.get_finished_spans()
 
 
 @pytest.fixture
