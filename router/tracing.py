@@ -66,7 +66,7 @@ def begin(
         "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
         "gen_ai.operation.name": TRACED[path],
     }
-    trace.enter(f"{method} {path}", arrived_at, about, is_server=True)
+    trace.enter(f"{method} {path}", arrived_at, about)
     return trace if trace.is_recorded else None
 
 

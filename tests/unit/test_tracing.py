@@ -15,7 +15,7 @@ import worker.tracing.setup
 import worker.tracing.spans
 from tests.support.collector import collecting
 from tests.support.made_spans import Made
-from worker.api import Sampling
+from worker.api import Error, Sampling
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary, UserError
 from worker.plan import Plan
@@ -101,6 +101,58 @@ def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made:
     assert not traces.waiting
     names = [span.name for span in made.raw()]
     assert names == ["decode_queue", *["first_step", "decode", "preempted"] * 2]
+
+
+def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
+    """That nobody wants the rest is no error."""
+    traces = DecodeTraces(made.tracer)
+    for cause in ("abort", "worker_lost"):
+        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
+        traces.begin(req, PARENT)
+        assert req.trace is not None
+        req.trace.enter("prefill", time.monotonic(), asks=True)
+        req.trace.inner = req.trace.below(req.trace.at)
+        req.trace.inner.enter("prefill_queue", time.monotonic())
+        traces.end(req, Error(cause, "why"))
+    aborted, lost = made.raw()[:2], made.raw()[2:]
+    assert [(each.attributes or {})["error.type"] for each in aborted] == ["abort"] * 2
+    assert all(each.status.is_ok for each in aborted)
+    assert [(each.attributes or {})["error.type"] for each in lost] == ["worker_lost"] * 2
+    assert not any(each.status.is_ok for each in lost)
+
+
+def test_a_sibling_s_wait_is_a_stage_of_its_own(made: Made) -> None:
+    traces = DecodeTraces(made.tracer)
+    for was_deferred in (False, True):
+        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
+        req.marks.received_at = time.monotonic() - 5
+        traces.begin(req, PARENT, was_deferred=was_deferred)
+        assert req.trace is not None
+        req.trace.enter("decode_queue", time.monotonic())
+        traces.end(req)
+    names = ["decode_queue", "sibling", "decode_queue"]
+    assert [name for name, *_ in made.spans()] == names
+    assert [end - begin >= 4_999 for _, begin, end in made.spans()] == [True, True, False]
+
+
+def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Made) -> None:
+    """Who both answers and asks does it in two stages: a span has one kind."""
+    trace = made.tracer.carried(PARENT, 0.0)
+    trace.attempt("prefill", 0.0, asks=True)
+    trace.enter("pull", 1.0)
+    trace.enter("decode", 2.0)
+    trace.leave(3.0)
+    below = made.tracer.of_headers({}, 0.0)
+    below.enter("POST", 0.0)
+    choice = below.below(0.0)
+    choice.enter("router_queue", 0.0)
+    choice.attempt("dispatch", 1.0, asks=True)
+    choice.leave(2.0)
+    below.leave(2.0)
+    assert [(span.name, span.kind.name) for span in made.raw()] == [
+        ("prefill", "CLIENT"), ("pull", "SERVER"), ("decode", "INTERNAL"),
+        ("router_queue", "INTERNAL"), ("dispatch", "CLIENT"), ("POST", "SERVER"),
+    ]  # fmt: skip
 
 
 def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) -> None:
