@@ -26,7 +26,7 @@ from worker.attention.backends import ATTENTION
 from worker.errors import UserError
 from worker.models.config import read_model_spec
 from worker.models.files import check_weights
-from worker.tracing.setup import check_libraries
+from worker.tracing.setup import check_tracing
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS
 
@@ -95,7 +95,7 @@ def mistakes(config: Config, num_gpus: int) -> list[UserError]:
         lambda: _torch(decided, num_gpus),
         lambda: _attention(decided),
         lambda: _transport(decided),
-        lambda: check_libraries(config.tracing),
+        lambda: check_tracing(config.tracing),
     )
 
 

@@ -327,8 +327,9 @@ class Dispatcher:
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
         metrics, now = self._metrics, time.monotonic()
         if req.trace is not None:
-            code, why = (error.code, str(error)) if error is not None else ("", None)
-            req.trace.leave(now, {"kvlane.tokens": len(req.tokens)}, code, why)
+            cut_off = req.outcome if reason in FAILED else ""
+            why = str(error) if error is not None else None
+            req.trace.leave(now, {"kvlane.output_tokens": len(req.tokens)}, cut_off, why)
         if spent is not None:
             metrics.spent(spent, len(req.tokens), req.trace_id)
         metrics.ended(req.outcome)

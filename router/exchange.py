@@ -43,6 +43,7 @@ class Exchange:
     arrived_at: float = field(default_factory=time.monotonic)
     status: int = CLIENT_GONE
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
+    n: int = 1  # choices of each prompt that the client gets
     failure: str = ""  # how an answer ended that did not end well
     trace: Trace | None = None  # its present stage is the server's span
     trace_id: str = ""  # for exemplars: of our trace, or of the client's if we make none
@@ -144,5 +145,5 @@ class Exchanges:
                 exchange.write(scope, level)
 
     def _end_trace(self, exchange: Exchange, trace: Trace) -> None:
-        about = exchange.request_id, self._model, exchange.reqs, exchange.status, exchange.failure
-        tracing.end(trace, *about, time.monotonic())
+        about = exchange.request_id, self._model, exchange.reqs, exchange.n
+        tracing.end(trace, *about, exchange.status, exchange.failure, time.monotonic())

@@ -70,7 +70,7 @@ class Answer(Response):
         self._patience_s = patience_s
         self._closed = closed
         self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
-        self._reqs = exchange.reqs
+        self._reqs, exchange.n = exchange.reqs, prepared.num_kept
         self._num_open = len(prepared.choices)
         self._error: Exception | None = None
         self._started = False

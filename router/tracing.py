@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from router.mailbox import Spent
+from router.vllm import times_of
 from router.waiting import Req, counted
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def client_trace_id(headers: Mapping[bytes, bytes]) -> str:
 def begin(
     tracer: Tracer, scope: Scope, headers: Mapping[bytes, bytes], arrived_at: float
 ) -> Trace | None:
-    """Begin the server's span of a request; None if it is not one that generates, or not sampled.
+    """Begin the server's span of a request; None if it is not traced.
+
+    Requests that generate nothing are not traced, nor are those that the sampler leaves out.
 
     Args:
         tracer: of this process.
@@ -63,7 +66,7 @@ def begin(
         "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
         "gen_ai.operation.name": TRACED[path],
     }
-    trace.enter(f"{method} {path}", arrived_at, about, is_server=True)
+    trace.enter(f"{method} {path}", arrived_at, about)
     return trace if trace.is_recorded else None
 
 
@@ -72,6 +75,7 @@ def end(
     request_id: str,
     model: str,
     reqs: Sequence[Req],
+    n: int,
     status: int,
     failure: str,
     now: float,
@@ -82,7 +86,8 @@ def end(
         trace: from `begin`.
         request_id: that the client was told.
         model: the served one.
-        reqs: the choices; none if the request was refused.
+        reqs: the choices, of all prompts; none if the request was refused.
+        n: choices of each prompt that the client gets.
         status: of HTTP.
         failure: how the answer ended if it did not end well.
         now: monotonic.
@@ -92,11 +97,13 @@ def end(
         stages = trace.below(trace.at)
         stages.enter("prepare", trace.at)
         stages.leave(reqs[0].arrived_at)
-        told |= _generated(model, reqs, trace.at, now)
+        told |= _generated(model, reqs, n, trace.at, now)
         ended_at = max(req.trace.at for req in reqs if req.trace is not None)
         stages = trace.below(ended_at)
         stages.enter("respond", ended_at)
         stages.leave(now)
+    if status >= 500:
+        failure = failure or str(status)
     if failure:
         told["error.type"] = failure
     # By OpenTelemetry's rules a client's mistake is no error of the server's span.
@@ -104,7 +111,9 @@ def end(
     trace.leave(now, told, failure if failed else "")
 
 
-def _generated(model: str, reqs: Sequence[Req], arrived_at: float, now: float) -> dict[str, Any]:
+def _generated(
+    model: str, reqs: Sequence[Req], n: int, arrived_at: float, now: float
+) -> dict[str, Any]:
     """Attributes `gen_ai.*`, those of vLLM and SGLang; latencies are the first choice's."""
     first, sampling = reqs[0], reqs[0].sampling
     num_prompt_tokens, num_tokens, num_cached_tokens = counted(reqs)
@@ -114,7 +123,7 @@ def _generated(model: str, reqs: Sequence[Req], arrived_at: float, now: float) -
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.n": len(reqs),
+        "gen_ai.request.n": n,
         "gen_ai.usage.prompt_tokens": num_prompt_tokens,
         "gen_ai.usage.completion_tokens": num_tokens,
         "gen_ai.usage.cached_tokens": num_cached_tokens,
@@ -129,13 +138,10 @@ def _generated(model: str, reqs: Sequence[Req], arrived_at: float, now: float) -
 def _latencies(spent: Spent | None) -> dict[str, float]:
     if spent is None:
         return {}
-    at = spent.stages
-    prefill_s = at.prefill_s + at.first_step_s
+    queue_s, prefill_s, decode_s = times_of(spent)
     return {
-        "gen_ai.latency.time_in_queue": (
-            spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s
-        ),
+        "gen_ai.latency.time_in_queue": queue_s,
         "gen_ai.latency.time_in_model_prefill": prefill_s,
-        "gen_ai.latency.time_in_model_decode": spent.decode_s,
-        "gen_ai.latency.time_in_model_inference": prefill_s + spent.decode_s,
+        "gen_ai.latency.time_in_model_decode": decode_s,
+        "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
     }

@@ -50,6 +50,24 @@ class Shared(NamedTuple):
     cached_tokens: Counter
 
 
+class Times(NamedTuple):
+    """A choice's time in vLLM's stages, in seconds; together all of it until the last token."""
+
+    queue_s: float
+    prefill_s: float  # with the transfer of KV and decode's first step
+    decode_s: float
+
+
+def times_of(spent: Spent) -> Times:
+    """Our stages as vLLM's."""
+    at = spent.stages
+    return Times(
+        spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s,
+        at.prefill_s + at.transfer_s + at.first_step_s,
+        spent.decode_s,
+    )
+
+
 class VllmMetrics(Collector):
     """The group of one router.
 
@@ -99,12 +117,11 @@ class VllmMetrics(Collector):
 
     def spent(self, spent: Spent, num_tokens: int) -> None:
         """Observe the time of one choice with so many output tokens, in vLLM's stages."""
-        at = spent.stages
-        prefill_s = at.prefill_s + at.transfer_s + at.first_step_s
-        self._queue.observe(spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s)
+        queue_s, prefill_s, decode_s = times_of(spent)
+        self._queue.observe(queue_s)
         self._prefill.observe(prefill_s)
-        self._decode.observe(spent.decode_s)
-        self._inference.observe(prefill_s + spent.decode_s)
+        self._decode.observe(decode_s)
+        self._inference.observe(prefill_s + decode_s)
         if num_tokens > 1:
             self._per_token.observe(spent.decode_s / (num_tokens - 1))
 

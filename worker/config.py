@@ -11,8 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from worker.errors import UserError
 
@@ -239,11 +247,22 @@ class TracingConfig(Section):
     """
 
     endpoint: Annotated[str, Field(pattern=r"^(auto|https?://\S+)?$")] = ""
-    """URL of the collector, as http://localhost:4318; empty: no spans. auto: as
-    OTEL_EXPORTER_OTLP_ENDPOINT says, else port 4318 of each process's own host."""
+    """URL of the collector, as http://localhost:4318; /v1/traces is added if its path ends
+    otherwise. Empty: no spans. auto: as OTEL_EXPORTER_OTLP_ENDPOINT says, else port 4318 of each
+    process's own host."""
     sample_ratio: Auto | Annotated[float, Field(ge=0, le=1)] = "auto"
     """Part of the requests without a `traceparent` header that is traced; the others' callers have
     decided. auto: as OTEL_TRACES_SAMPLER says, else all."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str) -> str:
+        if endpoint in ("", "auto"):
+            return endpoint
+        parts = urlsplit(endpoint)  # raises for brackets that do not match, as `port` for no number
+        if not parts.hostname or parts.port == 0:
+            raise ValueError("needs a host, and a port that is not 0")
+        return endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from worker.api import (
 from worker.engine.engine import Engine
 from worker.engine.flight import Flight
 from worker.engine.runner import Step
-from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, UserError
+from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.metrics import WorkerMetrics
 from worker.pull.fetch import Fetch, FetchContext
@@ -47,6 +47,7 @@ from worker.schedule.req import Phase, Req, finish_reason
 log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
+ABORTED = Error(FinishReason.ABORT.value, "the router wants no more of it")
 
 
 class DecodeLoop:
@@ -137,8 +138,8 @@ class DecodeLoop:
         self._replies.flush(time.monotonic(), read_at=now)
         for fetch in self._inbound.poll(now):
             self._fetch_ended(fetch)
-        for router, message, received_at in self._siblings.due(self._reqs.values()):
-            self._admit(router, message, received_at)
+        for due in self._siblings.due(self._reqs.values()):
+            self._admit(*due, was_deferred=True)
         self._admission.resume_preempted()
         wait_s = self._flight.advance(self._inbound.num_fetches)
         self._peers.tend(now, self._inbound.uses)
@@ -164,7 +165,7 @@ class DecodeLoop:
             case Abort():
                 self._siblings.abort(event.req_id, event.dispatch)
                 if (req := self._reqs.get((event.req_id, event.dispatch))) is not None:
-                    self._leave(req, FinishReason.ABORT)
+                    self._leave(req, FinishReason.ABORT, ABORTED)
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
@@ -190,7 +191,9 @@ class DecodeLoop:
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
-    def _admit(self, router: PeerId, message: Generate, received_at: float) -> None:
+    def _admit(
+        self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
+    ) -> None:
         key = message.req_id, message.dispatch
         if key in self._reqs or self._siblings.defer(
             router, message, received_at, self._reqs.values()
@@ -208,7 +211,7 @@ class DecodeLoop:
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
         req.marks.received_at = received_at
         if message.trace:
-            self._traces.begin(req, message.trace)
+            self._traces.begin(req, message.trace, was_deferred=was_deferred)
         self._reqs[key] = req
         self._admission.place(req)
 
@@ -238,8 +241,9 @@ class DecodeLoop:
         self._peers.lose(peer)
         self._replies.lost(peer)
         self._siblings.lost(peer)
+        lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self._reqs.values() if each.router == peer]:
-            self._leave(req, FinishReason.ABORT)
+            self._leave(req, FinishReason.ABORT, lost)
 
     def _stop(self, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
@@ -249,10 +253,16 @@ class DecodeLoop:
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
             self._leave(req, FinishReason.STOP)
 
-    def _leave(self, req: Req, reason: FinishReason) -> None:
-        """End `req` without a chunk. Its pages are freed once no pull writes to them."""
+    def _leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
+        """End `req` without a chunk. Its pages are freed once no pull writes to them.
+
+        Args:
+            req: the request.
+            reason: why it ends.
+            cut_off: what its trace says if it would have gone on.
+        """
         if req.trace is not None:
-            self._traces.end(req)
+            self._traces.end(req, cut_off)
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error chunk while it drains
             self._inbound.cancel(req, reason)
@@ -295,9 +305,7 @@ class DecodeLoop:
         for req in [each for each in self._reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
-            if req.trace is not None:
-                self._traces.end(req, error)
-            self._leave(req, FinishReason.ABORT)
+            self._leave(req, FinishReason.ABORT, error)
 
 
 def _told(error: KvlaneError) -> Error:

@@ -171,7 +171,7 @@ class PrefillLoop:
 def _trace_chunk(req: PrefillReq, trace: Trace, num_tokens: int, took_s: float) -> None:
     """A chunk of `req` that has been announced, which is when it ended for decode."""
     ended_at = req.started_at + req.prefill_s
-    trace.add("prefill_chunk", ended_at - took_s, ended_at, {"kvlane.tokens": num_tokens})
+    trace.add("prefill_chunk", ended_at - took_s, ended_at, {"kvlane.prompt_tokens": num_tokens})
 
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:

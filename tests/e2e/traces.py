@@ -40,8 +40,9 @@ PARENT = "b7ad6b7169203331"
 MAX_TOKENS = 200
 LEAST_TOLD = 0.99
 TTFT = "kvlane_time_to_first_token_seconds"
-SHOWN = ("kvlane.worker", "kvlane.attempt", "kvlane.cause", "kvlane.placed", "kvlane.tokens",
-         "kvlane.bytes", "kvlane.transport", "error.type")  # fmt: skip
+SHOWN = ("kvlane.worker", "kvlane.attempt", "kvlane.cause", "kvlane.placed",
+         "kvlane.prompt_tokens", "kvlane.output_tokens", "kvlane.bytes", "kvlane.transport",
+         "error.type")  # fmt: skip
 TIMEOUT_S = 120.0
 
 
@@ -104,7 +105,7 @@ def in_prometheus(serve: Serve, trace_id: str) -> str:
 
 def is_whole(spans: Sequence[Span]) -> bool:
     """Whether all processes have sent what they had; whoever was killed has not."""
-    ends = bool(named(spans, "respond")) and any(span.is_server for span in spans)
+    ends = bool(named(spans, "respond")) and any(span.parent_id == PARENT for span in spans)
     good = [span for span in named(spans, "prefill") if not span.is_error]
     return (
         ends

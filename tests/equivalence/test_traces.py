@@ -82,7 +82,7 @@ def test_a_pulled_request(cluster: Cluster) -> None:
 
     def came(spans: Sequence[Span]) -> bool:
         asked = complete("decode")(spans) and bool(named(spans, "respond"))
-        return asked and any(span.is_server for span in spans)
+        return asked and any(span.parent_id == PARENT for span in spans)
 
     spans = collector.wait(trace_id, came)
     root = check_request(spans, PARENT)
@@ -101,7 +101,7 @@ def test_a_pulled_request(cluster: Cluster) -> None:
     inner = children(spans, prefill)
     assert {span.service for span in inner} == {"kvlane-prefill"}
     assert inner[0].name == "prefill_queue"
-    sizes = [span.attributes["kvlane.tokens"] for span in inner[1:]]
+    sizes = [span.attributes["kvlane.prompt_tokens"] for span in inner[1:]]
     assert sum(sizes) == usage["prompt_tokens"]
     assert max(sizes) <= CHUNK
     assert prefill.attributes["kvlane.worker"].startswith(inner[0].instance)
@@ -135,6 +135,7 @@ def test_choices_have_stages_of_their_own(cluster: Cluster) -> None:
     assert {span.attributes["kvlane.choice"] for span in dispatches} == {0, 1}
     for dispatch in dispatches:
         check_worker(spans, dispatch)
+    assert len(named(spans, "sibling")) <= 1, "the first choice waits for no other"
 
 
 def test_a_prompt_that_decode_computes_itself(cluster: Cluster) -> None:
@@ -147,7 +148,7 @@ def test_a_prompt_that_decode_computes_itself(cluster: Cluster) -> None:
     assert [span.name for span in stages] == ["prefill", "decode"]
     assert stages[0].attributes["kvlane.placed"] == "alone"
     inner = children(spans, stages[0])
-    assert sum(span.attributes.get("kvlane.tokens", 0) for span in inner) == len(prompt)
+    assert sum(span.attributes.get("kvlane.prompt_tokens", 0) for span in inner) == len(prompt)
     assert {span.instance for span in spans} == {"decode-0"}
 
 

@@ -30,6 +30,7 @@ class Span:
     ended_ns: int
     service: str
     instance: str  # name of the process
+    is_client: bool
     is_server: bool
     is_error: bool
     attributes: dict[str, Any]
@@ -117,6 +118,7 @@ def spans_of(request: ExportTraceServiceRequest) -> Iterator[Span]:
                     ended_ns=each.end_time_unix_nano,
                     service=resource["service.name"],
                     instance=resource["service.instance.id"],
+                    is_client=each.kind == Sent.SPAN_KIND_CLIENT,
                     is_server=each.kind == Sent.SPAN_KIND_SERVER,
                     is_error=each.status.code == Status.STATUS_CODE_ERROR,
                     attributes={pair.key: value_of(pair.value) for pair in each.attributes},

@@ -43,9 +43,10 @@ def check_stages(stages: Sequence[Span]) -> None:
 
 
 def check_request(spans: Sequence[Span], root_parent: str) -> Span:
-    """A request's trace with one choice, of router and workers; returns the server's span."""
+    """A request's trace with one choice, of router and workers; returns the router's span."""
     root = check_nesting(spans, root_parent)
     assert root.is_server
+    check_kinds(spans)
     stages = children(spans, root)
     check_stages(stages)
     assert stages[0].name == "prepare"
@@ -55,6 +56,17 @@ def check_request(spans: Sequence[Span], root_parent: str) -> Span:
     for dispatch in named(stages, "dispatch"):
         check_worker(spans, dispatch)
     return root
+
+
+def check_kinds(spans: Sequence[Span]) -> None:
+    """Whose stages are below is CLIENT; of those stages one is SERVER, and does not ask others."""
+    for span in spans:
+        below = [each for each in children(spans, span) if each.instance != span.instance]
+        if below:
+            assert span.is_client, span
+            assert len([each for each in below if each.is_server]) == (
+                not all(each.is_client for each in below)
+            ), below
 
 
 def check_worker(spans: Sequence[Span], parent: Span) -> list[Span]:

@@ -61,6 +61,10 @@ def leaves(tree: BaseModel, path: str = "") -> dict[str, Any]:
         ("lease", "renew_s", 4.5),
         ("disaggregation", "mode", "sometimes"),
         ("disaggregation", "pull_bytes_per_s", 0),
+        ("tracing", "endpoint", "ftp://host"),
+        ("tracing", "endpoint", "http://["),
+        ("tracing", "endpoint", "http://:4318"),
+        ("tracing", "endpoint", "http://host:port"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_path(section: str, leaf: str, value: object) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from worker.api import Prefill, PrefillRefused, Renew, Sampling, Xfer
+from tests.support.made_spans import Made
+from worker.api import Prefill, PrefillRefused, Release, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
@@ -339,6 +340,23 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
         assert (refused.xfer, refused.error.code) == (xfer, code)
     assert not sent
     assert not outbound.num_leases
+
+
+def test_a_prompt_that_is_dropped_before_it_was_computed_says_why_in_its_trace() -> None:
+    made, lease = Made(), LeaseConfig()
+    outbound = Outbound(
+        "p", scheduler_of(PageBook(64, 2), 4), 1, lambda *_: None, lease,
+        WorkerMetrics(model="m", role="prefill", worker="w"), made.tracer,
+    )  # fmt: skip
+    trace = f"00-{'1' * 32}-{'2' * 16}-01"
+    for number in (1, 2):
+        xfer = Xfer(str(number), 1, "d", "p")
+        outbound.on_prefill("d", Prefill(xfer, (1, 2, 3), 0, trace=trace), 0.0)
+    outbound.on_release(Release(Xfer("1", 1, "d", "p")))
+    outbound.sweep(lease.prefill_window_s + 1)
+    made.tracer.close()
+    told = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]
+    assert told == [("abort", True), ("revoked", False)]
 
 
 def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> None:

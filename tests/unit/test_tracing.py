@@ -9,46 +9,22 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import worker.tracing.export
 import worker.tracing.setup
 import worker.tracing.spans
 from tests.support.collector import collecting
-from worker.api import Sampling
+from tests.support.made_spans import Made
+from worker.api import Error, Sampling
 from worker.config import TracingConfig
-from worker.errors import MissingLibrary
+from worker.errors import MissingLibrary, UserError
 from worker.plan import Plan
 from worker.requests.traces import DecodeTraces
 from worker.schedule.req import Req
-from worker.tracing.setup import tracer_of
-from worker.tracing.spans import Tracer
+from worker.tracing.setup import check_tracing, tracer_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
-
-
-class Made:
-    """A tracer, and the spans that it has made."""
-
-    def __init__(self) -> None:
-        provider, self._exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracer = Tracer(provider.get_tracer("test"), provider.shutdown)
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(name, begin, end) in ms since the first began."""
-        found = self.raw()
-        first = min((span.start_time or 0 for span in found), default=0)
-        return [
-            (span.name, round((span.start_time or 0) - first) // 1_000_000,
-             round((span.end_time or 0) - first) // 1_000_000) for span in found
-        ]  # fmt: skip
-
-    def raw(self) -> tuple[ReadableSpan, ...]:
-        return self._exporter.get_finished_spans()
 
 
 @pytest.fixture
@@ -127,6 +103,58 @@ def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made:
     assert names == ["decode_queue", *["first_step", "decode", "preempted"] * 2]
 
 
+def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
+    """That nobody wants the rest is no error."""
+    traces = DecodeTraces(made.tracer)
+    for cause in ("abort", "worker_lost"):
+        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
+        traces.begin(req, PARENT)
+        assert req.trace is not None
+        req.trace.enter("prefill", time.monotonic(), asks=True)
+        req.trace.inner = req.trace.below(req.trace.at)
+        req.trace.inner.enter("prefill_queue", time.monotonic())
+        traces.end(req, Error(cause, "why"))
+    aborted, lost = made.raw()[:2], made.raw()[2:]
+    assert [(each.attributes or {})["error.type"] for each in aborted] == ["abort"] * 2
+    assert all(each.status.is_ok for each in aborted)
+    assert [(each.attributes or {})["error.type"] for each in lost] == ["worker_lost"] * 2
+    assert not any(each.status.is_ok for each in lost)
+
+
+def test_a_sibling_s_wait_is_a_stage_of_its_own(made: Made) -> None:
+    traces = DecodeTraces(made.tracer)
+    for was_deferred in (False, True):
+        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
+        req.marks.received_at = time.monotonic() - 5
+        traces.begin(req, PARENT, was_deferred=was_deferred)
+        assert req.trace is not None
+        req.trace.enter("decode_queue", time.monotonic())
+        traces.end(req)
+    names = ["decode_queue", "sibling", "decode_queue"]
+    assert [name for name, *_ in made.spans()] == names
+    assert [end - begin >= 4_999 for _, begin, end in made.spans()] == [True, True, False]
+
+
+def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Made) -> None:
+    """Who both answers and asks does it in two stages: a span has one kind."""
+    trace = made.tracer.carried(PARENT, 0.0)
+    trace.attempt("prefill", 0.0, asks=True)
+    trace.enter("pull", 1.0)
+    trace.enter("decode", 2.0)
+    trace.leave(3.0)
+    below = made.tracer.of_headers({}, 0.0)
+    below.enter("POST", 0.0)
+    choice = below.below(0.0)
+    choice.enter("router_queue", 0.0)
+    choice.attempt("dispatch", 1.0, asks=True)
+    choice.leave(2.0)
+    below.leave(2.0)
+    assert [(span.name, span.kind.name) for span in made.raw()] == [
+        ("prefill", "CLIENT"), ("pull", "SERVER"), ("decode", "INTERNAL"),
+        ("router_queue", "INTERNAL"), ("dispatch", "CLIENT"), ("POST", "SERVER"),
+    ]  # fmt: skip
+
+
 def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) -> None:
     trace = made.tracer.carried(PARENT + "a=b,c=d", 0.0)
     trace.enter("dispatch", 0.0)
@@ -200,7 +228,7 @@ def test_a_dead_collector_is_one_line(
     tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
     assert tracer is not None
     for number in range(3):
-        sdk = logging.getLogger(f"opentelemetry.some.{number}")
+        sdk = logging.getLogger(f"opentelemetry.exporter.some.{number}")
         sdk.error("failed\nto export", exc_info=ValueError())
     tracer.close()
     (told,) = [each for each in caplog.records if each.name == "kvlane.tracing"]
@@ -210,9 +238,56 @@ def test_a_dead_collector_is_one_line(
     assert not logging.getLogger("opentelemetry").propagate
 
 
-@pytest.mark.parametrize("endpoint", ["auto", "", "/v1/traces", "/elsewhere"])
+def test_other_complaints_keep_their_words_and_hide_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's bad `tracestate` is one; a line a logger, however often."""
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
+    tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
+    assert tracer is not None
+    for _ in range(2):
+        tracer.of_headers({"traceparent": PARENT, "tracestate": "no pair"}, 0.0)
+        logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
+    tracer.close()
+    told = [each.message for each in caplog.records if each.name == "kvlane.tracing"]
+    assert len(told) == 2
+    assert told[0].startswith("opentelemetry.trace.span: ")
+    assert told[1] == "spans may be lost: Queue full"
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "wrong"),
+    [
+        ("bad", "", "OTEL_TRACES_SAMPLER"),
+        ("traceidratio", "half", "OTEL_TRACES_SAMPLER_ARG"),
+        ("parentbased_traceidratio", "2", "OTEL_TRACES_SAMPLER_ARG"),
+        ("parentbased_traceidratio", "0.5", ""),
+        ("Always_Off", "not read", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_sampler_that_there_is_not_is_refused(
+    name: str, ratio: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the configuration leaves it to the environment."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)
+    check_tracing(TracingConfig())
+    check_tracing(TracingConfig(endpoint="auto", sample_ratio=0.5))
+    if not wrong:
+        check_tracing(TracingConfig(endpoint="auto"))
+        return
+    with pytest.raises(UserError, match=f"{wrong}=") as caught:
+        tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
+    assert caught.value.param == wrong
+
+
+@pytest.mark.parametrize("endpoint", ["auto", "", "/v1/traces", "/v1/traces/", "/otlp", "/otlp/"])
 def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base or the whole URL, or by the environment; the SDK's other variables count, too."""
+    """A base, with or without a path, or the whole URL, or by the environment.
+
+    The SDK's other variables count, too.
+    """
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -221,7 +296,7 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert tracer is not None
         tracer.of_headers({}, 0.0).add("stage", 0.0, 1.0, {})
         tracer.close()
-    assert collector.paths == {"/elsewhere" if endpoint == "/elsewhere" else "/v1/traces"}
+    assert collector.paths == {"/otlp/v1/traces" if "otlp" in endpoint else "/v1/traces"}
     assert [(span.service, span.instance) for span in collector.spans] == [("mine", "decode-0")]
 
 

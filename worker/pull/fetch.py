@@ -160,7 +160,7 @@ class Fetch:
         trace = ""
         if req.trace is not None:
             asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
-            req.trace.attempt("prefill", now, asked)
+            req.trace.attempt("prefill", now, asked, asks=True)
             trace = req.trace.carried
         what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
         self._context.send(link.peer, Prefill(self.xfer, *what, trace))

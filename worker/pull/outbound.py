@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from worker.api import (
     AnyMessage,
     Error,
+    FinishReason,
     KVReady,
     PeerId,
     Prefill,
@@ -29,7 +30,7 @@ from worker.api import (
     Xfer,
 )
 from worker.config import LeaseConfig
-from worker.errors import Busy, KvlaneError, UserError
+from worker.errors import Busy, KvlaneError, Revoked, UserError
 from worker.metrics import WorkerMetrics
 from worker.plan import Chunk
 from worker.pull.lease import Lease
@@ -170,7 +171,7 @@ class Outbound:
         for each in [each for each in self._outgoing.values() if each.lease.expired(now)]:
             log.warning("xfer_id=%s: its lease ended without a release", each.xfer.xfer_id)
             self._metrics.lease_expired.inc()
-            self._drop(each)
+            self._drop(each, Revoked.code)
 
     def _all_groups_announced(self, req: PrefillReq) -> bool:
         """Whether every layer group of the request's current chunk has been announced."""
@@ -206,9 +207,9 @@ class Outbound:
             end = -(-num_tokens // self._page_size)
         return tuple(req.hold.pages[first:end])
 
-    def _drop(self, outgoing: _Outgoing) -> None:
-        if outgoing.req.trace is not None:
-            outgoing.req.trace.leave(time.monotonic())
+    def _drop(self, outgoing: _Outgoing, cause: str = FinishReason.ABORT.value) -> None:
+        if outgoing.req.trace is not None:  # if it is in a stage, that is cut off
+            outgoing.req.trace.leave(time.monotonic(), error=cause)
         del self._outgoing[outgoing.xfer]
         del self._by_req[outgoing.req]
         self._scheduler.drop(outgoing.req)

@@ -4,8 +4,9 @@
     prefill ─▶ decode                                             prefilled here
     decode_queue ─▶ first_step ─▶ decode                          all KV was here
 
-A failed attempt to get KV is followed by another `prefill`. `Fetch` begins those that other workers
-compute, and `pull`. A preempted request is in `preempted` until its KV is got anew.
+A further choice of a request may be in `sibling` before. A failed attempt to get KV is followed by
+another `prefill`. `Fetch` begins those that other workers compute, and `pull`. A preempted request
+is in `preempted` until its KV is got anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DecodeTraces:
-    """Notices what a loop learns when a step has settled; the rest is told where it happens.
+    """Begins and ends the stages that depend on steps; others begin where their cause is.
 
     `waiting` are the traced requests that have no token of this worker's own yet: while there are
     none, a step costs one look.
@@ -33,10 +34,19 @@ class DecodeTraces:
         self.waiting: set[Req] = set()
         self._tracer = tracer
 
-    def begin(self, req: Req, carried: str) -> None:
-        """Trace a request that has just been admitted; carried: Generate.trace."""
+    def begin(self, req: Req, carried: str, *, was_deferred: bool = False) -> None:
+        """Trace a request that has just been admitted.
+
+        Args:
+            req: the request.
+            carried: Generate.trace.
+            was_deferred: it had to wait for a sibling's prompt.
+        """
         if self._tracer is not None:
-            req.trace = self._tracer.carried(carried, req.marks.received_at)
+            received_at = req.marks.received_at
+            req.trace = self._tracer.carried(carried, received_at)
+            if was_deferred:
+                req.trace.enter("sibling", received_at)
             self.waiting.add(req)
 
     def row(self, req: Req, now: float) -> None:
@@ -63,7 +73,7 @@ class DecodeTraces:
         """
         for req, chunk in zip(computed, plan.chunks, strict=True):
             if req.trace is not None and req.trace.inner is not None:
-                size = {"kvlane.tokens": len(chunk.tokens)}
+                size = {"kvlane.prompt_tokens": len(chunk.tokens)}
                 req.trace.inner.add("prefill_chunk", began_at, now, size)
         for req in self.waiting.intersection(sampled):
             assert req.trace is not None
@@ -80,7 +90,7 @@ class DecodeTraces:
     def end(self, req: Req, error: Error | None = None) -> None:
         """It has ended; a second call does nothing."""
         assert req.trace is not None
-        told = {"kvlane.tokens": len(req.tokens) - req.num_prompt_tokens}
+        told = {"kvlane.output_tokens": len(req.tokens) - req.num_prompt_tokens}
         code, why = (error.code, error.message) if error is not None else ("", None)
         req.trace.leave(time.monotonic(), told, code, why)
         self.waiting.discard(req)

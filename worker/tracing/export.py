@@ -25,6 +25,12 @@ log = logging.getLogger("kvlane.tracing")
 FLUSH_S = 1.0  # for the last spans to leave when the process ends
 TELL_S = 60.0  # between two lines about a collector that does not answer
 TRACES_PATH = "/v1/traces"
+# Loggers whose complaints are about spans on their way out; the last two queue them.
+EXPORTING = (
+    "opentelemetry.exporter.",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.sdk._shared_internal",
+)
 
 
 def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
@@ -54,30 +60,37 @@ def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
 
 
 def _url(endpoint: str) -> str | None:
-    """The collector's URL for traces, of its base too; None: as the environment says."""
+    """The collector's URL for traces; None: as the environment says."""
     if endpoint == "auto":
         return None
     parts = urlsplit(endpoint)
-    return endpoint if parts.path.strip("/") else parts._replace(path=TRACES_PATH).geturl()
+    path = parts.path.rstrip("/")
+    if not path.endswith(TRACES_PATH):
+        path += TRACES_PATH
+    return parts._replace(path=path).geturl()
 
 
-class _SeldomHandler(logging.Handler):
-    """Passes the SDK's complaints on to our log, one every TELL_S and without stack traces."""
+class _Complaints(logging.Handler):
+    """Passes the SDK's complaints on to our log, without stack traces.
+
+    One every TELL_S of each logger; all that export spans count as one.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._next_at = 0.0
+        self._next_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        what = "spans may be lost" if record.name.startswith(EXPORTING) else record.name
         now = time.monotonic()
-        if now >= self._next_at:
-            self._next_at = now + TELL_S
-            log.warning("spans may be lost: %s", " ".join(record.getMessage().split()))
+        if now >= self._next_at.get(what, 0.0):
+            self._next_at[what] = now + TELL_S
+            log.warning("%s: %s", what, " ".join(record.getMessage().split()))
 
 
 def _quiet_sdk() -> None:
     """Else a collector that is down is a line or a stack trace for every batch."""
     sdk = logging.getLogger("opentelemetry")
-    if not any(isinstance(each, _SeldomHandler) for each in sdk.handlers):
-        sdk.addHandler(_SeldomHandler())
+    if not any(isinstance(each, _Complaints) for each in sdk.handlers):
+        sdk.addHandler(_Complaints())
         sdk.propagate = False

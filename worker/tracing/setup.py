@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from worker.config import TracingConfig
-from worker.errors import MissingLibrary
+from worker.errors import MissingLibrary, UserError
 
 if TYPE_CHECKING:
     from worker.tracing.spans import Tracer
 
 PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+SAMPLER, SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
+SAMPLERS = (
+    "always_on", "always_off", "parentbased_always_on", "parentbased_always_off", *RATIO_SAMPLERS,
+)  # fmt: skip
 
 
-def check_libraries(config: TracingConfig) -> None:
+def check_tracing(config: TracingConfig) -> None:
     """Whether this machine can trace, if it is to.
 
     Raises:
         MissingLibrary: OpenTelemetry is not installed.
+        UserError: the environment asks for a sampler that there is not.
     """
     if not config.endpoint:
         return
+    _check_libraries()
+    if config.sample_ratio == "auto":
+        _check_sampler()
+
+
+def _check_libraries() -> None:
     for package in PACKAGES:
         try:
             found = find_spec(package) is not None
@@ -33,6 +46,23 @@ def check_libraries(config: TracingConfig) -> None:
             raise MissingLibrary(message, path)
 
 
+def _check_sampler() -> None:
+    """The SDK would warn, and sample every request."""
+    name = os.environ.get(SAMPLER, "").lower()
+    ratio = os.environ.get(SAMPLER_ARG, "")
+    if name and name not in SAMPLERS:
+        raise UserError(f"{SAMPLER}={name}: must be one of {', '.join(SAMPLERS)}", SAMPLER)
+    if name in RATIO_SAMPLERS and ratio and not _is_share(ratio):
+        raise UserError(f"{SAMPLER_ARG}={ratio}: must be a number from 0 to 1", SAMPLER_ARG)
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
 def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
     """What makes the spans of this process; None where tracing is off.
 
@@ -42,11 +72,11 @@ def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
         name: of this process; stays the same when it is started again.
 
     Raises:
-        MissingLibrary: as `check_libraries`.
+        MissingLibrary, UserError: as `check_tracing`.
     """
     if not config.endpoint:
         return None
-    check_libraries(config)
+    check_tracing(config)
     from worker.tracing.export import exporting
 
     return exporting(config, role, name)

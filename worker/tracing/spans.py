@@ -20,6 +20,7 @@ Attributes = Mapping[str, AttributeValue]
 W3C = TraceContextTextMapPropagator()
 PARENT_CHARS = 55  # of a traceparent; what follows it in `Trace.carried` is the tracestate
 STEP_NS = 1_000_000  # a clock that was set by less is not noticed
+ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
 NO_ATTRIBUTES: Attributes = {}
 
 
@@ -44,12 +45,12 @@ class Tracer:
             at: when its first stage begins.
         """
         # Not the current context: whatever instruments this process, our parents are explicit.
-        return Trace(self, W3C.extract(headers, Context()), at)
+        return Trace(self, W3C.extract(headers, Context()), at, serves=True)
 
     def carried(self, text: str, at: float) -> Trace:
         """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
-        return Trace(self, W3C.extract(parent, Context()), at)
+        return Trace(self, W3C.extract(parent, Context()), at, serves=True)
 
     def begin(
         self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
@@ -68,20 +69,29 @@ class Trace:
     """Stages of a request in one process: each begins where the one before it has ended.
 
     So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
+    Service graphs pair CLIENT spans with their SERVER children: of those a process has one.
 
     Args:
         tracer: makes the spans.
         parent: of every stage.
         at: when the first stage begins.
         attributes: of every stage.
+        serves: another process is the parent. The first stage that asks nobody is SERVER.
     """
 
     __slots__ = (
-        "_attempts", "_attributes", "_cause", "_parent", "_span", "_tracer", "at", "inner", "stage",
+        "_attempts", "_attributes", "_cause", "_parent", "_serves", "_span", "_tracer", "at",
+        "inner", "stage",
     )  # fmt: skip
 
     def __init__(
-        self, tracer: Tracer, parent: Context, at: float, attributes: Attributes = NO_ATTRIBUTES
+        self,
+        tracer: Tracer,
+        parent: Context,
+        at: float,
+        attributes: Attributes = NO_ATTRIBUTES,
+        *,
+        serves: bool = False,
     ) -> None:
         self.stage = ""  # the present one
         self.at = at  # up to when stages have ended
@@ -89,6 +99,7 @@ class Trace:
         self._tracer = tracer
         self._parent = parent
         self._attributes = attributes
+        self._serves = serves  # and no stage is SERVER yet
         self._span: Span | None = None  # of the present stage
         self._attempts = 0
         self._cause = ""  # of the next attempt: why a stage failed
@@ -118,20 +129,29 @@ class Trace:
         at: float,
         attributes: Attributes = NO_ATTRIBUTES,
         *,
-        is_server: bool = False,
+        asks: bool = False,
     ) -> None:
-        """Begin a stage; the present one ends at `at`. is_server: a client waits for it."""
+        """Begin a stage; the present one ends at `at`. asks: it waits for another process."""
         self.leave(at)
         self.stage = stage
         both = {**self._attributes, **attributes}
-        kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
+        kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
+        if self._serves and not asks:
+            kind, self._serves = SpanKind.SERVER, False
         self._span = self._tracer.begin(stage, self._parent, self.at, both, kind)
 
-    def attempt(self, stage: str, at: float, attributes: Attributes = NO_ATTRIBUTES) -> None:
+    def attempt(
+        self,
+        stage: str,
+        at: float,
+        attributes: Attributes = NO_ATTRIBUTES,
+        *,
+        asks: bool = False,
+    ) -> None:
         """`enter` a stage that may be tried again: it says which time it is, and why again."""
         cause, self._cause = self._cause, ""
         self._attempts += 1
-        self.enter(stage, at, {**attributes, "kvlane.attempt": self._attempts})
+        self.enter(stage, at, {**attributes, "kvlane.attempt": self._attempts}, asks=asks)
         if cause and self._span is not None:
             self._span.set_attribute("kvlane.cause", cause)
 
@@ -152,7 +172,7 @@ class Trace:
         Args:
             at: when.
             attributes: added to it.
-            error: code of the error that has ended it.
+            error: code of the error that has cut it off, or ABORT.
             why: the error in words.
         """
         span = self._span
@@ -166,7 +186,8 @@ class Trace:
         if error:
             self._cause = error
             span.set_attribute("error.type", error)
-            span.set_status(Status(StatusCode.ERROR, why or error))
+            if error != ABORT:
+                span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
         self._tracer.end(span, self.at)
         self.stage, self._span = "", None
