@@ -28,7 +28,6 @@ LATENCIES = {
     "inter_token": "between chunks",
     "end_to_end": "end to end",
 }
-WELL = ("stop", "length", "abort")
 OPEN = "\x1b[?1049h\x1b[?25l"  # the other screen, no cursor
 CLOSE = "\x1b[?25h\x1b[?1049l"
 BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -128,15 +127,14 @@ def lines(board: Board, url: str, failure: str = "") -> list[str]:
 
 
 def _load(board: Board) -> list[str]:
-    rates, ends = board.rates, board.outcomes
+    rates = board.rates
     cached = f"{board.cached_tokens / board.prompt_tokens:.0%}" if board.prompt_tokens else "-"
-    bad = {outcome: count for outcome, count in ends.items() if outcome not in WELL}
-    told = ", ".join(f"{outcome} {count}" for outcome, count in bad.items()) or "none"
+    told = ", ".join(f"{outcome} {count}" for outcome, count in board.errors.items()) or "none"
     return [
         f"{rates.output_tokens:,.0f} output tokens/s, {rates.prompt_tokens:,.0f} prompt tokens/s "
         f"({cached} cached), {rates.requests:.1f} ended/s, {board.running} running, "
         f"{board.waiting} waiting",
-        f"errors in {_span(board.window_s)}: {told} (of {sum(ends.values())} ended)",
+        f"errors in {_span(board.window_s)}: {told} (of {sum(board.outcomes.values())} ended)",
     ]
 
 

@@ -133,6 +133,7 @@ class Board(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     outcomes: dict[str, int]
+    errors: dict[str, int]  # of them, those that are not the client's
     prompt_tokens: int
     cached_tokens: int
     rates: Rates

@@ -12,7 +12,6 @@ const LATENCIES = {
   inter_token: "Between chunks of tokens",
   end_to_end: "End to end",
 };
-const WELL = new Set(["stop", "length", "abort"]);
 
 let board = null;
 let toldAt = 0;
@@ -114,8 +113,7 @@ function latencyCells([name, of]) {
 
 function showTiles() {
   const { rates, history } = board;
-  const ends = Object.entries(board.outcomes);
-  const bad = ends.filter(([outcome]) => !WELL.has(outcome));
+  const [bad, ends] = [board.errors, board.outcomes].map(Object.entries);
   const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
   const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
   tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);

@@ -20,7 +20,8 @@ from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 
 BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
-    window_s=300.0, step_s=2.0, running=3, waiting=1, outcomes={"stop": 8, "busy": 2},
+    window_s=300.0, step_s=2.0, running=3, waiting=1,
+    outcomes={"stop": 7, "busy": 2, "invalid_value": 1}, errors={"busy": 2},
     prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
     latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
                "inter_token": Latency(None, None, None, 0)},
