@@ -28,6 +28,7 @@ LATENCIES = {
     "inter_token": "between chunks",
     "end_to_end": "end to end",
 }
+ANSWERING = ("ready", "draining")  # others have no figures
 OPEN = "\x1b[?1049h\x1b[?25l"  # the other screen, no cursor
 CLOSE = "\x1b[?25h\x1b[?1049l"
 BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -142,24 +143,23 @@ def _workers(rows: Sequence[WorkerRow]) -> list[str]:
     head = ("WORKER", "STATE", "RUNNING", "WAITING", "PAGES", "QUEUED", "ANSWERED", "NODE")
     cells: list[Sequence[str]] = [head]
     for row in rows:
-        if row.state == "lost":
-            cells.append((row.name, row.state, "-", "-", "-", "-", "-", row.reason))
-            continue
-        pages = f"{1 - row.free_pages / row.pages:.0%}" if row.pages else "-"
+        figures = ("-", "-", "-", "-")
+        if row.state in ANSWERING:
+            pages = f"{1 - row.free_pages / row.pages:.0%}" if row.pages else "-"
+            running, queued = f"{row.running}/{row.max_running}", str(row.queued_tokens)
+            figures = (running, str(row.waiting), pages, queued)
         heard = "-" if row.heard_s is None else f"{row.heard_s:.1f} s"
-        running, waiting = f"{row.running}/{row.max_running}", str(row.waiting)
-        figures = (running, waiting, pages, str(row.queued_tokens), heard)
-        cells.append((row.name, row.state, *figures, row.node))
+        cells.append((row.name, row.state, *figures, heard, row.node or row.reason))
     return columns(cells, right=range(2, 7))
 
 
 def _routers(rows: Sequence[RouterRow]) -> list[str]:
     head = ("ROUTER", "STATE", "RUNNING", "WAITING", "NODE")
-    cells = [
-        (row.name, row.state, str(row.running), str(row.waiting), row.node or row.reason)
-        for row in rows
-    ]
-    return columns([head, *cells], right=range(2, 4))
+    cells: list[Sequence[str]] = [head]
+    for row in rows:
+        figures = (str(row.running), str(row.waiting)) if row.state in ANSWERING else ("-", "-")
+        cells.append((row.name, row.state, *figures, row.node or row.reason))
+    return columns(cells, right=range(2, 4))
 
 
 def _latencies(found: dict[str, Latency], window_s: float) -> list[str]:

@@ -74,32 +74,34 @@ function rows(body, items, cellsOf) {
 const text = (value, className) => ({ text: String(value), className });
 const state = (value, more = "") => ({ text: `${MARKS[value]} ${value}${more}`, state: value });
 
+const answers = (row) => row.state === "ready" || row.state === "draining";
+
 function workerCells(worker) {
-  const isGone = worker.state === "lost";
+  const isThere = answers(worker);
   const used = worker.pages - worker.free_pages;
   const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
   return [
     text(worker.name),
     state(worker.state, since),
-    text(isGone ? "–" : `${worker.running} / ${worker.max_running}`, "num"),
-    text(isGone ? "–" : worker.waiting, "num"),
-    isGone || !worker.pages
-      ? { text: "–", className: "num", full: 0 }
-      : { text: percent(used, worker.pages), className: "num", full: used / worker.pages },
-    text(isGone ? "–" : amount(worker.queued_tokens), "num wide"),
+    text(isThere ? `${worker.running} / ${worker.max_running}` : "–", "num"),
+    text(isThere ? worker.waiting : "–", "num"),
+    isThere && worker.pages
+      ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
+      : { text: "–", className: "num", full: 0 },
+    text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
     text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
-    text(worker.node || "–", "wide"),
+    text(worker.node || worker.reason || "–", "wide reason"),
   ];
 }
 
 function routerCells(router) {
-  const isThere = router.state === "ready" || router.state === "draining";
+  const isThere = answers(router);
   return [
     text(router.name),
     state(router.state),
     text(isThere ? router.running : "–", "num"),
     text(isThere ? router.waiting : "–", "num"),
-    text(router.node || "–", "wide"),
+    text(router.node || router.reason || "–", "wide reason"),
   ];
 }
 

@@ -25,10 +25,12 @@ BOARD = Board(
     prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
     latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
                "inter_token": Latency(None, None, None, 0)},
-    history=History(), routers=[RouterRow("router-0", "ready", "a", 3, 1)],
+    history=History(),
+    routers=[RouterRow("router-0", "ready", "a", 3, 1), RouterRow("router-1", "silent", "b")],
     workers=[
         WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
                   max_running=64, free_pages=75, pages=100, queued_tokens=7),
+        WorkerRow("decode-1", "decode", "silent", "b", heard_s=40.0),
         WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
     ],
     changes=[ChangeRow("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
@@ -38,12 +40,14 @@ tiny at http://x, kvlane 1: prefill-0 is lost
 34 output tokens/s, 1,200 prompt tokens/s (25% cached), 0.5 ended/s, 3 running, 1 waiting
 errors in 5 min: busy 2 (of 10 ended)
 
-WORKER     STATE  RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
-decode-0   ready     3/64        0    25%       7     0.2 s  a
-prefill-0  lost         -        -      -       -         -  its process [2J died
+WORKER     STATE   RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
+decode-0   ready      3/64        0    25%       7     0.2 s  a
+decode-1   silent        -        -      -       -    40.0 s  b
+prefill-0  lost          -        -      -       -         -  its process [2J died
 
-ROUTER    STATE  RUNNING  WAITING  NODE
-router-0  ready        3        1  a
+ROUTER    STATE   RUNNING  WAITING  NODE
+router-0  ready         3        1  a
+router-1  silent        -        -  b
 
 LATENCY, 5 min      P50     P90     P99  COUNT
 first token     12.3 ms  500 ms  12.3 s     10
