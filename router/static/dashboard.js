@@ -15,6 +15,7 @@ const LATENCIES = {
 
 let board = null;
 let toldAt = 0;
+let resumedAt = 0; // when it began to ask again, after a pause or out of sight
 let timer = 0;
 let isPaused = false;
 let failure = "";
@@ -199,18 +200,30 @@ function showAge() {
   say(byId("headline"), words);
   byId("headline").dataset.state = kind;
   document.body.classList.toggle("stale", old || Boolean(failure));
-  const since = span((Date.now() - toldAt) / 1000);
-  say(byId("age"), !board ? "" : old || failure ? `no answer for ${since}` : "up to date");
+  say(byId("age"), board ? ageOf(old) : "");
+}
+
+function ageOf(old) {
+  const since = (at) => span((Date.now() - at) / 1000);
+  const lastAt = Math.max(toldAt, resumedAt);
+  const waits = failure || Date.now() - lastAt > OLD_MS;
+  if (waits && !isPaused) return `no answer for ${since(lastAt)}`;
+  return old || isPaused ? `as of ${since(toldAt)} ago` : "up to date";
+}
+
+function resume() {
+  resumedAt = Date.now();
+  ask();
 }
 
 byId("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   byId("pause").ariaPressed = String(isPaused);
-  if (!isPaused) ask();
+  if (!isPaused) resume();
   showAge();
 });
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden && !isPaused) ask();
+  if (!document.hidden && !isPaused) resume();
 });
 setInterval(showAge, EVERY_MS);
 ask();
