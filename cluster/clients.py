@@ -64,11 +64,20 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _server(args: argparse.Namespace, running: Urls) -> tuple[str, str]:
-    """URL and key."""
+    """URL and key, both such that a request can be made of them."""
+    import httpx
+
     from router.keys import read_keys
 
-    key = b"".join(read_keys(args.api_key_file)[:1]).decode()
-    return args.url or [*running(), DEFAULT_URL][0], key
+    url = args.url or [*running(), DEFAULT_URL][0]
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UserError(f"--url {url}: {error}") from error
+    try:
+        return url, b"".join(read_keys(args.api_key_file)[:1]).decode("ascii")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{args.api_key_file}: the first key is not ASCII") from error
 
 
 def _chat(args: argparse.Namespace, running: Urls) -> int:

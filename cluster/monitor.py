@@ -221,6 +221,7 @@ class Monitor:
         seat.state = State.DRAINING
         self._note(seat, "draining")
         self._changes.add(seat, State.DRAINING, "")
+        self._publish()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             others = others_there(seat, self._seats.values())
@@ -249,6 +250,9 @@ class Monitor:
         await asyncio.wait((task,))
         await self._site.release(seat.name)
         self._seats.pop(seat.name, None)
+        if self._changes.last(seat.name) != "stopping":  # it was not ready, see `_leave`
+            self._changes.add(seat, "stopping", "it was not ready")
+            self._publish()
         seat.gone.set()
         self._note(seat, "stopped")
 

@@ -113,6 +113,10 @@ class Changes:
         change = Change(seat.name, seat.role, seat.incarnation, state, text, 0.0)
         self._last.append((time.monotonic(), change))
 
+    def last(self, name: str) -> str:
+        """The last state of a name; "" if nothing is kept of it."""
+        return next((each.state for _, each in reversed(self._last) if each.name == name), "")
+
     def told(self) -> list[Change]:
         """All of them, the oldest first, as they are told now."""
         now = time.monotonic()

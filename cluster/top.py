@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 import tty
+import unicodedata
 from collections.abc import Generator, Sequence
 
 import httpx
@@ -21,6 +22,7 @@ from router.board import Board, Latency, RouterRow, WorkerRow
 from worker.errors import UserError, WorldError
 
 TIMEOUT_S = 5.0
+MIN_INTERVAL_S = 0.1
 LOOK_S = 0.25  # at the size of the terminal
 NUM_CHANGES = 10
 LATENCIES = {
@@ -28,7 +30,7 @@ LATENCIES = {
     "inter_token": "between chunks",
     "end_to_end": "end to end",
 }
-WELL = ("stop", "length", "abort")
+ANSWERING = ("ready", "draining")  # others have no figures
 OPEN = "\x1b[?1049h\x1b[?25l"  # the other screen, no cursor
 CLOSE = "\x1b[?25h\x1b[?1049l"
 BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -46,7 +48,9 @@ class Source:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
+        )
 
     def close(self) -> None:
         """End the connection."""
@@ -66,6 +70,11 @@ class Source:
                 f"no answer from {self.url}: {error}; `kvlane serve` starts a server, --url names "
                 "another"
             ) from error
+        if answer.status_code in (401, 403):
+            raise UserError(
+                f"{self.url}/dashboard/data: {answer.status_code}: it wants a key; --api-key-file "
+                "names a file with one"
+            )
         if answer.is_client_error:
             raise UserError(f"{self.url}/dashboard/data: {answer.status_code}: is it a kvlane?")
         if not answer.is_success:
@@ -85,26 +94,31 @@ def show(source: Source, interval_s: float, *, once: bool, as_json: bool) -> Non
     Raises:
         UserError, WorldError: see `Source.ask`; while it runs, only the first time.
     """
+    if not interval_s >= MIN_INTERVAL_S:  # nan, too
+        raise UserError(f"--interval {interval_s:g}: at least {MIN_INTERVAL_S:g} s")
     told = source.ask()
+    board = decoded(told)
     if as_json:
         print(msgspec.json.format(told).decode())
     elif once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        print("\n".join(lines(decoded(told), source.url)))
+        print("\n".join(lines(board, source.url)))
     else:
         with contextlib.suppress(KeyboardInterrupt), _screen():
-            _watch(source, interval_s, told)
+            _watch(source, interval_s, board)
 
 
 def decoded(told: bytes) -> Board:
     """The answer of a server.
 
     Raises:
-        WorldError: it is of another version.
+        WorldError: it is of another version, or no kvlane.
     """
     try:
         return msgspec.json.decode(told, type=Board)
     except msgspec.MsgspecError as error:
-        raise WorldError(f"the server says something else than this kvlane: {error}") from error
+        raise WorldError(
+            f"the server says something else than a kvlane of this version: {error}"
+        ) from error
 
 
 def lines(board: Board, url: str, failure: str = "") -> list[str]:
@@ -128,15 +142,14 @@ def lines(board: Board, url: str, failure: str = "") -> list[str]:
 
 
 def _load(board: Board) -> list[str]:
-    rates, ends = board.rates, board.outcomes
+    rates = board.rates
     cached = f"{board.cached_tokens / board.prompt_tokens:.0%}" if board.prompt_tokens else "-"
-    bad = {outcome: count for outcome, count in ends.items() if outcome not in WELL}
-    told = ", ".join(f"{outcome} {count}" for outcome, count in bad.items()) or "none"
+    told = ", ".join(f"{outcome} {count}" for outcome, count in board.errors.items()) or "none"
     return [
         f"{rates.output_tokens:,.0f} output tokens/s, {rates.prompt_tokens:,.0f} prompt tokens/s "
         f"({cached} cached), {rates.requests:.1f} ended/s, {board.running} running, "
         f"{board.waiting} waiting",
-        f"errors in {_span(board.window_s)}: {told} (of {sum(ends.values())} ended)",
+        f"errors in {_span(board.window_s)}: {told} (of {sum(board.outcomes.values())} ended)",
     ]
 
 
@@ -144,24 +157,23 @@ def _workers(rows: Sequence[WorkerRow]) -> list[str]:
     head = ("WORKER", "STATE", "RUNNING", "WAITING", "PAGES", "QUEUED", "ANSWERED", "NODE")
     cells: list[Sequence[str]] = [head]
     for row in rows:
-        if row.state == "lost":
-            cells.append((row.name, row.state, "-", "-", "-", "-", "-", row.reason))
-            continue
-        pages = f"{1 - row.free_pages / row.pages:.0%}" if row.pages else "-"
+        figures = ("-", "-", "-", "-")
+        if row.state in ANSWERING:
+            pages = f"{1 - row.free_pages / row.pages:.0%}" if row.pages else "-"
+            running, queued = f"{row.running}/{row.max_running}", str(row.queued_tokens)
+            figures = (running, str(row.waiting), pages, queued)
         heard = "-" if row.heard_s is None else f"{row.heard_s:.1f} s"
-        running, waiting = f"{row.running}/{row.max_running}", str(row.waiting)
-        figures = (running, waiting, pages, str(row.queued_tokens), heard)
-        cells.append((row.name, row.state, *figures, row.node))
+        cells.append((row.name, row.state, *figures, heard, row.node or row.reason))
     return columns(cells, right=range(2, 7))
 
 
 def _routers(rows: Sequence[RouterRow]) -> list[str]:
     head = ("ROUTER", "STATE", "RUNNING", "WAITING", "NODE")
-    cells = [
-        (row.name, row.state, str(row.running), str(row.waiting), row.node or row.reason)
-        for row in rows
-    ]
-    return columns([head, *cells], right=range(2, 4))
+    cells: list[Sequence[str]] = [head]
+    for row in rows:
+        figures = (str(row.running), str(row.waiting)) if row.state in ANSWERING else ("-", "-")
+        cells.append((row.name, row.state, *figures, row.node or row.reason))
+    return columns(cells, right=range(2, 4))
 
 
 def _latencies(found: dict[str, Latency], window_s: float) -> list[str]:
@@ -188,12 +200,16 @@ def _span(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _screen() -> Generator[None]:
-    """The terminal's other screen, and keys as they are pressed; whatever ends it puts it back."""
+    """The terminal's other screen, and keys as they are pressed; whatever ends it puts it back.
+
+    Ctrl-Z does nothing: it would leave the shell on the other screen.
+    """
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     before, handler = termios.tcgetattr(sys.stdin), signal.signal(signal.SIGTERM, end)
+    suspends = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         tty.setcbreak(sys.stdin)
         sys.stdout.write(OPEN)
@@ -203,11 +219,12 @@ def _screen() -> Generator[None]:
         sys.stdout.flush()
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
         signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTSTP, suspends)
 
 
-def _watch(source: Source, interval_s: float, told: bytes) -> None:
+def _watch(source: Source, interval_s: float, board: Board) -> None:
     """Draw and ask, until q is pressed."""
-    board, told_at, error = decoded(told), time.monotonic(), ""
+    told_at, error = time.monotonic(), ""
     while True:
         old = _span(time.monotonic() - told_at)
         failure = f"NO ANSWER for {old}, these figures are old: {error}" if error else ""
@@ -221,21 +238,34 @@ def _watch(source: Source, interval_s: float, told: bytes) -> None:
 
 def _pressed_q(text: Sequence[str], wait_s: float) -> bool:
     """Show the text for a while, drawn anew when the terminal changes; whether q was pressed."""
-    until, size = time.monotonic() + wait_s, None
-    while (left_s := until - time.monotonic()) > 0:
+    until, left_s, size = time.monotonic() + wait_s, wait_s, None
+    while left_s > 0:
         if size != (size := shutil.get_terminal_size()):
             _draw(text, *size)
         if select.select([sys.stdin], [], [], min(left_s, LOOK_S))[0]:
             pressed = os.read(sys.stdin.fileno(), 64)
             if not pressed or b"q" in pressed.lower():
                 return True
+        left_s = until - time.monotonic()
     return False
 
 
 def _draw(text: Sequence[str], width: int, height: int) -> None:
-    shown = [f"{_style(line[:width], i)}\x1b[K" for i, line in enumerate(text[:height])]
-    sys.stdout.write("\x1b[H" + "\r\n".join(shown) + "\x1b[J")
+    # A line is erased before it is written: after the last column, that would erase a character.
+    shown = [f"\x1b[2K{_style(_cut(line, width), i)}" for i, line in enumerate(text[:height])]
+    below = "\r\n\x1b[J" if len(shown) < height else ""
+    sys.stdout.write("\x1b[H" + "\r\n".join(shown) + below)
     sys.stdout.flush()
+
+
+def _cut(line: str, width: int) -> str:
+    """What of a line fits into so many columns; a wide character takes two."""
+    for i, char in enumerate(line):
+        if not unicodedata.combining(char):
+            width -= 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if width < 0:
+            return line[:i]
+    return line
 
 
 def _style(line: str, number: int) -> str:

@@ -90,7 +90,7 @@ class RouterRow(msgspec.Struct, frozen=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """One worker, as it last said itself; without figures if it is lost."""
+    """One worker, as it last said itself; the figures are 0 unless it is ready or draining."""
 
     name: str
     role: Role
@@ -133,6 +133,7 @@ class Board(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     outcomes: dict[str, int]
+    errors: dict[str, int]  # of them, those that are not the client's
     prompt_tokens: int
     cached_tokens: int
     rates: Rates
@@ -152,9 +153,15 @@ def verdict(
     named = ", ".join(odd[:NUM_NAMED])
     if len(odd) > NUM_NAMED:
         named += f", and {len(odd) - NUM_NAMED} more"
-    answer = ("ready", "draining")
-    if not any(row.role == "decode" and row.state in answer for row in workers):
+    decoding = {row.state for row in workers if row.role == "decode"}
+    why = ""
+    if not decoding & {"ready", "draining"}:
         why = "No decode worker answers: requests wait, then fail"
+    elif "ready" not in decoding:
+        why = "No decode worker takes requests: new ones wait, then fail"
+    elif not any(row.state == "ready" for row in routers):
+        why = "No router takes requests"
+    if why:
         return "bad", f"{why} ({named})" if named else why
     if any(row.state in ("silent", "lost") for row in rows):
         return "bad", named
@@ -173,7 +180,7 @@ def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
     """Quantiles of all routers together, but for those with other buckets (another version)."""
     found: dict[str, Latency] = {}
     for name, first in parts[0].latencies.items():
-        spreads = [part.latencies.get(name, first) for part in parts]
+        spreads = [part.latencies[name] for part in parts if name in part.latencies]
         whole = together([spread for spread in spreads if spread.bounds == first.bounds])
         found[name] = Latency(
             whole.quantile(0.5), whole.quantile(0.9), whole.quantile(0.99), whole.total

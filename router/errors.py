@@ -6,7 +6,7 @@ status  code                     when
 400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
 401     invalid_api_key          keys are configured and the request has none of them
 404     model_not_found          another model's name
-408     timeout                  the request itself did not arrive in time
+408     request_timeout          the request itself did not arrive in time
 413     body_too_large           request body over the limit
 415     unsupported              an encoded body (Content-Encoding)
 429     busy                     no room until the queue timeout; Retry-After
@@ -44,6 +44,11 @@ STATUS = {
     "draining": 503,
     "timeout": 504,
 }
+# Outcomes of a request that are no errors, or the client's; the alerts leave out the same.
+NO_FAULT = frozenset({
+    "stop", "length", "abort", "invalid_value", "unsupported", "context_length_exceeded",
+    "invalid_api_key", "model_not_found", "body_too_large", "request_timeout",
+})  # fmt: skip
 HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 

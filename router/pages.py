@@ -1,6 +1,7 @@
 """`/dashboard`: pages for people, and what they show. The pages are files in `static/`.
 
-They need no key: what they show is in `/config` and `/metrics` as well. A chat does.
+They need no key: what they show, but for reasons of deaths, is in `/config` and `/metrics` as well.
+A chat does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from router import board
 from router.board import Board, ChangeRow, Part, RouterRow, WorkerRow
+from router.errors import NO_FAULT
 from router.members import Known
 from router.status import Front, version
 from router.window import STEP_S
@@ -97,6 +99,7 @@ class Pages:
         routers = _sorted(self._routers({own.name: own, **others}, changes))
         workers = _sorted(self._workers(changes))
         state, summary = board.verdict(workers, routers)
+        outcomes = board.outcomes(parts)
         return Board(
             state=state,
             summary=summary,
@@ -107,7 +110,8 @@ class Pages:
             step_s=STEP_S,
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
-            outcomes=board.outcomes(parts),
+            outcomes=outcomes,
+            errors={each: num for each, num in outcomes.items() if each not in NO_FAULT},
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
             rates=board.rates(parts),

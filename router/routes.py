@@ -147,7 +147,7 @@ class Routes:
                         raise error
         except TimeoutError:
             message = f"the body did not arrive within {config.body_timeout_s:g} s"
-            raise ApiError(408, "timeout", message) from None
+            raise ApiError(408, "request_timeout", message) from None
         return bytes(body.removeprefix(BOM_UTF8))
 
     def _model(self) -> dict[str, Any]:

@@ -12,10 +12,10 @@ const LATENCIES = {
   inter_token: "Between chunks of tokens",
   end_to_end: "End to end",
 };
-const WELL = new Set(["stop", "length", "abort"]);
 
 let board = null;
 let toldAt = 0;
+let resumedAt = 0; // when it began to ask again, after a pause or out of sight
 let timer = 0;
 let isPaused = false;
 let failure = "";
@@ -75,32 +75,34 @@ function rows(body, items, cellsOf) {
 const text = (value, className) => ({ text: String(value), className });
 const state = (value, more = "") => ({ text: `${MARKS[value]} ${value}${more}`, state: value });
 
+const answers = (row) => row.state === "ready" || row.state === "draining";
+
 function workerCells(worker) {
-  const isGone = worker.state === "lost";
+  const isThere = answers(worker);
   const used = worker.pages - worker.free_pages;
   const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
   return [
     text(worker.name),
     state(worker.state, since),
-    text(isGone ? "–" : `${worker.running} / ${worker.max_running}`, "num"),
-    text(isGone ? "–" : worker.waiting, "num"),
-    isGone || !worker.pages
-      ? { text: "–", className: "num", full: 0 }
-      : { text: percent(used, worker.pages), className: "num", full: used / worker.pages },
-    text(isGone ? "–" : amount(worker.queued_tokens), "num wide"),
+    text(isThere ? `${worker.running} / ${worker.max_running}` : "–", "num"),
+    text(isThere ? worker.waiting : "–", "num"),
+    isThere && worker.pages
+      ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
+      : { text: "–", className: "num", full: 0 },
+    text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
     text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
-    text(worker.node || "–", "wide"),
+    text(worker.node || worker.reason || "–", "wide reason"),
   ];
 }
 
 function routerCells(router) {
-  const isThere = router.state === "ready" || router.state === "draining";
+  const isThere = answers(router);
   return [
     text(router.name),
     state(router.state),
     text(isThere ? router.running : "–", "num"),
     text(isThere ? router.waiting : "–", "num"),
-    text(router.node || "–", "wide"),
+    text(router.node || router.reason || "–", "wide reason"),
   ];
 }
 
@@ -114,8 +116,7 @@ function latencyCells([name, of]) {
 
 function showTiles() {
   const { rates, history } = board;
-  const ends = Object.entries(board.outcomes);
-  const bad = ends.filter(([outcome]) => !WELL.has(outcome));
+  const [bad, ends] = [board.errors, board.outcomes].map(Object.entries);
   const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
   const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
   tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);
@@ -199,18 +200,30 @@ function showAge() {
   say(byId("headline"), words);
   byId("headline").dataset.state = kind;
   document.body.classList.toggle("stale", old || Boolean(failure));
-  const since = span((Date.now() - toldAt) / 1000);
-  say(byId("age"), !board ? "" : old || failure ? `no answer for ${since}` : "up to date");
+  say(byId("age"), board ? ageOf(old) : "");
+}
+
+function ageOf(old) {
+  const since = (at) => span((Date.now() - at) / 1000);
+  const lastAt = Math.max(toldAt, resumedAt);
+  const waits = failure || Date.now() - lastAt > OLD_MS;
+  if (waits && !isPaused) return `no answer for ${since(lastAt)}`;
+  return old || isPaused ? `as of ${since(toldAt)} ago` : "up to date";
+}
+
+function resume() {
+  resumedAt = Date.now();
+  ask();
 }
 
 byId("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   byId("pause").ariaPressed = String(isPaused);
-  if (!isPaused) ask();
+  if (!isPaused) resume();
   showAge();
 });
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden && !isPaused) ask();
+  if (!document.hidden && !isPaused) resume();
 });
 setInterval(showAge, EVERY_MS);
 ask();

@@ -134,7 +134,8 @@ async function send() {
   busy(false);
   say(byId("status"), failure ? "Failed." : controller.signal.aborted ? "Stopped." : "Answered.");
   if (failure) {
-    history.pop(); // it may be asked again
+    history.pop();
+    byId("message").value ||= message; // it may be asked again
     if (failure.status === 401) askForKey();
   } else {
     history.push({ role: "assistant", content: answer.said.textContent });

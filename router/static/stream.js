@@ -34,7 +34,7 @@ export async function* chat(body, key, signal) {
       const event = JSON.parse(data);
       if (event.error) {
         const { message, code } = event.error;
-        throw new Refusal(message, { status: answer.status, code, requestId });
+        throw new Refusal(message, { code, requestId }); // the status was 200
       }
       yield event;
     }

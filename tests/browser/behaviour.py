@@ -51,6 +51,7 @@ def focused(visit: Visit, key: str = "Tab") -> str:
 def ask(visit: Visit, message: str) -> None:
     """By keyboard."""
     visit.page.focus("#message")
+    visit.page.keyboard.press("Control+A")  # what has failed is there again
     visit.page.keyboard.type(message)
     visit.page.keyboard.press("Enter")
 
@@ -67,6 +68,7 @@ def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
         assert order == ["Skip to the figures", "Dashboard", "Playground", "API", "pause"], order
         visit.page.keyboard.press("Space")
         visit.wait("#headline", "Paused")
+        visit.wait("#age", "as of")
         visit.page.keyboard.press("Space")
         visit.wait("#headline", "The worker answers")
         visit.go("/dashboard")
@@ -156,6 +158,8 @@ def errors_are_shown(browser: Any, stand: Stand) -> None:
         ask(visit, "hello")
         visit.wait(".error", "no page is left")
         visit.wait(".error", "code out_of_pages · request id")
+        assert "HTTP" not in visit.text(".error"), "it had begun well"
+        assert visit.page.input_value("#message") == "hello"
         assert visit.text(".assistant .said") == "half of"
         visit.page.fill("#max-tokens", "100000")
         ask(visit, "hello")

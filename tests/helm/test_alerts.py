@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from cluster.config import leaves
+from helm import dashboards
 from helm.generate import alerts, rows
+from router.errors import NO_FAULT
 from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
@@ -71,6 +73,10 @@ def test_settings_that_runbook_and_dashboards_name_exist() -> None:
 def test_queries_ask_for_what_is_exported(name: str) -> None:
     found = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
     assert found == []
+
+
+def test_errors_are_the_same_here_and_on_the_dashboard_of_the_router() -> None:
+    assert frozenset(dashboards.fine().split("|")) == NO_FAULT
 
 
 def test_what_rises_once_is_there_before() -> None:

@@ -7,7 +7,9 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -20,14 +22,17 @@ from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 
 BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
-    window_s=300.0, step_s=2.0, running=3, waiting=1, outcomes={"stop": 8, "busy": 2},
+    window_s=300.0, step_s=2.0, running=3, waiting=1,
+    outcomes={"stop": 7, "busy": 2, "invalid_value": 1}, errors={"busy": 2},
     prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
     latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
                "inter_token": Latency(None, None, None, 0)},
-    history=History(), routers=[RouterRow("router-0", "ready", "a", 3, 1)],
+    history=History(),
+    routers=[RouterRow("router-0", "ready", "a", 3, 1), RouterRow("router-1", "silent", "b")],
     workers=[
         WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
                   max_running=64, free_pages=75, pages=100, queued_tokens=7),
+        WorkerRow("decode-1", "decode", "silent", "b", heard_s=40.0),
         WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
     ],
     changes=[ChangeRow("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
@@ -37,12 +42,14 @@ tiny at http://x, kvlane 1: prefill-0 is lost
 34 output tokens/s, 1,200 prompt tokens/s (25% cached), 0.5 ended/s, 3 running, 1 waiting
 errors in 5 min: busy 2 (of 10 ended)
 
-WORKER     STATE  RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
-decode-0   ready     3/64        0    25%       7     0.2 s  a
-prefill-0  lost         -        -      -       -         -  its process [2J died
+WORKER     STATE   RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
+decode-0   ready      3/64        0    25%       7     0.2 s  a
+decode-1   silent        -        -      -       -    40.0 s  b
+prefill-0  lost          -        -      -       -         -  its process [2J died
 
-ROUTER    STATE  RUNNING  WAITING  NODE
-router-0  ready        3        1  a
+ROUTER    STATE   RUNNING  WAITING  NODE
+router-0  ready         3        1  a
+router-1  silent        -        -  b
 
 LATENCY, 5 min      P50     P90     P99  COUNT
 first token     12.3 ms  500 ms  12.3 s     10
@@ -88,6 +95,63 @@ def test_it_says_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err.startswith("error: no answer from http://127.0.0.1:9")
     assert main(["top", "--url", f"{url}/docs"]) == 2
     assert capsys.readouterr().err == f"error: {url}/docs/dashboard/data: 404: is it a kvlane?\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--url", "http://host:port"], "--url http://host:port: Invalid port: 'port'"),
+        (["--interval", "0"], "--interval 0: at least 0.1 s"),
+        (["--interval", "nan"], "--interval nan: at least 0.1 s"),
+        (["--api-key-file", "KEYS"], "KEYS: the first key is not ASCII"),
+    ],
+)
+def test_mistakes_are_told_before_anybody_is_asked(
+    more: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("KEYS").write_text("clé\n")
+    assert main(["top", "--url", "http://127.0.0.1:9", *more]) == 2
+    assert capsys.readouterr().err == f"error: {says}\n"
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A web server that is no kvlane: it forwards, asks for a key, or says what it likes."""
+
+    def do_GET(self) -> None:
+        first = self.path.split("/")[1]
+        self.send_response({"moved": 301, "closed": 401}.get(first, 200))
+        self.send_header("location", "/other")
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"<p")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_other_servers_are_told_from_a_kvlane(capsys: pytest.CaptureFixture[str]) -> None:
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            for path in ("moved", "other"):
+                assert main(["top", "--url", f"{url}/{path}", "--json"]) == 1
+                assert "something else than a kvlane" in capsys.readouterr().err
+            assert main(["top", "--url", f"{url}/closed"]) == 2
+            assert "401: it wants a key; --api-key-file names" in capsys.readouterr().err
+        finally:
+            server.shutdown()
+
+
+def test_lines_are_cut_to_columns_and_keep_their_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [top._cut("日本語", width) for width in (6, 5, 4, 1)] == ["日本語", "日本", "日本", ""]
+    assert top._cut("cafe\u0301s", 4) == "cafe\u0301"
+    top._draw(["title", "a row 67", "unseen"], 7, 2)
+    assert capsys.readouterr().out == "\x1b[H\x1b[2K\x1b[1mtitle\x1b[0m\r\n\x1b[2Ka row 6"
+    top._draw(["title"], 7, 2)
+    assert capsys.readouterr().out.endswith("title\x1b[0m\r\n\x1b[J")
 
 
 def test_q_ends_it_and_other_keys_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_head_that_does_not_come_is_cut(
     else:
         last = answer.rpartition(b"HTTP/1.1 ")[2]
         assert last.startswith(b"408 ")
-        assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
+        assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
     assert answer.count(b"HTTP/1.1 200 ") == (1 if before else 0)
 
 
@@ -243,7 +243,7 @@ def test_a_body_that_does_not_come_is_408(
     if answer or not part:  # else the close overtook the answer: bytes of ours were on their way
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"x-request-id: " in answer
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
 @pytest.mark.parametrize("path", ["nothing", "v1/models", "v1/embeddings"])

@@ -124,6 +124,7 @@ def test_data_are_what_workers_say_and_what_was_served(url: str) -> None:
     assert worker.heard_s is not None
     assert [(each.name, each.state) for each in found.routers] == [("router-0", "ready")]
     assert found.outcomes == {"stop": 3, "invalid_value": 1}
+    assert found.errors == {}, "a client's mistake is none of ours"
     assert found.latencies["time_to_first_token"].count == 3
     assert found.latencies["end_to_end"].count == 3
     assert (found.cached_tokens, found.running, found.waiting) == (3, 0, 0)

@@ -109,7 +109,7 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
             "router-0",
             outcomes={"stop": 2, "busy": 5},
             rates=Rates(1.0, 2.0, 3.0),
-            latencies={"end_to_end": spread_of(fast)},
+            latencies={"end_to_end": spread_of(fast), "new": spread_of(fast)},
             history=History((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)),
         ),
         part(
@@ -123,6 +123,7 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
     ]
     together = board.latencies(parts)["end_to_end"]
     assert together.count == 100, "other buckets cannot be added"
+    assert board.latencies(parts)["new"].count == 99, "the others do not have it"
     assert together.p50 == spread_of([*fast, *slow]).quantile(0.5)
     assert together.p99 == pytest.approx(0.01)
     assert list(board.outcomes(parts).items()) == [("stop", 6), ("busy", 5)]
@@ -134,11 +135,18 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
     ("states", "verdict"),
     [
         (("ready", "ready"), ("good", "All 2 workers answer")),
-        (("draining", "ready"), ("warn", "decode-0 is draining")),
+        (("ready", "draining"), ("warn", "prefill-0 is draining")),
         (("ready", "lost"), ("bad", "prefill-0 is lost")),
         (
             ("silent", "ready"),
             ("bad", "No decode worker answers: requests wait, then fail (decode-0 is silent)"),
+        ),
+        (
+            ("draining", "ready"),
+            (
+                "bad",
+                "No decode worker takes requests: new ones wait, then fail (decode-0 is draining)",
+            ),
         ),
     ],
 )
@@ -151,11 +159,15 @@ def test_the_worst_is_said_in_a_sentence(states: tuple[str, str], verdict: tuple
 
 
 def test_a_silent_router_and_no_worker_at_all_are_told() -> None:
-    silent = [RouterRow("router-1", "silent")]
+    router = RouterRow("router-0", "ready")
+    silent = [router, RouterRow("router-1", "silent")]
     worker = [WorkerRow("decode-0", "decode", "ready")]
     assert board.verdict(worker, silent) == ("bad", "router-1 is silent")
     gone = [WorkerRow(f"prefill-{i}", "prefill", "lost") for i in range(6)]
     named = ", ".join(f"prefill-{i} is lost" for i in range(4))
-    assert board.verdict([*worker, *gone], []) == ("bad", f"{named}, and 2 more")
-    assert board.verdict([*worker, *gone[:4]], []) == ("bad", named)
+    assert board.verdict([*worker, *gone], [router]) == ("bad", f"{named}, and 2 more")
+    assert board.verdict([*worker, *gone[:4]], [router]) == ("bad", named)
+    draining = [RouterRow("router-0", "draining")]
+    why = "No router takes requests (router-0 is draining)"
+    assert board.verdict(worker, draining) == ("bad", why)
     assert board.verdict([], [])[1] == "No decode worker answers: requests wait, then fail"
