@@ -51,6 +51,7 @@ def two_nodes() -> Iterator[Run]:
         run("down")
 
 
+@pytest.mark.timeout(480)  # five processes that import Ray, one after the other
 def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
     reference_texts(NUM, MAX_TOKENS)  # for the check as well, which is another process
     output = tmp_path / "job"

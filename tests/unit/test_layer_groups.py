@@ -53,6 +53,7 @@ class PrefillAlone:
                 "max_prefill_tokens": CHUNK,
             },
             "kv": {"page_size": PAGE_SIZE, "num_groups": NUM_GROUPS},
+            "lease": {"prefill_window_s": 1000.0},  # nobody renews
         }
         config = worker_config("prefill", sections)
         self.engine = build_engine(config, name="prefill-0", host="127.0.0.1")
