@@ -145,6 +145,7 @@ def alerts(**filled: object) -> str:
     rule = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
     usual = {
         "NAME": "kvlane",
+        "RELEASE": "release: kvlane",
         "ROUTERS": 'job="kvlane",role="router"',
         "WORKERS": 'job="kvlane",role=~"prefill|decode"',
         "DECODE": 1,

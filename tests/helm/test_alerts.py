@@ -16,7 +16,7 @@ from helm.generate import alerts, rows
 from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
-from tests.helm.charts import CHART, TOOLS, documents
+from tests.helm.charts import CHART, NAMESPACE, RELEASE, TOOLS, documents
 from tests.helm.dashboards import boards
 
 NAMES = [each.alert for each in CASES]
@@ -30,6 +30,12 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 RULES = rules()
+
+
+def rules_of_chart() -> dict[str, dict[str, Any]]:
+    """Name -> rule of the chart's PrometheusRule."""
+    (ours,) = (each for each in documents("monitoring") if each["kind"] == "PrometheusRule")
+    return {rule["alert"]: rule for rule in ours["spec"]["groups"][0]["rules"]}
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,15 +89,22 @@ def test_what_rises_once_is_there_before() -> None:
 
 
 def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
-    (ours,) = (each for each in documents("monitoring") if each["kind"] == "PrometheusRule")
-    chart = {each["alert"]: each for each in ours["spec"]["groups"][0]["rules"]}
-    assert list(chart) == NAMES
-    for name, text in (("chart", yaml.safe_dump(ours["spec"])), ("compose", alerts())):
+    chart = {"groups": [{"name": "chart", "rules": list(rules_of_chart().values())}]}
+    assert list(rules_of_chart()) == NAMES
+    for name, text in (("chart", yaml.safe_dump(chart)), ("compose", alerts())):
         assert not re.search(r"\$[A-Z]", text)
         (tmp_path / name).write_text(text)
         done = promtool("check", "rules", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         assert f"{len(NAMES)} rules found" in done.stdout
+
+
+def test_alerts_of_two_releases_are_told_apart() -> None:
+    for rule in RULES.values():
+        assert rule["labels"].keys() == {"severity", "release"}
+    for rule in rules_of_chart().values():
+        own = {"namespace": NAMESPACE, "release": f"{RELEASE}-kvlane"}
+        assert rule["labels"] == {"severity": rule["labels"]["severity"]} | own
 
 
 def case_of(case: Case) -> dict[str, Any]:
