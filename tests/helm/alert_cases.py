@@ -29,15 +29,43 @@ class Case:
 
 
 CASES = (
-    Case(
-        "KvlaneNotScraped",
+    Case(  # a total outage
+        "KvlaneRoutersNotScraped",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x5 stale _x14 1+0x20",
+        },
+        quiet=10, fires=12, resolved=25,
+        summary="kvlane: a router, or all of them, has no metrics",
+    ),
+    Case(  # one of two
+        "KvlaneRoutersNotScraped",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
+            f"up{{{ROUTER}}}": "1+0x40",
+            f"up{{{ROUTER.replace('router-0', 'router-1')}}}": "1+0x5 0+0x14 1+0x20",
+        },
+        quiet=9, fires=15, resolved=25,
+        summary="kvlane: a router, or all of them, has no metrics",
+    ),
+    Case(  # all
+        "KvlaneWorkersNotScraped",
+        {
+            f"kvlane_requests_running{{{DECODE}}}": "0+0x5 stale _x19 0+0x20",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
+        },
+        quiet=14, fires=20, resolved=30,
+        summary="kvlane: 1 workers have no metrics",
+    ),
+    Case(  # one of two
+        "KvlaneWorkersNotScraped",
         {
             f"kvlane_requests_running{{{DECODE}}}": "0+0x50",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x5 _x25 1+0x20",
+            f"kvlane_requests_running{{{PREFILL}}}": "0+0x5 stale _x19 0+0x20",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x50",
         },
-        quiet=15, fires=25, resolved=35,
-        summary="kvlane: routers or workers have no metrics",
-        labels={"job": "kvlane", "role": "router"},
+        quiet=14, fires=20, resolved=30,
+        summary="kvlane: 1 workers have no metrics",
     ),
     Case(
         "KvlaneWorkersMissing",
@@ -164,8 +192,13 @@ CASES = (
     ),
 )  # fmt: skip
 
-# Prefill workers that do not live are not unused; clients' own faults are no errors.
+# Workers that do not live are not missed by Prometheus, nor unused; clients' own faults are no errors.
 SILENT = {
+    "KvlaneWorkersNotScraped": {
+        f"kvlane_requests_running{{{DECODE}}}": "0+0x60",
+        f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x60",
+        f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
+    },
     "KvlanePrefillUnused": {
         f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
         f'kvlane_prefill_placed_total{{{DECODE},where="alone"}}': "0+60x60",

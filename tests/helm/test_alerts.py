@@ -19,7 +19,7 @@ from tests.helm.alert_cases import CASES, SILENT, Case
 from tests.helm.charts import CHART, NAMESPACE, RELEASE, TOOLS, documents
 from tests.helm.dashboards import boards
 
-NAMES = [each.alert for each in CASES]
+NAMES = list(dict.fromkeys(each.alert for each in CASES))
 FILLED = {"TRANSPORT": "mooncake/rdma"}
 
 

@@ -63,8 +63,8 @@ def serve_graphs() -> str:
 
 def sides(query: str) -> Iterator[str]:
     """Of an alert's query, without comparisons and `absent`."""
-    for side in SIDES.split(query):
-        yield re.sub(r"^absent\((.*)\)$", r"\1", COMPARISON.sub("", side))
+    for side in SIDES.split(query.replace(" or vector(0)", "")):
+        yield re.sub(r"^min\(absent\((.*)\)\)$", r"\1", COMPARISON.sub("", side))
 
 
 class Asked:
