@@ -32,6 +32,13 @@ def test_every_query_asks_for_what_is_exported(name: str) -> None:
             assert list(metrics.breaches(text, set(), metrics.exported())) == []
 
 
+def test_workers_of_two_releases_are_told_apart() -> None:
+    for query in itertools.chain(*map(queries, BOARDS.values())):
+        for inside in metrics.GROUPED.findall(query.text):
+            names = {each.strip() for each in inside.split(",")}
+            assert "worker" not in names or names >= {"namespace", "job"}, query.text
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
