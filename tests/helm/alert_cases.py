@@ -78,6 +78,16 @@ CASES = (
         labels={"worker_role": "decode"},
     ),
     Case(
+        "KvlaneWorkersMissing",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x3 0+0x10 1+0x20",
+        },
+        quiet=7, fires=11, resolved=16,
+        summary="kvlane: only 0 prefill workers answer",
+        labels={"worker_role": "prefill"},
+    ),
+    Case(
         "KvlaneWorkerLost",
         {
             f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 1+0x40",

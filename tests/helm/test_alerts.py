@@ -12,19 +12,20 @@ import pytest
 import yaml
 
 from cluster.config import leaves
-from helm.generate import alerts, rows
+from helm.generate import COMPOSE, alerts, rows
 from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
-from tests.helm.charts import CHART, NAMESPACE, RELEASE, TOOLS, documents
+from tests.helm.charts import CHART, NAMESPACE, RELEASE, REPOSITORY, TOOLS, documents
 from tests.helm.dashboards import boards
 
 NAMES = list(dict.fromkeys(each.alert for each in CASES))
-FILLED = {"TRANSPORT": "mooncake/rdma"}
+NAMES_OF_COMPOSE = [name for name in NAMES if name != "KvlaneOtherTransport"]  # it asks for none
+FILLED = {"PREFILL": 1, "TRANSPORT": "mooncake/rdma"}
 
 
 def rules() -> dict[str, dict[str, Any]]:
-    """Name -> rule of the file for Compose, for a cluster that is to use RDMA."""
+    """Name -> rule of such a file as Compose's, for a cluster that is to use RDMA."""
     (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
     return {rule["alert"]: rule for rule in group["rules"]}
 
@@ -90,13 +91,20 @@ def test_what_rises_once_is_there_before() -> None:
 
 def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
     chart = {"groups": [{"name": "chart", "rules": list(rules_of_chart().values())}]}
-    assert list(rules_of_chart()) == NAMES
-    for name, text in (("chart", yaml.safe_dump(chart)), ("compose", alerts())):
+    files = ("chart", yaml.safe_dump(chart), NAMES), ("compose", alerts(), NAMES_OF_COMPOSE)
+    for name, text, names in files:
+        assert re.findall(r"alert: (\w+)", text) == names
         assert not re.search(r"\$[A-Z]", text)
         (tmp_path / name).write_text(text)
         done = promtool("check", "rules", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
-        assert f"{len(NAMES)} rules found" in done.stdout
+        assert f"{len(names)} rules found" in done.stdout
+
+
+def test_readmes_say_how_many_there_are() -> None:
+    for path in (REPOSITORY / "README.md", CHART / "README.md"):
+        assert f" {len(NAMES)} alerts" in path.read_text()
+    assert f" {len(NAMES_OF_COMPOSE)} of its alerts" in (COMPOSE.parent / "README.md").read_text()
 
 
 def test_alerts_of_two_releases_are_told_apart() -> None:
