@@ -31,6 +31,7 @@ ALERTS_OF_COMPOSE = """\
 # The chart's alerts (helm/kvlane/files/alerts.yaml) for a Prometheus that scrapes one cluster as
 # the job kvlane, written by `python -m helm.generate`. Change limits in a copy of yours: those of
 # KvlaneWorkersMissing are the numbers of decode and prefill workers that you ask for.
+# helm/kvlane/RUNBOOK.md has a section for each.
 """
 ALL = ".*"  # every transport is the one that was asked for
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
@@ -159,8 +160,12 @@ def alerts(**filled: object) -> str:
         "RUNBOOK": rule["runbookURL"],
     }
     text = (CHART / "files" / "alerts.yaml").read_text()
-    rules = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
-    found = Template(rules).safe_substitute(usual | filled)
+    given = usual | filled
+    rules = "".join(
+        line for line in text.splitlines(True)
+        if not line.startswith("#") and (given["RUNBOOK"] or "$RUNBOOK" not in line)
+    )  # fmt: skip
+    found = Template(rules).safe_substitute(given)
     each = re.split(r"^(?=      - alert: )", found, flags=re.MULTILINE)
     return "".join(rule for rule in each if f'transport!~"{ALL}"' not in rule)  # none ever fires
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,22 @@ from helm.generate import COMPOSE, alerts, rows
 from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
-from tests.helm.charts import CHART, NAMESPACE, RELEASE, REPOSITORY, TOOLS, documents
+from tests.helm.charts import (
+    CHART,
+    HERE,
+    NAMESPACE,
+    RELEASE,
+    REPOSITORY,
+    TOOLS,
+    documents,
+    template,
+)
 from tests.helm.dashboards import boards
 
 NAMES = list(dict.fromkeys(each.alert for each in CASES))
 NAMES_OF_COMPOSE = [name for name in NAMES if name != "KvlaneOtherTransport"]  # it asks for none
-FILLED = {"PREFILL": 1, "TRANSPORT": "mooncake/rdma"}
+RUNBOOK = "https://docs.example/runbook"
+FILLED = {"PREFILL": 1, "TRANSPORT": "mooncake/rdma", "RUNBOOK": RUNBOOK}
 
 
 def rules() -> dict[str, dict[str, Any]]:
@@ -35,7 +46,12 @@ RULES = rules()
 
 def rules_of_chart() -> dict[str, dict[str, Any]]:
     """Name -> rule of the chart's PrometheusRule."""
-    (ours,) = (each for each in documents("monitoring") if each["kind"] == "PrometheusRule")
+    return rules_among(documents("monitoring"))
+
+
+def rules_among(objects: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Name -> rule of the PrometheusRule."""
+    (ours,) = (each for each in objects if each["kind"] == "PrometheusRule")
     return {rule["alert"]: rule for rule in ours["spec"]["groups"][0]["rules"]}
 
 
@@ -56,7 +72,7 @@ def test_every_alert_has_cases_and_a_section_of_the_runbook() -> None:
     assert list(sections) == NAMES
     for name, rule in RULES.items():
         notes = rule["annotations"]
-        assert notes["runbook_url"] == f"helm/kvlane/RUNBOOK.md#{name.lower()}"
+        assert notes["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
         assert notes.keys() == {"summary", "description", "runbook_url"}
         assert rule["labels"]["severity"] in ("warning", "critical")
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
@@ -99,6 +115,18 @@ def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
         done = promtool("check", "rules", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         assert f"{len(names)} rules found" in done.stdout
+
+
+def test_alerts_link_to_a_runbook_only_where_its_address_is_given() -> None:
+    for name, rule in rules_of_chart().items():
+        assert rule["annotations"]["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
+    assert "runbook_url" not in alerts()
+    values = HERE / "values" / "monitoring.yaml"
+    done = template(4, values, "--set", "monitoring.prometheusRule.runbookURL=")
+    without = rules_among(each for each in yaml.safe_load_all(done.stdout) if each)
+    assert list(without) == NAMES
+    for rule in without.values():
+        assert rule["annotations"].keys() == {"summary", "description"}
 
 
 def test_readmes_say_how_many_there_are() -> None:
