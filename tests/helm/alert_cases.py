@@ -228,7 +228,8 @@ CASES = (
     ),
 )  # fmt: skip
 
-# Workers that do not live are not missed by Prometheus, nor unused; clients' own faults are no errors.
+# Workers that do not live are neither missed by Prometheus nor unused; clients' own faults are no
+# errors.
 SILENT = {
     "KvlaneWorkersNotScraped": {
         f"kvlane_requests_running{{{DECODE}}}": "0+0x60",
