@@ -29,8 +29,11 @@ CHART = HERE / "kvlane"
 COMPOSE = HERE.parent / "deploy" / "compose"
 ALERTS_OF_COMPOSE = """\
 # The chart's alerts (helm/kvlane/files/alerts.yaml) for a Prometheus that scrapes one cluster as
-# the job kvlane, written by `python -m helm.generate`. Change limits in a copy of yours.
+# the job kvlane, written by `python -m helm.generate`. Change limits in a copy of yours: those of
+# KvlaneWorkersMissing are the numbers of decode and prefill workers that you ask for.
+# helm/kvlane/RUNBOOK.md has a section for each.
 """
+ALL = ".*"  # every transport is the one that was asked for
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 
 
@@ -145,19 +148,26 @@ def alerts(**filled: object) -> str:
     rule = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
     usual = {
         "NAME": "kvlane",
+        "RELEASE": "release: kvlane",
         "ROUTERS": 'job="kvlane",role="router"',
         "WORKERS": 'job="kvlane",role=~"prefill|decode"',
         "DECODE": 1,
-        "PREFILL": 1,
+        "PREFILL": 0,  # which is allowed
         "ERROR_RATIO": rule["errorRatio"],
         "TTFT": rule["timeToFirstTokenSeconds"],
         "ITL": rule["interTokenSeconds"],
-        "TRANSPORT": ".*",
+        "TRANSPORT": ALL,
         "RUNBOOK": rule["runbookURL"],
     }
     text = (CHART / "files" / "alerts.yaml").read_text()
-    rules = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
-    return Template(rules).safe_substitute(usual | filled)
+    given = usual | filled
+    rules = "".join(
+        line for line in text.splitlines(True)
+        if not line.startswith("#") and (given["RUNBOOK"] or "$RUNBOOK" not in line)
+    )  # fmt: skip
+    found = Template(rules).safe_substitute(given)
+    each = re.split(r"^(?=      - alert: )", found, flags=re.MULTILINE)
+    return "".join(rule for rule in each if f'transport!~"{ALL}"' not in rule)  # none ever fires
 
 
 def written() -> dict[Path, str]:

@@ -37,9 +37,10 @@ COLUMNS, WIDTH = 24, 8
 
 
 def written() -> dict[Path, str]:
-    """File -> what it has to hold."""
+    """File -> what it has to hold. Grafana's sidecar has the files of all charts in one folder."""
     return {
-        FILES / "dashboards" / f"{path.stem}.json": json.dumps(dashboard(path), indent=1) + "\n"
+        FILES / "dashboards" / f"kvlane-{path.stem}.json": json.dumps(dashboard(path), indent=1)
+        + "\n"
         for path in sorted(HERE.glob("*.yaml"))
     }
 

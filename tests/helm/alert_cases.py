@@ -29,15 +29,43 @@ class Case:
 
 
 CASES = (
-    Case(
-        "KvlaneNotScraped",
+    Case(  # a total outage
+        "KvlaneRoutersNotScraped",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x5 stale _x14 1+0x20",
+        },
+        quiet=10, fires=12, resolved=25,
+        summary="kvlane: a router, or all of them, has no metrics",
+    ),
+    Case(  # one of two
+        "KvlaneRoutersNotScraped",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
+            f"up{{{ROUTER}}}": "1+0x40",
+            f"up{{{ROUTER.replace('router-0', 'router-1')}}}": "1+0x5 0+0x14 1+0x20",
+        },
+        quiet=9, fires=15, resolved=25,
+        summary="kvlane: a router, or all of them, has no metrics",
+    ),
+    Case(  # all
+        "KvlaneWorkersNotScraped",
+        {
+            f"kvlane_requests_running{{{DECODE}}}": "0+0x5 stale _x19 0+0x20",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
+        },
+        quiet=14, fires=20, resolved=30,
+        summary="kvlane: 1 workers have no metrics",
+    ),
+    Case(  # one of two
+        "KvlaneWorkersNotScraped",
         {
             f"kvlane_requests_running{{{DECODE}}}": "0+0x50",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x5 _x25 1+0x20",
+            f"kvlane_requests_running{{{PREFILL}}}": "0+0x5 stale _x19 0+0x20",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x50",
         },
-        quiet=15, fires=25, resolved=35,
-        summary="kvlane: routers or workers have no metrics",
-        labels={"job": "kvlane", "role": "router"},
+        quiet=14, fires=20, resolved=30,
+        summary="kvlane: 1 workers have no metrics",
     ),
     Case(
         "KvlaneWorkersMissing",
@@ -48,6 +76,16 @@ CASES = (
         quiet=7, fires=11, resolved=16,
         summary="kvlane: only 0 decode workers answer",
         labels={"worker_role": "decode"},
+    ),
+    Case(
+        "KvlaneWorkersMissing",
+        {
+            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
+            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x3 0+0x10 1+0x20",
+        },
+        quiet=7, fires=11, resolved=16,
+        summary="kvlane: only 0 prefill workers answer",
+        labels={"worker_role": "prefill"},
     ),
     Case(
         "KvlaneWorkerLost",
@@ -99,11 +137,37 @@ CASES = (
         "KvlaneNoProgress",
         {
             f"kvlane_requests_running{{{DECODE}}}": "3+0x40",
+            f'kvlane_requests_queued{{{DECODE},stage="prefill"}}': "0+0x40",
             f"kvlane_engine_steps_total{{{DECODE},kind=\"decode\",path=\"graph\"}}":
                 "0+900x10 9000+0x10 9000+900x20",
         },
         quiet=12, fires=18, resolved=25,
         summary="kvlane: decode-0 has 3 requests and settles no step",
+        labels={"worker": "decode-0"},
+    ),
+    Case(  # runs no requests, ever
+        "KvlaneNoProgress",
+        {
+            f"kvlane_requests_running{{{PREFILL}}}": "0+0x40",
+            f'kvlane_requests_queued{{{PREFILL},stage="prefill"}}': "2+0x40",
+            f'kvlane_requests_queued{{{PREFILL},stage="pull"}}': "5+0x40",
+            f"kvlane_engine_steps_total{{{PREFILL},kind=\"prefill\",path=\"eager\"}}":
+                "0+90x10 900+0x10 900+90x20",
+        },
+        quiet=12, fires=18, resolved=25,
+        summary="kvlane: prefill-0 has 2 requests and settles no step",
+        labels={"worker": "prefill-0"},
+    ),
+    Case(  # hangs in a prefill of its own
+        "KvlaneNoProgress",
+        {
+            f"kvlane_requests_running{{{DECODE}}}": "0+0x40",
+            f'kvlane_requests_queued{{{DECODE},stage="prefill"}}': "1+0x40",
+            f"kvlane_engine_steps_total{{{DECODE},kind=\"prefill\",path=\"eager\"}}":
+                "0+90x10 900+0x10 900+90x20",
+        },
+        quiet=12, fires=18, resolved=25,
+        summary="kvlane: decode-0 has 1 requests and settles no step",
         labels={"worker": "decode-0"},
     ),
     Case(
@@ -164,8 +228,14 @@ CASES = (
     ),
 )  # fmt: skip
 
-# Prefill workers that do not live are not unused; clients' own faults are no errors.
+# Workers that do not live are neither missed by Prometheus nor unused; clients' own faults are no
+# errors.
 SILENT = {
+    "KvlaneWorkersNotScraped": {
+        f"kvlane_requests_running{{{DECODE}}}": "0+0x60",
+        f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x60",
+        f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
+    },
     "KvlanePrefillUnused": {
         f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
         f'kvlane_prefill_placed_total{{{DECODE},where="alone"}}': "0+60x60",
@@ -173,6 +243,10 @@ SILENT = {
     "KvlaneRequestsFail": {
         f'kvlane_requests_total{{{ROUTER},outcome="invalid_value"}}': "0+60x60",
     },
-    "KvlaneNoProgress": {f"kvlane_requests_running{{{DECODE}}}": "0+0x60"},
+    "KvlaneNoProgress": {  # its KV waits for others
+        f"kvlane_requests_running{{{PREFILL}}}": "0+0x60",
+        f'kvlane_requests_queued{{{PREFILL},stage="prefill"}}': "0+0x60",
+        f'kvlane_requests_queued{{{PREFILL},stage="pull"}}': "5+0x60",
+    },
     "KvlaneSlowTokens": {f'{ITL},le="+Inf"}}': "0+0x60", f'{ITL},le="0.2"}}': "0+0x60"},
 }  # fmt: skip

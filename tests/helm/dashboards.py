@@ -25,8 +25,11 @@ class Query:
 
 
 def boards() -> dict[str, dict[str, Any]]:
-    """Name of the file -> dashboard."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(DIRECTORY.glob("*.json"))}
+    """Name of the file, without kvlane- -> dashboard."""
+    return {
+        path.stem.removeprefix("kvlane-"): json.loads(path.read_text())
+        for path in sorted(DIRECTORY.glob("*.json"))
+    }
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,47 @@ import yaml
 
 from cluster.config import leaves
 from helm import dashboards
-from helm.generate import alerts, rows
+from helm.generate import COMPOSE, alerts, rows
 from router.errors import NO_FAULT
 from router.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT, Case
-from tests.helm.charts import CHART, TOOLS, documents
+from tests.helm.charts import (
+    CHART,
+    HERE,
+    NAMESPACE,
+    RELEASE,
+    REPOSITORY,
+    TOOLS,
+    documents,
+    template,
+)
 from tests.helm.dashboards import boards
 
-NAMES = [each.alert for each in CASES]
-FILLED = {"TRANSPORT": "mooncake/rdma"}
+NAMES = list(dict.fromkeys(each.alert for each in CASES))
+NAMES_OF_COMPOSE = [name for name in NAMES if name != "KvlaneOtherTransport"]  # it asks for none
+RUNBOOK = "https://docs.example/runbook"
+FILLED = {"PREFILL": 1, "TRANSPORT": "mooncake/rdma", "RUNBOOK": RUNBOOK}
 
 
 def rules() -> dict[str, dict[str, Any]]:
-    """Name -> rule of the file for Compose, for a cluster that is to use RDMA."""
+    """Name -> rule of such a file as Compose's, for a cluster that is to use RDMA."""
     (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
     return {rule["alert"]: rule for rule in group["rules"]}
 
 
 RULES = rules()
+
+
+def rules_of_chart() -> dict[str, dict[str, Any]]:
+    """Name -> rule of the chart's PrometheusRule."""
+    return rules_among(documents("monitoring"))
+
+
+def rules_among(objects: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Name -> rule of the PrometheusRule."""
+    (ours,) = (each for each in objects if each["kind"] == "PrometheusRule")
+    return {rule["alert"]: rule for rule in ours["spec"]["groups"][0]["rules"]}
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +74,7 @@ def test_every_alert_has_cases_and_a_section_of_the_runbook() -> None:
     assert list(sections) == NAMES
     for name, rule in RULES.items():
         notes = rule["annotations"]
-        assert notes["runbook_url"] == f"helm/kvlane/RUNBOOK.md#{name.lower()}"
+        assert notes["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
         assert notes.keys() == {"summary", "description", "runbook_url"}
         assert rule["labels"]["severity"] in ("warning", "critical")
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
@@ -89,15 +112,41 @@ def test_what_rises_once_is_there_before() -> None:
 
 
 def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
-    (ours,) = (each for each in documents("monitoring") if each["kind"] == "PrometheusRule")
-    chart = {each["alert"]: each for each in ours["spec"]["groups"][0]["rules"]}
-    assert list(chart) == NAMES
-    for name, text in (("chart", yaml.safe_dump(ours["spec"])), ("compose", alerts())):
+    chart = {"groups": [{"name": "chart", "rules": list(rules_of_chart().values())}]}
+    files = ("chart", yaml.safe_dump(chart), NAMES), ("compose", alerts(), NAMES_OF_COMPOSE)
+    for name, text, names in files:
+        assert re.findall(r"alert: (\w+)", text) == names
         assert not re.search(r"\$[A-Z]", text)
         (tmp_path / name).write_text(text)
         done = promtool("check", "rules", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
-        assert f"{len(NAMES)} rules found" in done.stdout
+        assert f"{len(names)} rules found" in done.stdout
+
+
+def test_alerts_link_to_a_runbook_only_where_its_address_is_given() -> None:
+    for name, rule in rules_of_chart().items():
+        assert rule["annotations"]["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
+    assert "runbook_url" not in alerts()
+    values = HERE / "values" / "monitoring.yaml"
+    done = template(4, values, "--set", "monitoring.prometheusRule.runbookURL=")
+    without = rules_among(each for each in yaml.safe_load_all(done.stdout) if each)
+    assert list(without) == NAMES
+    for rule in without.values():
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_readmes_say_how_many_there_are() -> None:
+    for path in (REPOSITORY / "README.md", CHART / "README.md"):
+        assert f" {len(NAMES)} alerts" in path.read_text()
+    assert f" {len(NAMES_OF_COMPOSE)} of its alerts" in (COMPOSE.parent / "README.md").read_text()
+
+
+def test_alerts_of_two_releases_are_told_apart() -> None:
+    for rule in RULES.values():
+        assert rule["labels"].keys() == {"severity", "release"}
+    for rule in rules_of_chart().values():
+        own = {"namespace": NAMESPACE, "release": f"{RELEASE}-kvlane"}
+        assert rule["labels"] == {"severity": rule["labels"]["severity"]} | own
 
 
 def case_of(case: Case) -> dict[str, Any]:

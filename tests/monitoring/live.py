@@ -44,7 +44,7 @@ OF_GRAPHS = ["kvlane_graph_bucket_seconds", "kvlane_graph_bucket_differs"]
 STEP_S, RATE_INTERVAL = 2.0, "15s"
 # Asked for is what is not there, so that the alert about it fires.
 FILLED = {"PREFILL": 2, "DECODE": 2, "TRANSPORT": "mooncake/rdma"}
-COMPARISON = re.compile(r"\s*(?<![=!~<>])[<>]=?\s*[\d.]+")
+COMPARISON = re.compile(r"\s*(?<![=!~<>])(?:[<>]=?|==)\s*[\d.]+")
 SIDES = re.compile(r"\s+(?:or|unless|and on \(\))\s+")
 
 
@@ -63,8 +63,8 @@ def serve_graphs() -> str:
 
 def sides(query: str) -> Iterator[str]:
     """Of an alert's query, without comparisons and `absent`."""
-    for side in SIDES.split(query):
-        yield re.sub(r"^absent\((.*)\)$", r"\1", COMPARISON.sub("", side))
+    for side in SIDES.split(query.replace(" or vector(0)", "")):
+        yield re.sub(r"^min\(absent\((.*)\)\)$", r"\1", COMPARISON.sub("", side))
 
 
 class Asked:
