@@ -22,7 +22,6 @@ from worker.worker import Worker
 NUM = 8
 SPAWN = multiprocessing.get_context("spawn")
 SAMPLINGS = [Sampling(20, temperature=0.0), Sampling(20, temperature=0.9, top_k=30, seed=4)]
-PULL_S = 5.0  # longer than it takes to notice that a worker is gone
 SECTIONS: dict[str, dict[str, object]] = {
     "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 24 << 20},
     "disaggregation": {"mode": "always"},
@@ -52,10 +51,12 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     decode, client = cluster.workers["decode-0"], cluster.client
     pull = ShmPeer.pull
 
-    def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
-        return SlowPull(pull(self, runs), PULL_S)
+    pulls: list[SlowPull] = []  # none ends before it is noticed that the worker is gone
 
-    monkeypatch.setattr(ShmPeer, "pull", slow)
+    def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
+        pulls.append(SlowPull(pull(self, runs), 2 * LIMIT_S))
+        return pulls[-1]
+
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=prefill, args=(theirs,))
     process.start()
@@ -66,6 +67,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         while not decode.num_peers():
             assert time.monotonic() < limit, "no link"
             time.sleep(0.05)
+        monkeypatch.setattr(ShmPeer, "pull", slow)
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
             for prompt, sampling in zip(prompts, asked, strict=True)
@@ -78,6 +80,11 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         process.kill()
         process.join()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
+    while decode.num_peers():
+        assert time.monotonic() < limit, "nobody notices"
+        time.sleep(0.05)
+    for each in pulls:
+        each.release()
     answers = client.wait(sent)
     cluster.wait_idle()
     placed = decode.engine.metrics.placed

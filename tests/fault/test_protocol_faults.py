@@ -126,6 +126,10 @@ class SlowPull:
     def cancel(self) -> None:
         """What is under way is not stopped by it, as with a network card."""
 
+    def release(self) -> None:
+        """Copy when polled next."""
+        self._ready_at = 0.0
+
 
 class Delays:
     """How long pulls take; reset before every test."""

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -49,6 +49,7 @@ def through(output: OutputText, parts: list[list[int]]) -> tuple[str, int]:
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=60), st.integers(0, 1000))
 def test_pieces_of_any_text_add_up_to_the_whole(text: Text, sample: str, seed: int) -> None:
+    assume("<|" not in sample)  # no special token: Hypothesis tries strings of our sources, too
     tokens = list(text.encode(sample, add_special_tokens=False))
     assert through(text.output(()), splits(tokens, seed)) == (text.decode(tokens), len(tokens))
     assert text.decode(tokens) == sample
