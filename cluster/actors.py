@@ -34,6 +34,7 @@ from cluster.ray_private import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
+from worker.tracing.setup import tracer_of
 from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
@@ -173,7 +174,7 @@ class RouterActor(ProcessActor):
             shown=self._config.shown(),
             node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
             shared=self._config.routers.num > 1,
-            tracing=self._config.tracing,
+            tracer=tracer_of(self._config.tracing, "router", self._name),
         )
 
     def start(self, port: int, joins: bool) -> Member:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -29,10 +29,12 @@ from router.siblings import Siblings
 from router.status import Front
 from router.text import Text
 from worker.api import Change, Member
-from worker.config import ModelConfig, PingConfig, TracingConfig
+from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
-from worker.tracing.setup import tracer_of
 from worker.wire import Event, Wire
+
+if TYPE_CHECKING:
+    from worker.tracing.spans import Tracer
 
 log = logging.getLogger("kvlane.router")
 
@@ -119,11 +121,10 @@ class RouterServer:
         shared: other routers may join it there. Then it also has a port of its own, for what
             is asked of this very router.
         shown: the resolved configuration, for GET /config.
-        tracing: whether and where spans of requests go.
+        tracer: makes the spans of requests, and is closed at the end; None: nobody wants them.
 
     Raises:
-        UserError: the model directory or the file of API keys is unfit, no policy has the name, or
-            a library is missing.
+        UserError: the model directory or the file of API keys is unfit, or no policy has the name.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class RouterServer:
         shown: Mapping[str, object],
         node: str = "",
         shared: bool = False,
-        tracing: TracingConfig | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -156,7 +157,7 @@ class RouterServer:
         follows = config.generation_config == "auto"
         self._defaults = defaults_of(model.directory) if follows else Defaults()
         self._api_keys = read_keys(config.api_key_file)
-        self._tracer = tracer_of(tracing or TracingConfig(), "router", name)
+        self._tracer = tracer
         self._max_model_len = _max_model_len(model, self._text)
         # What was told last, also from before the start.
         self._members: tuple[Member, ...] = ()

@@ -41,7 +41,7 @@ class Rates(msgspec.Struct, frozen=True):
     """Throughput, a second."""
 
     requests: float = 0.0  # choices that have ended, however
-    prompt_tokens: float = 0.0  # of choices that have ended
+    prompt_tokens: float = 0.0  # of choices that got their first token
     output_tokens: float = 0.0  # as they came
 
 

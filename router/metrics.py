@@ -154,12 +154,15 @@ class RouterMetrics:
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice."""
-        self.refused(outcome)
+        self._count(outcome)
         if self._vllm is not None:
             self._vllm.ended(outcome)
 
     def refused(self, outcome: str) -> None:
         """Count a request of which no choice was made, by the code of its error."""
+        self._count(outcome)
+
+    def _count(self, outcome: str) -> None:
         if outcome not in self._ended:  # the codes of errors are few
             self._ended[outcome] = self.requests.labels(*self._values, outcome)
         self._ended[outcome].inc()

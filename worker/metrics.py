@@ -106,7 +106,7 @@ class WorkerMetrics:
         )
         self.transfer_seconds = histogram(
             "kv_transfer_seconds",
-            "Exposed transfer, from the last announcement until all KV of the request had landed",
+            "From a request's last announcement, or first token if later, until all KV had landed",
             STAGE_BUCKETS,
             "transport",
         )

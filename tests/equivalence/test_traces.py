@@ -17,6 +17,7 @@ from tests.support.shallow import shallow
 from tests.support.trace_laws import check_nesting, check_request, check_worker, children, named
 from worker.api import Sampling
 from worker.config import ModelConfig, PingConfig, TracingConfig
+from worker.tracing.setup import tracer_of
 
 PARENT = "b7ad6b7169203331"  # the client's span
 GREEDY = Sampling(12, temperature=0)
@@ -52,7 +53,7 @@ def cluster() -> Iterator[Cluster]:
             router = RouterServer(
                 RouterConfig(), ModelConfig(path=str(shallow()), served_name="small"), PingConfig(),
                 name="router-0", incarnation="r", host="127.0.0.1", port=0, shown={},
-                tracing=TracingConfig(**tracing),
+                tracer=tracer_of(TracingConfig(**tracing), "router", "router-0"),
             )  # fmt: skip
             member = router.start()
             try:

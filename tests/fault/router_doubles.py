@@ -37,7 +37,8 @@ from worker.api import (
     TokenLogprob,
     WorkerStats,
 )
-from worker.config import ModelConfig, PingConfig, TracingConfig
+from worker.config import ModelConfig, PingConfig
+from worker.tracing.spans import Tracer
 from worker.wire import Wire
 
 HANG_S = 30.0  # nothing here takes this long unless it hangs
@@ -260,7 +261,7 @@ def serving(
     *doubles: DecodeDouble,
     ping: PingConfig = PING,
     port: int = 0,
-    tracing: TracingConfig | None = None,
+    tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
     """A started router that knows `doubles`; yields it and its base URL; all end with it."""
@@ -273,7 +274,7 @@ def serving(
         host="127.0.0.1",
         port=port,
         shown={"router": config},
-        tracing=tracing,
+        tracer=tracer,
     )
     member = router.start()
     try:

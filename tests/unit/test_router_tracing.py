@@ -15,6 +15,7 @@ from tests.support.made_spans import Made
 from tests.support.trace_laws import check_request, children, named
 from worker.api import Error, FinishReason, Generate, Stages
 from worker.config import TracingConfig
+from worker.tracing.setup import tracer_of
 
 PARENT = "b7ad6b7169203331"
 STAGES = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
@@ -37,8 +38,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Coll
     directory = make_model(tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch, collecting() as collector:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-        tracing = TracingConfig(endpoint=collector.url)
-        with serving(directory, DecodeDouble(script=moody), tracing=tracing) as (_, url):
+        tracer = tracer_of(TracingConfig(endpoint=collector.url), "router", "router-0")
+        with serving(directory, DecodeDouble(script=moody), tracer=tracer) as (_, url):
             yield url, collector
 
 
