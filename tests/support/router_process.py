@@ -6,11 +6,13 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from router import siblings
 from router.app import RouterServer
 from router.config import RouterConfig
 from worker.config import ModelConfig, PingConfig
 
 PING = PingConfig(interval_s=0.1, max_misses=50)
+TIMEOUT_S = 60.0  # for another router's page, on a machine that has much else to do
 
 
 def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True) -> RouterServer:
@@ -24,6 +26,7 @@ def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True)
 
 def serve_until_killed(pipe: Connection, directory: Path, name: str, port: int) -> None:
     """The target of a process; joins the port unless it is 0."""
+    siblings.TIMEOUT_S = TIMEOUT_S
     router = router_at(directory, name, port)
     pipe.send(router.start(joins=port > 0))
     while True:

@@ -25,6 +25,7 @@ from worker.tracing.setup import check_tracing, tracer_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
+HANG_S = 60.0
 
 
 @pytest.fixture
@@ -222,6 +223,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
 def test_a_dead_collector_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -242,6 +244,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
+    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
     assert tracer is not None
