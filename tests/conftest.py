@@ -29,7 +29,7 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 CLUSTER, OWN_RAY = "cluster", "own_ray"
 NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first
 # First those that look for what a Ray of their own has left, then those that share one.
-OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_user_directory", "test_lifecycle")
+OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
     *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_fuzz", "test_openapi",
     "test_browser", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
@@ -41,7 +41,14 @@ LONGEST = (
     "test_attention_backends", "test_transport", "test_protocol_faults", "test_attention",
     "test_structured", "test_models",
 )  # fmt: skip
-SPLIT = ("test_models", "test_attention_backends", "test_stages", "test_memory", "test_collective")
+SPLIT = (
+    "test_interpreted",
+    "test_models",
+    "test_attention_backends",
+    "test_stages",
+    "test_memory",
+    "test_collective",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

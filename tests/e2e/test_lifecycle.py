@@ -8,14 +8,20 @@ import os
 import signal
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
+from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
 from tests.fault.saturation import saturate, stop_engine
 
 STALL_S = 2
 OLD_S = 8.0  # the stall time, and three misses after it
+# From a directory of the user's.
+GIVEN = ("--model", MODEL, "--set", "model.served_name=tiny")
 
 
 def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
@@ -30,10 +36,12 @@ def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
 
 
 def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_nothing(
-    serve: Serve,
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And imports nothing from the directory that it is started in."""
+    run_kvlane_there(serve, tmp_path, monkeypatch)
     before, shm_before = processes(), shared_memory()
-    serve.start().wait_ready()
+    serve.start(*GIVEN).wait_ready()
     assert ask(serve)["choices"][0]["message"]["content"]
     done = serve.command("status", "--json")
     assert done.returncode == 0, done.stderr
@@ -65,12 +73,19 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert set(processes()) <= set(before)
     assert shared_memory() == shm_before
     assert serve.leftovers() == []
+    assert IMPORTED not in serve.output
 
 
-def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(serve: Serve) -> None:
+def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_module_there(serve, tmp_path, monkeypatch)
     before, shm_before = processes(), shared_memory()
-    process = serve.start().wait_ready().process
+    process = serve.start(*GIVEN).wait_ready().process
     assert process is not None
+    assert ask(serve)["choices"]
+    assert serve.command("status").returncode == 0
+    assert IMPORTED not in serve.output
     process.kill()
     deadline = time.monotonic() + 15
     while set(processes()) - set(before) and time.monotonic() < deadline:
