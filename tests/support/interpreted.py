@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,8 +71,7 @@ def quicken() -> None:
     to replace, and does so again for those that a kernel calls. For each result of an operation it
     hashes all types that there are, and writes the name of the type of its shape.
     """
-    from triton.runtime import interpreter
-
+    interpreter: Any = import_module("triton.runtime.interpreter")
     tl, core = interpreter.tl, interpreter.tl.core
 
     @cache
