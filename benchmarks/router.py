@@ -207,17 +207,21 @@ class Bench:
         self._clients.read(1.0)  # all have begun in one step, and will end in one: neither counts
         _told(self._router, "lags")
         began, end = time.monotonic(), time.monotonic() + seconds
-        while time.monotonic() < end:
+        num_asked = 0
+        while time.monotonic() < end or num_asked < 2:  # of one there is no quantile
             self._clients.ask(prompt, 1, "f")
             self._clients.read(0.05)
+            num_asked += 1
         figures = {"lag": _told(self._router, "lags"), "chunk": [], "first": []}
         self._clients.drain()
-        sent = _told(self._worker, "times")  # of all requests until now
+        all_sent = _told(self._worker, "times")  # of all requests until now
         for each in self._clients.ended:
-            times = iter(sent[each.name])
+            times = iter(all_sent[each.name])
             pairs = [(next(times), at) for at, marks in each.reads for _ in range(marks)]
-            late = [at - sent_at for sent_at, at in pairs if began < sent_at < end]
-            figures["first" if each.name[0] == "f" else "chunk"] += late
+            if each.name[0] == "f":  # however late its answer was sent
+                figures["first"] += [at - sent for sent, at in pairs]
+            else:
+                figures["chunk"] += [at - sent for sent, at in pairs if began < sent < end]
         return {
             f"{name} p{point}, ms": 1e3 * statistics.quantiles(found, n=100)[point - 1]
             for name, found in figures.items()

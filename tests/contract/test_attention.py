@@ -249,7 +249,7 @@ def test_widths_from_1_to_16_mix_in_one_batch(backend, dtype, page_size, groups)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("width", [1, 2, 9])
+@pytest.mark.parametrize("width", [1, 9, *pairwise.in_whole((2,))] if INTERPRETED else [1, 2, 9])
 def test_a_decode_batch_of_equal_widths(backend, width):
     check(backend, [(n, width) for n in (0, 1, 15, 16, 17, 31, 40)], padded_reqs=1, padded_rows=1)
 

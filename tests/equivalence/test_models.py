@@ -99,14 +99,15 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
 
 
 @torch.inference_mode()
-def expect(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """(NUM_GREEDY greedy ids, logits [len(prompt) + NUM_GREEDY − 1, vocab]) of transformers."""
-    ids = list(prompt)
-    logits = torch.empty(0)
-    for _ in range(NUM_GREEDY):
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0]
-        ids.append(int(logits[-1].argmax()))
-    return ids[len(prompt) :], logits
+def expect(
+    model: torch.nn.Module, prompt: list[int], ids: list[int]
+) -> tuple[list[int], torch.Tensor]:
+    """(greedy ids, logits [len(prompt) + len(ids) − 1, vocab]) of transformers.
+
+    Each is the greedy id after those of `ids` before it: where all equal `ids`, these are greedy.
+    """
+    logits = model(torch.tensor([prompt + ids[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist(), logits
 
 
 @dataclass(slots=True)
@@ -166,7 +167,10 @@ class Engine:
             yield self.step(starts, parts)
 
     def run(self, chunk: int) -> list[tuple[list[int], torch.Tensor]]:
-        """What `expect` returns, for each prompt: chunked prefill, then token by token."""
+        """(NUM_GREEDY greedy ids, their logits and the prompt's) for each prompt.
+
+        Chunked prefill, then token by token.
+        """
         steps = list(self.prefill(chunk))
         logits = [torch.cat([step[i] for step in steps]) for i in range(len(PROMPTS))]
         ids = [[int(rows[-1].argmax())] for rows in logits]
@@ -185,10 +189,11 @@ def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
 
 
 def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
-    expected = [expect(reference, prompt) for prompt in PROMPTS]
     for chunk in chunks:
         engine = Engine.build(load(path))
-        for (ids, logits), (wanted_ids, wanted) in zip(engine.run(chunk), expected, strict=True):
+        for prompt, (ids, logits) in zip(PROMPTS, engine.run(chunk), strict=True):
+            wanted_ids, wanted = expect(reference, prompt, ids)
+            assert len(ids) == NUM_GREEDY
             assert logits.dtype == torch.float32
             assert logits.shape == wanted.shape
             assert (logits - wanted).abs().max() < BOUND

@@ -11,11 +11,15 @@ TRITON_INTERPRET=1 pytest FILE runs one of them so.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support import pairwise
@@ -58,3 +62,55 @@ def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **opti
         attrs={at[name]: [["tt.divisibility", 16]] for name in types},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def quicken() -> None:
+    """Triton's interpreter, which else takes three times as long.
+
+    At each call of a @triton.jit function it looks through all of triton.language for what it has
+    to replace, and does so again for those that a kernel calls. For each result of an operation it
+    hashes all types that there are, and writes the name of the type of its shape.
+    """
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    tl, core = interpreter.tl, interpreter.tl.core
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, each in inspect.getmembers(package) if core.is_builtin(each)]
+
+    def members(package: Any) -> list[tuple[str, Any]]:
+        return [(name, getattr(package, name)) for name in names(package)]
+
+    @cache
+    def modules(function: Any) -> list[Any]:
+        return [each for each in function.__globals__.values() if each is tl or each is core]
+
+    def patch(function: Any) -> Any:
+        if all(each.static_print is print for each in modules(function)):  # by a caller
+            return SimpleNamespace(restore=lambda: None)
+        return patch_lang(function)
+
+    def numpy_type(dtype: Any) -> Any:
+        found = known.get(dtype.name)
+        if found is None:
+            found = known[dtype.name] = np_dtype(dtype)
+        return found
+
+    def tuple_type(values: Any, fields: Any = None) -> Any:
+        key = tuple(each.value if isinstance(each, core.constexpr) else each for each in values)
+        if fields is not None or any(type(each) is not int for each in key):
+            return type_of(values, fields)
+        if key not in types:
+            types[key] = type_of(values)
+        return types[key]
+
+    known, np_dtype = dict[str, Any](), interpreter._get_np_dtype
+    types, type_of = dict[tuple[int, ...], Any](), core._type_for_tuple_values
+    patch_lang = interpreter._patch_lang
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    interpreter._patch_lang, interpreter._get_np_dtype = patch, numpy_type
+    core._type_for_tuple_values = tuple_type
+
+
+if INTERPRETED:
+    quicken()

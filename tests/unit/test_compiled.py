@@ -46,6 +46,13 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo and In
 MAX_TOKENS = 40
 NUM_PAGES = 48
 ROUNDED = ROUNDING[torch.float32]
+# The same C++ in half the time: not optimised, no trial of what /proc/cpuinfo says of the vector
+# units, no headers compiled ahead for more kernels than these few.
+QUICK = {
+    "aot_inductor.debug_compile": True,
+    "cpp.vec_isa_ok": True,
+    "cpp_cache_precompile_headers": False,
+}
 
 
 def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForward:
@@ -53,7 +60,12 @@ def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForwa
 
     def compile_piece(piece: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         compiled.append(piece)
-        return piece if how == "plain" else as_one_op(by_inductor(piece, examples))
+        if how == "plain":
+            return piece
+        from torch._inductor import config
+
+        with config.patch(QUICK):
+            return as_one_op(by_inductor(piece, examples))
 
     return TracedForward(model, compile_piece)
 

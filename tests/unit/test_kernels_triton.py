@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
-from tests.support.pairwise import in_whole
+from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
 from worker.kernels import rms_norm, swiglu
 from worker.kernels.attention import qk_rope_store
@@ -184,8 +184,14 @@ if not INTERPRETED:
         if dtype == torch.bfloat16:  # four numbers at once
             assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_the_draw_compiles_for_hopper_without_one(dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
+    def test_the_draw_compiles_for_hopper_without_one(
+        dtype: torch.dtype, block: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
+        if block is not None:
+            monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
+            monkeypatch.setattr(draw, "DRAW_BLOCK", block)
         with compiling(draw) as found:
             draw.draw_triton(torch.empty(2, 151936, dtype=dtype), rows_of(2), filtered=True)
         assert "mul.hi.u32" in found["_draw_kernel"]
@@ -202,6 +208,7 @@ if not INTERPRETED:
 else:
     triton = pytest.importorskip("triton", reason=WHY)
     tl = triton.language
+    SHAPES = ((4, 2, 32, 4), (1, 1, 64, 1), (6, 2, 24, 16), (14, 2, 16, 5), (8, 8, 128, 2))
     pytestmark = [  # numpy's, where a GPU says nothing
         pytest.mark.filterwarnings(f"ignore:{what}") for what in ("All-NaN", "invalid value")
     ]
@@ -245,11 +252,15 @@ else:
         with mock.patch.object(swiglu, "MANY_ROWS", 3):
             assert torch.equal(swiglu.swiglu_triton(gate_up), few)
 
-    @pytest.mark.product(
-        shape=((4, 2, 32, 4), (1, 1, 64, 1), (6, 2, 24, 16), (14, 2, 16, 5), (8, 8, 128, 2)),
-        dtype=DTYPES,
-        normed=(False, True),
-    )
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "normed"),
+        [
+            ((4, 2, 32, 4), torch.float32, False), ((4, 2, 32, 4), torch.float16, True),
+            ((1, 1, 64, 1), torch.bfloat16, False), ((6, 2, 24, 16), torch.float32, True),
+            ((14, 2, 16, 5), torch.float16, False), ((8, 8, 128, 2), torch.bfloat16, True),
+            *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
+        ],
+    )  # fmt: skip
     def test_qk_rope_store_matches_its_twin(
         shape: tuple[int, ...], dtype: torch.dtype, normed: bool
     ) -> None:
@@ -288,8 +299,15 @@ else:
         drawn = philox.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK, False)
         tl.store(noise + start + tl.arange(0, BLOCK), drawn)
 
-    @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -(2**63), 2**40 + 3])
-    @pytest.mark.parametrize("position", [0, 1, 2**31 + 5])
+    @pytest.mark.parametrize(
+        ("seed", "position"),
+        [
+            (0, 0), (7, 1), (2**63 - 1, 2**31 + 5), (-(2**63), 0), (2**40 + 3, 1),
+            *in_whole(*every({
+                "seed": (0, 7, 2**63 - 1, -(2**63), 2**40 + 3), "position": (0, 1, 2**31 + 5),
+            })),
+        ],
+    )  # fmt: skip
     def test_words_are_philox_s_bit_for_bit(seed: int, position: int) -> None:
         seeds, positions = torch.tensor([seed]), torch.tensor([position])
         out, drawn = torch.zeros(64, dtype=torch.int64), torch.zeros(64)

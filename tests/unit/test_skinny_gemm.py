@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.pairwise import in_whole
 from tests.support.products import computed, error, noise
 from worker.kernels.gemm.skinny_gemm import (
     MAX_ROWS,
@@ -58,9 +59,17 @@ if not INTERPRETED:
     needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
 
     @needs_triton
-    @pytest.mark.parametrize("block_m", [16, 32, 64])
-    @pytest.mark.parametrize(("split", "gated"), [(1, False), (2, False), (1, True)])
-    def test_it_compiles_for_hopper_without_one(block_m, split, gated):
+    @pytest.mark.parametrize(
+        ("split", "gated", "block_m"),
+        [
+            (1, False, 64), (2, False, 16), (1, True, 32),
+            *in_whole(
+                (1, False, 16), (1, False, 32), (2, False, 32), (2, False, 64), (1, True, 16),
+                (1, True, 64),
+            ),
+        ],
+    )  # fmt: skip
+    def test_it_compiles_for_hopper_without_one(split, gated, block_m):
         types = dict.fromkeys(("x", "w", "out"), "*bf16") | {"partial": "*fp32", "arrivals": "*i32"}
         types |= dict.fromkeys(("M", "N", "K", "stride_x", "stride_out"), "i32")
         constants = {
@@ -138,8 +147,13 @@ else:
         first = product(x, w, tile_of(5, split))
         assert torch.equal(first, product(x, w, tile_of(5, split), poison=float("nan")))
 
-    @pytest.mark.parametrize("split", [1, 4])
-    @pytest.mark.parametrize("others", [0.0, 1e30, float("inf"), float("nan")])
+    @pytest.mark.parametrize(
+        ("split", "others"),
+        [
+            (1, float("nan")), (4, float("nan")), (4, 1e30),
+            *in_whole((1, 0.0), (4, 0.0), (1, 1e30), (1, float("inf")), (4, float("inf"))),
+        ],
+    )  # fmt: skip
     @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the other rows
     def test_a_row_depends_on_no_other(split, others):
         x, w = noise(20, 256), noise(70, 256, seed=1)
