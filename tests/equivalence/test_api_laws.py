@@ -28,7 +28,7 @@ from worker.errors import Unsupported
 from worker.kernels.step.philox import gumbel_ref
 from worker.sampling.grammar import Grammars
 
-NUM, LIMITS = (18, [24, 36]) if pairwise.whole else (12, [14, 20])
+NUM = 18 if pairwise.whole else 12
 VOCAB, EOS = 1024, 2
 SCHEMA = {
     "type": "object",
@@ -75,7 +75,7 @@ def wish(rng: random.Random, grammar: str, num_top: int) -> Sampling:
     """One request with most of what an API client can ask for."""
     biased = rng.sample(range(3, VOCAB), 6)
     return Sampling(
-        max_tokens=rng.choice(LIMITS),
+        max_tokens=rng.choice([24, 36]),
         temperature=rng.choice([0.0, 0.7, 1.2]),
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([0, 40]),
@@ -222,8 +222,8 @@ def test_one_at_a_time_equals_transformers(expected: list[Answer]) -> None:
             assert math.isfinite(left[token]), (at, token)
             assert token == draw(left, sampling, len(prompt) + at)
             num_tokens += 1
-    assert num_logprobs > 6 * NUM
-    assert num_tokens > 11 * NUM
+    assert num_logprobs > 100
+    assert num_tokens > 200
 
 
 def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
@@ -264,8 +264,8 @@ def test_whatever_serves_a_request_changes_nothing(
     changes = {"max_prefill_tokens": max_prefill_tokens, "penalty_rows": penalty_rows}
     config = sections(place, **{name: n for name, n in changes.items() if n is not None})
     config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
-    longest = max(len(prompt) for prompt in problem_ids(NUM)) + LIMITS[1] + 4
-    few: dict[str, object] = {"num_pages": 2 * -(-longest // 16), "growth_tokens": 1}
+    longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
+    few: dict[str, object] = {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}
     other = {"engine": few if pages == "few" else {}}
     with running(config, decode_sections=other) as cluster:
         check(cluster, expected, rounds=2 if penalty_rows is None else 1)
@@ -371,11 +371,10 @@ def choices(num: int = 5) -> list[Sampling]:
     kinds = ["free", "schema", "free", "regex", "choice"]
     return [
         msgspec.structs.replace(
-            wish(rng, kinds[i % 5], 3),
-            temperature=1.1, seed=77 + i, min_tokens=LIMITS[0] - 2, stop_ids=(),
+            wish(rng, kinds[i % 5], 3), temperature=1.1, seed=77 + i, min_tokens=22, stop_ids=()
         )
         for i in range(num)
-    ]  # fmt: skip
+    ]
 
 
 # Its KV ends within a page, so that every choice has a rest of its own to prefill.
