@@ -24,7 +24,7 @@ NUM = 8
 SAMPLINGS = [Sampling(20, temperature=0.0), Sampling(20, temperature=0.9, top_k=30, seed=4)]
 
 
-def sections(model: str) -> dict[str, dict[str, object]]:
+def sections(model: str) -> dict[str, Any]:
     return {
         "model": {"path": model},
         "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 24 << 20},
