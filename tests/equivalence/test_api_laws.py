@@ -379,7 +379,7 @@ def choices(num: int = 5) -> list[Sampling]:
 
 # Its KV ends within a page, so that every choice has a rest of its own to prefill.
 SHORT = next(prompt for prompt in problem_ids(9) if (len(prompt) - 1) % 16 > 2)
-LONG = tuple(i % 900 + 50 for i in range(600))
+LONG = tuple(i % 900 + 50 for i in range(300))
 
 
 @pytest.fixture(scope="module")

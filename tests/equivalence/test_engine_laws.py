@@ -18,7 +18,7 @@ from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
-NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (6, 24)
+NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (4, 16)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
 
 
@@ -114,7 +114,7 @@ def decode_engine(pages: str, page_size: int) -> dict[str, object]:
     """What is different for decode workers: another pool, or one that is too small for all."""
     if pages == "few":
         longest = max(len(prompt) for prompt in problem_ids(NUM)) + NUM_TOKENS + 2
-        return {"num_pages": 5 * -(-longest // page_size), "growth_tokens": 1}
+        return {"num_pages": 3 * -(-longest // page_size), "growth_tokens": 1}
     return {"num_pages": 12_432 // page_size} if pages == "other" else {}
 
 
@@ -175,7 +175,7 @@ def test_whatever_serves_a_request_changes_nothing(
 
 def test_alone_equals_among_64_others(alone: Running, greedy_ids: list, seeded_ids: list) -> None:
     others = [tuple(reversed(prompt)) for prompt in problem_ids(64)]
-    noise = Sampling(max_tokens=60, temperature=1.5, seed=3, ignore_eos=True)
+    noise = Sampling(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
     with running(sections()) as cluster:
         client = cluster.client
         crowd = [client.submit(prompt, noise) for prompt in others]

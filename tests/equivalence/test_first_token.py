@@ -23,7 +23,7 @@ from worker.plan import RowStart
 from worker.schedule import prefill as prefill_schedule
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2
-GREEDY = Sampling(24, temperature=0.0)
+GREEDY = Sampling(14, temperature=0.0)
 WORKERS = ("prefill", "decode")  # that draw it
 CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, TransferTimeout)]
 

@@ -9,12 +9,15 @@ from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling, Stages
 
-NUM = 24
-
 
 def ask(
-    mode: str, num_prefill: int = 1, first_token: str = "prefill", **engine: object
-) -> tuple[list[Answer], list[Answer]]:
+    mode: str,
+    num_prefill: int = 1,
+    first_token: str = "prefill",
+    num: int = 12,
+    rounds: int = 2,
+    **engine: object,
+) -> list[list[Answer]]:
     """The same prompts twice: computed, then found in the prefix trees."""
     sections = {
         "model": {"path": str(shallow())},
@@ -23,9 +26,9 @@ def ask(
     }
     with running(sections, num_prefill=num_prefill) as cluster:
         wanted = Sampling(12, temperature=0)
-        found = [cluster.client.generate(problem_ids(NUM), wanted) for _ in range(2)]
+        found = [cluster.client.generate(problem_ids(num), wanted) for _ in range(rounds)]
         cluster.wait_idle()
-    return found[0], found[1]
+    return found
 
 
 def durations(stages: Stages) -> list[float]:
@@ -79,7 +82,8 @@ def test_a_prompt_of_ones_own() -> None:
 )
 def test_waiting_for_a_row_counts_as_queue(mode: str, first_token: str) -> None:
     """With two rows for 24 requests nearly all the time is spent waiting, and says so."""
-    computed, _ = ask(mode, 1 if mode == "always" else 0, first_token, max_num_reqs=2)
+    num_prefill = 1 if mode == "always" else 0
+    (computed,) = ask(mode, num_prefill, first_token, num=24, rounds=1, max_num_reqs=2)
     found = check(computed)
     queued = sum(stages.prefill_queue_s + stages.decode_queue_s for stages in found)
     assert queued > 0.5 * sum(sum(durations(stages)) for stages in found)

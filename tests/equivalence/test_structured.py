@@ -22,7 +22,7 @@ from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.sampling import sampler
 
-NUM_GENERATED = 480
+NUM_GENERATED = 480 if pairwise.whole else 160
 BATCH = 130
 MAX_TOKENS = 220
 VOCAB, EOS = 1024, 2
@@ -166,7 +166,7 @@ def accepted() -> tuple[tuple[Schema, str], ...]:
         Draft202012Validator.check_schema(schema)
     both = [(schema, grammar_of(schema)) for schema in (*WRITTEN, *made)]
     taken = [each for each in both if not LLMatcher(ll_tokenizer(), each[1]).is_error()]
-    assert len(taken) >= 500
+    assert len(taken) > 0.9 * len(both)
     return tuple(taken)
 
 
@@ -208,7 +208,7 @@ def answers_of(
 
 
 def test_every_output_parses_and_validates() -> None:
-    asked = accepted() if pairwise.whole else accepted()[::2]
+    asked = accepted()
     answers = answers_of(asked)
     for (schema, grammar), answer in zip(asked, answers, strict=True):
         check(schema, grammar, answer)
@@ -219,7 +219,7 @@ def test_every_output_parses_and_validates() -> None:
 
 
 def test_penalties_filters_and_min_tokens_break_no_structure() -> None:
-    asked = accepted()[::8]
+    asked = accepted()[::4]
     answers = answers_of(
         asked, top_p=0.9, top_k=20, presence_penalty=1.5, frequency_penalty=1.0,
         repetition_penalty=1.5, min_tokens=30, logit_bias=((EOS, 80.0), (5, -100.0), (40, 20.0)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -12,7 +11,9 @@ import pytest
 
 from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
 from tests.support.engines import Running, running, worker_config
+from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
 from worker.api import FinishReason, Member, Sampling
 from worker.errors import PeerLost
 from worker.transfer.base import Run
@@ -20,18 +21,21 @@ from worker.transfer.shm import ShmPeer
 from worker.worker import Worker
 
 NUM = 8
-SPAWN = multiprocessing.get_context("spawn")
 SAMPLINGS = [Sampling(20, temperature=0.0), Sampling(20, temperature=0.9, top_k=30, seed=4)]
-SECTIONS: dict[str, dict[str, object]] = {
-    "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 24 << 20},
-    "disaggregation": {"mode": "always"},
-    "ping": {"interval_s": 0.2, "max_misses": 10},
-}
 
 
-def prefill(conn: Connection) -> None:
+def sections(model: str) -> dict[str, Any]:
+    return {
+        "model": {"path": model},
+        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 24 << 20},
+        "disaggregation": {"mode": "always"},
+        "ping": {"interval_s": 0.2, "max_misses": 10},
+    }
+
+
+def prefill(conn: Connection, model: str) -> None:
     """Main function of the prefill worker's process, which ends with the other end of `conn`."""
-    config = worker_config("prefill", SECTIONS)
+    config = worker_config("prefill", sections(model))
     worker = Worker(config, name="prefill-0", incarnation="i0", host="127.0.0.1")
     conn.send(worker.start())
     conn.poll(None)
@@ -39,7 +43,7 @@ def prefill(conn: Connection) -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[Running]:
-    with running(SECTIONS, num_prefill=0) as made:
+    with running(sections(str(shallow())), num_prefill=0) as made:
         yield made
 
 
@@ -57,9 +61,9 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         pulls.append(SlowPull(pull(self, runs), 2 * LIMIT_S))
         return pulls[-1]
 
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=prefill, args=(theirs,))
-    process.start()
+    ours, theirs = FORKED.Pipe()
+    process = fork(prefill, theirs, str(shallow()))
+    theirs.close()
     try:
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
@@ -79,6 +83,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     finally:
         process.kill()
         process.join()
+        ours.close()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
     while decode.num_peers():
         assert time.monotonic() < limit, "nobody notices"

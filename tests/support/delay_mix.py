@@ -14,6 +14,7 @@ from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
 ROWS = 8
+NUM_LEAVING = 20
 NUM_PAGES = 56
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, \
 "required": ["a"], "additionalProperties": false}'
@@ -42,15 +43,15 @@ def kinds() -> list[Sampling]:
     """One of each kind; the seeds are set by `mix`."""
     drawn = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
     return [
-        Sampling(150, temperature=0.0),
-        Sampling(30, **drawn),
-        Sampling(25, temperature=0.0, logprobs=3),
-        Sampling(30, **drawn, presence_penalty=1.0, repetition_penalty=1.3),
-        Sampling(60, temperature=0.0, ignore_eos=True),
-        Sampling(35, temperature=1.2, min_p=0.02, min_tokens=12),
-        Sampling(40, **drawn, stop_ids=(266, 324)),
-        Sampling(20, temperature=0.0, frequency_penalty=0.5, logit_bias=((40, 3.0),)),
-        Sampling(50, temperature=0.7),
+        Sampling(40, temperature=0.0),
+        Sampling(14, **drawn),
+        Sampling(12, temperature=0.0, logprobs=3),
+        Sampling(14, **drawn, presence_penalty=1.0, repetition_penalty=1.3),
+        Sampling(30, temperature=0.0, ignore_eos=True),
+        Sampling(17, temperature=1.2, min_p=0.02, min_tokens=8),
+        Sampling(20, **drawn, stop_ids=(223, 350)),
+        Sampling(10, temperature=0.0, frequency_penalty=0.5, logit_bias=((40, 3.0),)),
+        Sampling(24, temperature=0.7, stop_ids=(223, 81)),
     ]
 
 
@@ -77,7 +78,7 @@ def mix() -> list[Ask]:
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     for number in range(3):
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
-    long = Sampling(60, temperature=0.0, ignore_eos=True)
+    long = Sampling(30, temperature=0.0, ignore_eos=True)
     for number in range(8):
         cut = 5 + number if number % 2 else 1
         asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=cut))
@@ -90,7 +91,7 @@ def leaving() -> list[Ask]:
     """Clients that leave during their local prefill, while others pull into whatever is free."""
     prompts, asked = problem_ids(40), []
     short = Sampling(6, temperature=0.0, ignore_eos=True)
-    for number in range(40):
+    for number in range(NUM_LEAVING):
         at = 4 * number
         noise = sum((prompts[(number + i) % 40] for i in range(1, 6)), ())
         asked.append(Ask((40 + number, *noise), short, at, local=True, abort_in_chunk=True))

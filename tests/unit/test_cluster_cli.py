@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import httpx
@@ -20,9 +19,9 @@ from benchmarks.load.stub import StubOptions
 from cluster.chat import Server, converse
 from cluster.config import Config, fields, leaves, load, origins
 from cluster.explain import explain
+from tests.support.commands import REPOSITORY, run
 from worker.errors import WorldError
 
-REPOSITORY = Path(__file__).parents[2]
 STUB_SAYS = " word" * 16
 
 
@@ -32,13 +31,6 @@ def url() -> Iterator[str]:
         yield found
 
 
-def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments], cwd=REPOSITORY, timeout=120,
-        check=False, text=True, **{"capture_output": True, "stdin": subprocess.DEVNULL} | more,
-    )  # fmt: skip
-
-
 def explained(*sets: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, str]:
     lines = explain(load(path, sets), origins(path, sets), num_gpus)
     rows = (line.partition(" = ") for line in lines)
@@ -46,14 +38,16 @@ def explained(*sets: str, num_gpus: int = 0, path: Path | None = None) -> dict[s
 
 
 def test_the_version_is_told() -> None:
-    done = run("--version")
+    """By a process of its own from the beginning; others are forked from one that is there."""
+    command = [sys.executable, "-m", "cluster", "--version"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[0]) == (0, "kvlane")
 
 
 def test_down_where_nothing_runs_is_done_and_status_is_a_mistake(tmp_path: Path) -> None:
     left = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment = left | {"XDG_RUNTIME_DIR": str(tmp_path)}
-    down, status = (run(command, env=environment) for command in ("down", "status"))
+    down, status = (run([command], env=environment) for command in ("down", "status"))
     assert (down.returncode, down.stdout[:20]) == (0, "no kvlane runs here;")
     assert (status.returncode, status.stderr[:27]) == (2, "error: no kvlane runs here;")
 
@@ -111,7 +105,7 @@ def test_a_later_source_of_a_whole_section_wins() -> None:
 def test_a_reader_that_goes_early_gets_no_traceback() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = run("config", "--schema", capture_output=False, stdout=write_end, stderr=subprocess.PIPE)
+    done = run(["config", "--schema"], stdout=write_end)
     os.close(write_end)
     assert done.stderr == ""
     assert done.returncode == 141
@@ -119,7 +113,7 @@ def test_a_reader_that_goes_early_gets_no_traceback() -> None:
 
 def test_a_full_disk_is_told() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
-        done = run("config", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        done = run(["config"], stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
 
 
@@ -148,9 +142,8 @@ def test_chat_takes_no_other_events(event: str, told: str) -> None:
 
 
 def test_chat_asks_once_with_a_message_or_what_is_piped(url: str) -> None:
-    for arguments, given in (["hello"], None), ([], "hello\nthere\n"):
-        piped = {} if given is None else {"input": given, "stdin": None}
-        done = run("chat", "--url", f"{url}/v1", "--max-tokens", "16", *arguments, **piped)
+    for arguments, given in (["hello"], ""), ([], "hello\nthere\n"):
+        done = run(["chat", "--url", f"{url}/v1", "--max-tokens", "16", *arguments], input=given)
         assert (done.returncode, done.stdout) == (0, f"{STUB_SAYS}\n"), done.stderr
 
 
@@ -170,23 +163,21 @@ def test_chat_on_a_terminal_goes_on_until_ctrl_d(url: str) -> None:
 
 
 def test_chat_says_what_is_wrong() -> None:
-    done = run("chat", "--url", "http://127.0.0.1:9", "hello")
+    done = run(["chat", "--url", "http://127.0.0.1:9", "hello"])
     assert done.returncode == 1
     assert done.stderr.startswith("error: no answer from http://127.0.0.1:9")
     with running_stub(StubOptions(fail_every=1)) as failing:
-        done = run("chat", "--url", failing, "hello")
+        done = run(["chat", "--url", failing, "hello"])
     assert (done.returncode, done.stderr) == (1, "error: 503: as asked\n")
 
 
 def test_bench_is_the_load_harness(url: str, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    done = run(
-        "bench", "--url", url, "--concurrency", "2", "--num", "4", "--json", str(path), "--quiet",
-        "--processes", "1",
-    )  # fmt: skip
+    load = ["--concurrency", "2", "--num", "4", "--processes", "1"]
+    done = run(["bench", "--url", url, *load, "--json", str(path), "--quiet"])
     assert done.returncode == 0, done.stderr
     assert len(json.loads(path.read_text())["runs"][0]["outcomes"]) == 4
-    assert run("bench", "--rate", "1").returncode == 2
-    told = run("bench", "--help").stdout
+    assert run(["bench", "--rate", "1"]).returncode == 2
+    told = run(["bench", "--help"]).stdout
     assert told.startswith("usage: kvlane bench")
     assert "--concurrency" in told

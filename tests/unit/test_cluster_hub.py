@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from cluster.config import Config
 from cluster.hub import is_name
+from tests.support.commands import run
 from tests.support.hub import COMMIT, Hub, Repo, running
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,22 +45,19 @@ def environment(hub: Hub | None, home: Path, token: str = "") -> dict[str, str]:
 
 
 def fetch(
-    hub: Hub | None, home: Path, *arguments: str, token: str = "", timeout_s: float = 60
+    hub: Hub | None, home: Path, *arguments: str, token: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FETCH, f"model.path={NAME}", *arguments],
-        env=environment(hub, home, token), cwd=home.parent, timeout=timeout_s,
-        capture_output=True, text=True, check=False,
+    return run(
+        [f"model.path={NAME}", *arguments],
+        program=FETCH, env=environment(hub, home, token), cwd=home.parent,
     )  # fmt: skip
 
 
 def refused(hub: Hub | None, home: Path, *arguments: str, token: str = "", code: int = 2) -> str:
     """What `serve` says; it ends before Ray starts."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cluster", "serve", "--port", "0", *arguments],
-        env=environment(hub, home, token), cwd=home.parent, timeout=60,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run(
+        ["serve", "--port", "0", *arguments], env=environment(hub, home, token), cwd=home.parent
+    )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
