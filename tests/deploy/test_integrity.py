@@ -41,7 +41,7 @@ MUTATIONS = {
     "setting": ("compose/config.yaml", "drain_timeout_s", "drain_s"),
     "setting of an example": ("examples/two-hosts.yaml", "kind: tcp", "type: tcp"),
     "variable": ("systemd/kvlane.env", "KVLANE_HEAD=", "HEAD="),
-    "Ray's setting": ("systemd/kvlane.env", "period_ms=500", "period_ms=5000"),
+    "Ray's setting": ("systemd/kvlane.env", "period_ms=1000", "period_ms=9000"),
     "Ray's option": ("systemd/kvlane-node.service", "--node-ip-address", "--node-ip"),
     "Ray's port": ("systemd/kvlane-head.service", "--port=6379", "--port=6380"),
     "unit": ("systemd/kvlane-serve.service", "After=kvlane-head", "After=kvlane-ray"),

@@ -54,9 +54,11 @@ changes its name, so that after an upgrade no worker starts on a pod that is abo
 {{ include "kvlane.podTemplate" (dict "root" . "component" "head") | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{- /* Shell: the options of `ray start` of every node. */ -}}
+{{- /* Shell: the options of `ray start` of every node, which would else wait 15 s at most for its
+       agents to say which ports they took, and end where they are slower. */ -}}
 {{- define "kvlane.rayOptions" -}}
---node-ip-address="$POD_IP" --object-store-memory={{ int64 .Values.ray.objectStoreBytes }} --temp-dir=/tmp/ray --disable-usage-stats
+--dashboard-agent-grpc-port=52366 --runtime-env-agent-port=52367 \
+      --node-ip-address="$POD_IP" --object-store-memory={{ int64 .Values.ray.objectStoreBytes }} --temp-dir=/tmp/ray --disable-usage-stats
 {{- end -}}
 
 {{- define "kvlane.headAddress" -}}
