@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from tests.e2e.harness import APART, part_processes
 from tests.e2e.shared import clusters, serve
 from tests.support import pairwise
+from tests.support.patience import HANG_S
 
 __all__ = ["clusters", "serve"]
 
 # No test speaks TLS; but every client of httpx would load all certificates of the machine, 40 ms.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+# Else it is five seconds wherever a test gives none.
+for part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, part, HANG_S)
 
 CLUSTER, OWN_RAY = "cluster", "own_ray"
 NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first

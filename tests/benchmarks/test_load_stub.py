@@ -14,6 +14,7 @@ import pytest
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
+from tests.support.patience import HANG_S
 
 CHAT = "/v1/chat/completions"
 OPTIONS = StubOptions(ttft_s=0.02, itl_s=0.002, num_tokens=3)
@@ -34,7 +35,7 @@ def request(path: str = CHAT, *headers: str, **body: Any) -> bytes:
 def answers(url: str, raw: bytes, num: int) -> list[bytes]:
     """Send `raw` in two halves; what comes back, cut at every end of a chunked answer."""
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=10) as peer:
+    with socket.create_connection((address.host, address.port or 80), timeout=HANG_S) as peer:
         peer.sendall(raw[: len(raw) // 2])
         peer.sendall(raw[len(raw) // 2 :])
         found = b""
@@ -89,7 +90,7 @@ def test_a_connection_is_closed_when_it_is_asked_to_be(url: str) -> None:
     with httpx.Client(base_url=url) as client:
         whole = client.post(CHAT, json={"messages": [{"content": "a"}]})
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=10) as peer:
+    with socket.create_connection((address.host, address.port or 80), timeout=HANG_S) as peer:
         peer.sendall(request(CHAT, "Connection: close"))
         found = b""
         while part := peer.recv(65536):
@@ -107,7 +108,7 @@ def test_a_connection_is_closed_when_it_is_asked_to_be(url: str) -> None:
 )
 def test_what_it_cannot_read_is_refused(url: str, raw: bytes) -> None:
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=10) as peer:
+    with socket.create_connection((address.host, address.port or 80), timeout=HANG_S) as peer:
         peer.sendall(raw)
         assert peer.recv(65536).startswith(b"HTTP/1.1 400 ")
         assert not peer.recv(65536)

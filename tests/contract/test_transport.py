@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, ensure_servers, fork
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
@@ -35,7 +36,6 @@ from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, 
 ROWS = [("shm", "shm"), ("mooncake", "tcp")]
 HOST = "127.0.0.1"
 SIZES = {"target": 48 << 20, "draft": 1 << 20}
-HANG_S = 30.0  # upper bound of whatever has to end; nothing takes nearly as long
 CONNECT_S = 10.0  # generous: the machine may be loaded
 CANARY = 0xEE
 

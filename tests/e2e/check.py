@@ -13,6 +13,7 @@ import httpx
 
 from benchmarks.train.problems import held_out_problems
 from tests.support.asking import ask_all
+from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
@@ -62,7 +63,7 @@ def check_stages(base_url: str) -> None:
             "max_tokens": 8,
             "return_stages": True,
         }
-        answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=HANG_S).json()
         stages = answer["choices"][0]["stages"]
         assert stages["prefilled_by"].startswith("prefill-")
         assert stages["decoded_by"].startswith("decode-")

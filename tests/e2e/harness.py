@@ -24,12 +24,12 @@ from benchmarks.namespace import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
 from cluster.owned import find_running
 from tests.e2e.watch import Watch
+from tests.support.patience import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
 APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of its own
 APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
-READY_TIMEOUT_S = 120.0
 READY = ("Ctrl-C stops it.", '"message": "ready"')  # for people, for machines
 
 
@@ -115,7 +115,7 @@ class Serve:
             )
         return self
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Serve:
+    def wait_ready(self, timeout_s: float = HANG_S) -> Serve:
         """Returns once it has printed its URL; fails with its output if it does not."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_s
@@ -125,7 +125,7 @@ class Serve:
             time.sleep(0.1)
         return self
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Its exit code."""
         assert self.process is not None
         self._watch_no_more()
@@ -143,12 +143,14 @@ class Serve:
             return
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.terminate()  # the second one is at once
-            self.process.wait(30)
+            self.process.wait(HANG_S)
 
-    def command(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str, timeout_s: float = HANG_S
+    ) -> subprocess.CompletedProcess[str]:
         """Another command about this cluster, for example status."""
         return subprocess.run(
             [*self.program, *arguments],
@@ -170,7 +172,7 @@ class Serve:
         assert rows is not None, f"no cluster runs:\n{self.output}"
         return {row["name"]: row for row in rows}
 
-    def wait_status(self, name: str, timeout_s: float = 60.0, **wanted: object) -> dict[str, Any]:
+    def wait_status(self, name: str, timeout_s: float = HANG_S, **wanted: object) -> dict[str, Any]:
         """The row of `name` once it has these values."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -181,7 +183,7 @@ class Serve:
                 pytest.fail(f"{name} is not {wanted} but {row}\n{self.output}")
             time.sleep(0.3)
 
-    def wait_idle(self, timeout_s: float = 15.0) -> dict[str, dict[str, Any]]:
+    def wait_idle(self, timeout_s: float = HANG_S) -> dict[str, dict[str, Any]]:
         """The rows once every process is ready and every counter of every one is zero."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -23,6 +23,7 @@ import pytest
 from cluster.cli import RAY_SETTINGS
 from tests.e2e.harness import INSIDE, Serve, plain_environment
 from tests.e2e.watch import Watch
+from tests.support.patience import HANG_S
 
 HOST, PORT = "127.0.0.1", 6379
 USUAL = (
@@ -42,7 +43,6 @@ AGENT_PORTS = (
     "--runtime-env-agent-port=52367",
 )
 NUM_CPUS = 8  # Ray only counts them: room for the largest cluster
-TIMEOUT_S = 60.0
 SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has disturbed
 
 
@@ -55,7 +55,7 @@ class Ray:
         environment = plain_environment() | RAY_SETTINGS
         with (self._directory / "output").open("wb") as output:
             self._process = self._start(environment, output)
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_S
         while "Ray runtime started" not in self.output:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"Ray does not start:\n{self.output}")
@@ -92,7 +92,7 @@ class Ray:
         """With all processes and files."""
         self.watch.close()
         self._process.terminate()
-        self._process.wait(TIMEOUT_S)
+        self._process.wait(HANG_S)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

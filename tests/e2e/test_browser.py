@@ -23,9 +23,9 @@ from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import Clusters
 from tests.e2e.test_disconnects import ARGUMENTS
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak, wait_until
+from tests.support.patience import HANG_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-HANG_S = 60.0
 PAGE = REPOSITORY / "tests" / "clients" / "page.html"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; Debian's is `chromium`")
 

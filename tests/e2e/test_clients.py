@@ -14,6 +14,7 @@ from benchmarks.load.__main__ import main as load
 from benchmarks.load.result import read
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import USUAL, Clusters
+from tests.support.patience import HANG_S
 
 CLIENTS = Path("tests") / "clients"  # its README has the versions, `install` installs them
 VENV = REPOSITORY / ".tools" / "clients"
@@ -29,7 +30,7 @@ def run(cluster: Serve, *command: str) -> None:
     """Let a client check the cluster, which has to be idle then."""
     done = subprocess.run(
         [*command, cluster.url], cwd=REPOSITORY / CLIENTS, env={**os.environ, **OFFLINE},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

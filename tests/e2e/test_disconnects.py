@@ -16,6 +16,7 @@ from tests.e2e.harness import Serve
 from tests.e2e.raw import Connection
 from tests.e2e.shared import Clusters
 from tests.support.asking import ask_all
+from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
 from tests.support.scrape import Samples, scrape
 
@@ -23,8 +24,6 @@ NUM_WITNESSES = 6
 MAX_TOKENS = 60
 NUM_ROWS = 12
 NUM_LONG = 1600  # tokens of a long prompt: a hundred steps of prefill
-POLL_TIMEOUT_S = 30.0
-HANG_S = 100.0
 VOCAB_SIZE = 1024
 WAITING = "kvlane_requests_waiting{"
 ARGUMENTS = (
@@ -82,7 +81,7 @@ class Leavers:
 
 async def until_waiting(serve: Serve, num: int) -> None:
     """Returns once so many choices are in the router's line."""
-    async with asyncio.timeout(POLL_TIMEOUT_S), httpx.AsyncClient() as client:
+    async with asyncio.timeout(HANG_S), httpx.AsyncClient() as client:
         while True:
             lines = (await client.get(f"{serve.url}/metrics")).text.splitlines()
             if any(line.startswith(WAITING) and float(line.split()[-1]) == num for line in lines):
@@ -92,7 +91,7 @@ async def until_waiting(serve: Serve, num: int) -> None:
 
 async def until(serve: Serve, is_so: Callable[[Samples], bool]) -> Samples:
     """The workers' metrics as soon as something is true of them."""
-    async with asyncio.timeout(POLL_TIMEOUT_S):
+    async with asyncio.timeout(HANG_S):
         while True:
             found = await asyncio.to_thread(scrape, serve.url)
             if is_so(found):

@@ -15,10 +15,10 @@ from tests.e2e.harness import shared_memory
 from tests.e2e.raw import Connection
 from tests.e2e.shared import BRIEF, Clusters, identity
 from tests.support.mutants import judge, mutants
+from tests.support.patience import HANG_S
 
 NUM_BODIES, NUM_WHOLE = 4_000, 20_000  # the latter with --whole
 NUM_CONNECTIONS = 32
-HANG_S = 60.0
 MAX_NEW_FILES = 4  # open ones, of a process; a leak would be one a request or a hang-up
 
 Bodies = Iterator[tuple[str, bytes]]

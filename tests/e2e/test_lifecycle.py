@@ -17,6 +17,7 @@ from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
 from tests.fault.saturation import saturate, stop_engine
+from tests.support.patience import HANG_S
 
 STALL_S = 2
 OLD_S = 8.0  # the stall time, and three misses after it
@@ -31,7 +32,7 @@ def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         return json.load(answer)
 
 
@@ -76,7 +77,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert IMPORTED not in serve.output
 
 
-def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(
+def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_module_there(serve, tmp_path, monkeypatch)
@@ -87,7 +88,7 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_few_seconds(
     assert serve.command("status").returncode == 0
     assert IMPORTED not in serve.output
     process.kill()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 50  # without the watchdog, Ray's agents would stay for a minute
     while set(processes()) - set(before) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert set(processes()) <= set(before)

@@ -9,6 +9,7 @@ import httpx
 
 from tests.e2e.shared import Clusters, identity
 from tests.support.odd_models import raising, unknown_decoder
+from tests.support.patience import HANG_S
 
 PROBLEM: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -19,7 +20,7 @@ def test_what_a_request_brings_ends_no_process(clusters: Clusters, tmp_path: Pat
     url = f"{serve.url}/v1/chat/completions"
 
     def ask(**more: Any) -> tuple[int, str]:
-        response = httpx.post(url, json=PROBLEM | more, timeout=60)
+        response = httpx.post(url, json=PROBLEM | more, timeout=HANG_S)
         return response.status_code, response.json().get("error", {}).get("param", "")
 
     assert ask() == (200, "")

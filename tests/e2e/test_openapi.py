@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import BRIEF, Clusters
+from tests.support.patience import HANG_S
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
 SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
@@ -55,7 +56,7 @@ def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
             "--url", url, "-n", "25", "--phases", "examples,fuzzing",
             "--checks", CHECKS, "--seed", "1", "--request-timeout", "60",
         ],
-        cwd=directory, capture_output=True, text=True, timeout=300, check=False,
+        cwd=directory, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     serve.wait_idle()

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from benchmarks.namespace import start_over
 from tests.e2e.harness import INSIDE, REPOSITORY, plain_environment, processes, shared_memory
+from tests.support.patience import HANG_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HANG_S = 30.0
 SHOWN, NUM_SHOWN = 120, 10  # characters of a command line, files of one start
 READY = "Ctrl-C stops it."
 CRASHES = ("Traceback", "Segmentation fault", "core dumped", "was ended by")

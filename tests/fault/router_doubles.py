@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from router.app import RouterServer
 from router.config import RouterConfig
 from router.text import Text
+from tests.support.patience import HANG_S
 from worker.api import (
     Chunks,
     Error,
@@ -41,7 +42,6 @@ from worker.config import ModelConfig, PingConfig
 from worker.tracing.spans import Tracer
 from worker.wire import Wire
 
-HANG_S = 30.0  # nothing here takes this long unless it hangs
 MAX_MODEL_LEN = 256
 PING = PingConfig(interval_s=0.1, max_misses=50)
 CHATML = (

@@ -24,12 +24,12 @@ import httpx
 
 from benchmarks.namespace import start_over
 from tests.e2e.harness import INSIDE, Serve
+from tests.support.patience import HANG_S
 
 NUM_CLIENTS = 72  # more than a decode worker on a CPU has rows
 PROMPT = list(range(5, 37))
 MAX_TOKENS = 24
 PROBE_S = 0.25
-HANG_S = 60.0
 STALL_S = 5  # of the cluster that is started here, so that minutes hold many of them
 WAITING = "kvlane_requests_waiting{"
 

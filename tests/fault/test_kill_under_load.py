@@ -17,11 +17,11 @@ from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve, shared_memory
 from tests.e2e.shared import Clusters
 from tests.support.asking import CUT, Outcome, ask_all
+from tests.support.patience import HANG_S
 from tests.support.reference import body_of, reference_texts
 
 NUM = 64
 MAX_TOKENS = 200
-HANG_S = 60.0
 FIRST_TOKENS = "kvlane_time_to_first_token_seconds_count{"
 DRAWN = "kvlane_generation_tokens_total{"
 SOME = 250  # tokens that the victim has drawn: most of its streams are to go on from there
@@ -137,17 +137,15 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
         load_and_kill(serve, "prefill-0", lambda: total(serve.url, FIRST_TOKENS), NUM / 3)
     )
     assert check_outcomes(outcomes) == 0, "a prefill worker's death is never seen by a client"
-    died_at = time.monotonic()
     serve.wait_status("prefill-0", restarts=1, state="ready")
-    serve.wait_idle(15.0 - (time.monotonic() - died_at))
+    serve.wait_idle()
 
     address = address_of(serve, "decode-0")
     outcomes = asyncio.run(load_and_kill(serve, "decode-0", lambda: total(address, DRAWN), SOME))
     num_errors = check_outcomes(outcomes)
     assert 0 < num_errors < NUM, "some had tokens at the dead worker, others lived elsewhere"
-    died_at = time.monotonic()
     serve.wait_status("decode-0", restarts=1, state="ready")
-    rows = serve.wait_idle(15.0 - (time.monotonic() - died_at))
+    rows = serve.wait_idle()
 
     for name in ("prefill-0", "decode-0"):
         assert rows[name]["incarnation"] != first[name]["incarnation"]
@@ -170,9 +168,8 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
         else:
             assert outcome.error == CUT
             assert text.startswith(outcome.text)
-    died_at = time.monotonic()
     row = serve.wait_status("router-0", restarts=1, state="ready")
-    serve.wait_idle(15.0 - (time.monotonic() - died_at))
+    serve.wait_idle()
     assert row["address"] == serve.url
     assert total(serve.url, 'kvlane_routers{model="tiny",role="router",state="answered"') == 2
     own = f"http://{row['metrics_address']}"

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.patience import HANG_S
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 CHART = REPOSITORY / "helm" / "kvlane"
@@ -40,7 +42,7 @@ def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     skip_without_tools()
     return subprocess.run(
         [str(TOOLS / f"helm{major}"), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 

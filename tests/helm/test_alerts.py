@@ -30,6 +30,7 @@ from tests.helm.charts import (
     template,
 )
 from tests.helm.dashboards import boards
+from tests.support.patience import HANG_S
 
 NAMES = list(dict.fromkeys(each.alert for each in CASES))
 NAMES_OF_COMPOSE = [name for name in NAMES if name != "KvlaneOtherTransport"]  # it asks for none
@@ -63,7 +64,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("no promtool in .tools/helm; run tests/helm/install")
     return subprocess.run(
         [str(TOOLS / "promtool"), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from tests.helm.charts import (
     skip_without_tools,
 )
 from tests.helm.integrity import Render, changed
+from tests.support.patience import HANG_S
 
 NAMES = [path.stem for path in VALUES]
 KUBERNETES = [f"1.{minor}" for minor in range(29, 38)]
@@ -54,7 +55,7 @@ def check_builtin(
     skip_without_tools()
     return subprocess.run(
         [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "builtin.py"), *versions],
-        input=json.dumps(objects), capture_output=True, text=True, timeout=200, check=False,
+        input=json.dumps(objects), capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_queries_are_promql() -> None:
     for asked, expected in ((queries, 0), ([*queries, "sum(rate(x[5m])"], 1)):
         done = subprocess.run(
             [str(TOOLS / "venv" / "bin" / "python"), "-c", parse],
-            input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False,
+            input=json.dumps(asked), capture_output=True, text=True, timeout=HANG_S, check=False,
         )  # fmt: skip
         assert done.returncode == expected, done.stderr
 

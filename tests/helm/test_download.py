@@ -13,6 +13,7 @@ from cluster.config import Config
 from tests.helm.charts import CHART, helm
 from tests.helm.integrity import Render
 from tests.support.hub import Repo, running
+from tests.support.patience import HANG_S
 
 TINY = Config().model.directory
 NAME = "some-org/Tiny-0.1B"
@@ -37,7 +38,7 @@ def test_workers_fetch_all_and_serve_what_it_tokenizes_with(tmp_path: Path) -> N
             subprocess.run(
                 [*container["command"], container["args"][0].replace("/models/", f"{models}/")],
                 env=given | {"PATH": path, "HOME": str(tmp_path / f"{component}-home")},
-                capture_output=True, timeout=120, check=True,
+                capture_output=True, timeout=HANG_S, check=True,
             )  # fmt: skip
             files = (models / NAME).iterdir()
             found[component] = {each.name for each in files if each.is_file()}

@@ -15,7 +15,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-WAIT_S = 60.0
+from tests.support.patience import HANG_S
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Collector:
         )
 
     def wait(
-        self, trace_id: str, complete: Callable[[Sequence[Span]], bool], timeout_s: float = WAIT_S
+        self, trace_id: str, complete: Callable[[Sequence[Span]], bool], timeout_s: float = HANG_S
     ) -> list[Span]:
         """The spans of a trace once all have come that are asked for."""
         deadline = time.monotonic() + timeout_s

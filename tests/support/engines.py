@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tests.support.patience import HANG_S
 from worker.api import (
     Abort,
     Ack,
@@ -29,7 +30,6 @@ from worker.config import PingConfig, WorkerConfig
 from worker.wire import Wire
 from worker.worker import Worker
 
-HANG_S = 120.0
 # A busy machine is not a dead peer, and a client that waits for its test is not a hung one.
 PATIENT = {"max_misses": 30, "stall_s": 3600.0}
 LATE_ACK = {"final_resend_s": 60.0}  # nor is an acknowledgement lost that comes late
@@ -178,7 +178,7 @@ class Running:
     def counters(self) -> dict[str, dict[str, int]]:
         return {name: worker.counters() for name, worker in self.workers.items()}
 
-    def wait_idle(self, timeout_s: float = 15.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Every worker's counters reach zero."""
         limit = time.monotonic() + timeout_s
         while not all(worker.idle() for worker in self.workers.values()):

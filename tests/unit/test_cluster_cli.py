@@ -20,6 +20,7 @@ from cluster.chat import Server, converse
 from cluster.config import Config, fields, leaves, load, origins
 from cluster.explain import explain
 from tests.support.commands import REPOSITORY, run
+from tests.support.patience import HANG_S
 from worker.errors import WorldError
 
 STUB_SAYS = " word" * 16
@@ -154,7 +155,7 @@ def test_chat_on_a_terminal_goes_on_until_ctrl_d(url: str) -> None:
         cwd=REPOSITORY, stdin=terminal, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         os.write(controller, b"one\n\ntwo\n\x04")
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=HANG_S)
     os.close(controller)
     os.close(terminal)
     assert process.returncode == 0

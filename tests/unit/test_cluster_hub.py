@@ -19,6 +19,7 @@ from cluster.config import Config
 from cluster.hub import is_name
 from tests.support.commands import run
 from tests.support.hub import COMMIT, Hub, Repo, running
+from tests.support.patience import HANG_S
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = Config().model.directory
@@ -151,7 +152,7 @@ def test_after_a_kill_files_that_were_done_are_not_loaded_again(model: Path, hom
             [sys.executable, "-c", FETCH, f"model.path={NAME}"], env=environment(hub, home),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        assert hub.cut.wait(60)
+        assert hub.cut.wait(HANG_S)
         snapshot = home / "hub" / "models--some-org--Tiny-0.1B" / "snapshots" / COMMIT
         while not (snapshot / "model.safetensors").exists():
             assert process.poll() is None

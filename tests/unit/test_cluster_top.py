@@ -19,6 +19,7 @@ from cluster.cli import main
 from cluster.top import lines
 from router.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+from tests.support.patience import HANG_S
 
 BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
@@ -184,7 +185,7 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
                 output += os.read(controller, 4096)
             except OSError:  # it has closed its side
                 break
-        assert process.wait(60) == 0
+        assert process.wait(HANG_S) == 0
     os.close(controller)
     assert output.startswith(b"\x1b[?1049h\x1b[?25l")
     assert output.endswith(b"\x1b[?25h\x1b[?1049l")

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.support.patience import HANG_S
 from worker.api import Member
 from worker.cache.layout import KVLayout, KVRegion
 from worker.errors import Incompatible
@@ -57,7 +58,7 @@ def dialled(
     )
     peers.update([member])
     peers.tend(1.0, lambda _: False)
-    return events.get(timeout=10)
+    return events.get(timeout=HANG_S)
 
 
 def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:

@@ -28,6 +28,7 @@ from cluster.doctor.machine import examine
 from cluster.doctor.running import Examination, Examined, Patient
 from cluster.nvml import Driver
 from tests.support.commands import run
+from tests.support.patience import HANG_S
 from worker.api import PullPath
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def doctor(*arguments: str, **more: Any) -> tuple[int, list[Row]]:
     if more:  # a process that finds other libraries, or may less, from its beginning on
         done = subprocess.run(
             [sys.executable, "-m", "cluster", *command], cwd=REPOSITORY,
-            capture_output=True, text=True, timeout=120, check=False, **more,
+            capture_output=True, text=True, timeout=HANG_S, check=False, **more,
         )  # fmt: skip
     else:
         done = run(command)

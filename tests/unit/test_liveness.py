@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from tests.support.engines import worker_config
+from tests.support.patience import HANG_S
 from worker.api import (
     Abort,
     Generate,
@@ -36,7 +37,6 @@ from worker.prefill import PrefillLoop
 from worker.wire import Wire
 
 STALL_S = 1.5
-HANG_S = 60.0
 PING = PingConfig(interval_s=0.1, max_misses=10, stall_s=STALL_S)
 LONG = PingConfig(
     interval_s=0.1, max_misses=60, stall_s=6.0

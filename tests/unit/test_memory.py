@@ -10,6 +10,7 @@ from multiprocessing.synchronize import Event
 import pytest
 import torch
 
+from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
@@ -23,8 +24,6 @@ from worker.engine.memory import (
     with_penalty_rows,
 )
 from worker.errors import UserError
-
-WAIT_S = 60.0
 
 
 def share(
@@ -56,7 +55,7 @@ def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
 
 def test_memory_that_comes_back_is_waited_for() -> None:
     left = iter([10, 10, 99, 100])
-    assert wait_for_free(100, lambda: next(left), WAIT_S)
+    assert wait_for_free(100, lambda: next(left), HANG_S)
     assert next(left, None) is None
 
 
@@ -121,7 +120,7 @@ def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
     began.set()
     with process_lock(name, "a test"):
         inside.set()
-        leave.wait(WAIT_S)
+        leave.wait(HANG_S)
 
 
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
@@ -129,19 +128,19 @@ def test_one_process_at_a_time_is_inside(end: str) -> None:
     name = f"kvlane-test-{secrets.token_hex(8)}"
     began, inside, leave = ([FORKED.Event() for _ in range(2)] for _ in range(3))
     first = fork(hold, name, began[0], inside[0], leave[0])
-    assert inside[0].wait(WAIT_S)
+    assert inside[0].wait(HANG_S)
     second = fork(hold, name, began[1], inside[1], leave[1])
-    assert began[1].wait(WAIT_S)
+    assert began[1].wait(HANG_S)
     assert not inside[1].wait(1.0)
     if end == "leaves":
         leave[0].set()
     else:
         assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
-    assert inside[1].wait(WAIT_S)
+    assert inside[1].wait(HANG_S)
     leave[1].set()
     for process in (first, second):
-        process.join(WAIT_S)
+        process.join(HANG_S)
     assert second.exitcode == 0
 
 

@@ -15,6 +15,7 @@ import worker.tracing.setup
 import worker.tracing.spans
 from tests.support.collector import collecting
 from tests.support.made_spans import Made
+from tests.support.patience import HANG_S
 from worker.api import Error, Sampling
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary, UserError
@@ -25,7 +26,6 @@ from worker.tracing.setup import check_tracing, tracer_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
-HANG_S = 60.0
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         assert tracer is not None
         trace = tracer.of_headers({}, 0.0)
         trace.add("stage", 0.0, 1.0, {})
-        assert asked.wait(30)
+        assert asked.wait(HANG_S)
         trace.add("stage", 1.0, 2.0, {})
         tracer.close()
         heard[0].close()
