@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
@@ -67,6 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     pairwise.whole = config.option.whole
+    # Else an example that takes longer than 200 ms fails.
+    hypothesis.settings.register_profile("kvlane", deadline=None)
+    hypothesis.settings.load_profile("kvlane")
     if getattr(config.option, "numprocesses", None):
         part_processes(config)
 

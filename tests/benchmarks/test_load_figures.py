@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import plot, report, result
@@ -101,7 +101,6 @@ def test_spread_agrees_with_the_standard_library(values: list[float]) -> None:
 
 
 @given(st.lists(st.tuples(times, times), max_size=30))
-@settings(deadline=None)
 def test_concurrency_is_the_number_of_requests_open_at_each_time(
     spans: list[tuple[float, float]],
 ) -> None:

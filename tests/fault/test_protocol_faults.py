@@ -16,6 +16,7 @@ import pytest
 
 import worker.loop
 from tests.support.engines import Running, running
+from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import (
@@ -42,8 +43,8 @@ GREEDY = Sampling(max_tokens=16, temperature=0.0)  # the prefill worker draws it
 LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 WINDOW_S = 2.0  # of prefill's leases
-LIMIT_S = 20.0  # for a request that meets a fault: detection, another attempt, a loaded machine
-IDLE_S = WINDOW_S + 6.0
+NUM_TRIES = 5
+LIMIT_S = HANG_S  # for a request that meets a fault: detection, another attempt
 
 
 class Faults:
@@ -264,7 +265,7 @@ def check(cluster: Running, sent: list[str], texts: list[list[int]], before: flo
     answers = [client.answers[each] for each in sent]
     assert [answer.error for answer in answers] == [None] * len(sent)
     assert [answer.tokens for answer in answers] == texts
-    cluster.wait_idle(IDLE_S)
+    cluster.wait_idle()
     assert num_ended(cluster) - before == len(sent)
     for each in cluster.workers.values():
         each.engine.book.check([])
@@ -306,12 +307,15 @@ def test_bytes_read_after_the_window_are_never_used(
 
 
 def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
-    before = num_ended(cluster)
+    """Unless the machine stands still for longer than a lease, so it has several tries."""
     Delays.pull_s = 2 * WINDOW_S
-    retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
-    num_revoked = retries("revoked")._value.get()
-    check(cluster, ask(cluster), texts, before)
-    assert retries("revoked")._value.get() == num_revoked
+    revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")._value
+    for _ in range(NUM_TRIES):
+        before, num_revoked = num_ended(cluster), revoked.get()
+        check(cluster, ask(cluster), texts, before)
+        if revoked.get() == num_revoked:
+            return
+    pytest.fail(f"leases were revoked in each of {NUM_TRIES} tries")
 
 
 @pytest.mark.parametrize("when_s", [0.0, 0.02, 0.3])
@@ -349,7 +353,7 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
     assert {client.answers[each].error.code for each in sent} == {"worker_lost"}
     address = next(each.address for each in cluster.members if each.peer == decode_peer)
     client._wire.connect(decode_peer, address)
-    cluster.wait_idle(IDLE_S)
+    cluster.wait_idle()
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
 
@@ -367,7 +371,7 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
         cluster.client.abort(each)
     time.sleep(0.1)
     assert decode.counters()["private_pages"] > 0
-    cluster.wait_idle(IDLE_S)
+    cluster.wait_idle()
     Delays.pull_s = 0.0
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
@@ -420,7 +424,7 @@ def test_requests_that_end_between_token_and_kv(
             client._wire.send(client.decodes[0], Stop(each, 1, len(prompt)))
     time.sleep(0.1)
     assert cluster.workers["decode-0"].counters()["private_pages"] > 0, "pulls still write there"
-    cluster.wait_idle(IDLE_S)
+    cluster.wait_idle()
     assert num_ended(cluster, reasons) - before == NUM
     assert {client.answers[each].num_finals for each in sent} == {0}
     Delays.pull_s = 0.0

@@ -125,7 +125,7 @@ HEADS = ('{"name": "add", "arguments": {', '{"name": "look", "parameters": {}}')
 PIECES = st.sampled_from([*TAGS, *HEADS, *'{}"\\ \n;x'])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(PIECES, max_size=14).map("".join), st.integers(0, 1000))
 @pytest.mark.parametrize("make", [Hermes, llama3, thinking, opened], ids=lambda make: make.__name__)
 def test_no_cut_changes_anything(make: Callable[[], Parser], text: str, seed: int) -> None:

@@ -46,7 +46,7 @@ def through(output: OutputText, parts: list[list[int]]) -> tuple[str, int]:
     return found + output.finish(), num_tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60), st.integers(0, 1000))
 def test_pieces_of_any_text_add_up_to_the_whole(text: Text, sample: str, seed: int) -> None:
     assume("<|" not in sample)  # no special token: Hypothesis tries strings of our sources, too
@@ -55,7 +55,7 @@ def test_pieces_of_any_text_add_up_to_the_whole(text: Text, sample: str, seed: i
     assert text.decode(tokens) == sample
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 520), max_size=60), st.integers(0, 1000), st.booleans())
 def test_pieces_of_any_tokens_add_up_to_the_whole(
     text: Text, tokens: list[int], seed: int, skip: bool
@@ -83,7 +83,7 @@ def earliest(whole: str, stops: list[str]) -> str | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text(alphabet="ab😀", max_size=30),
     st.lists(st.text(alphabet="ab😀", min_size=1, max_size=4), min_size=1, max_size=3),
