@@ -204,6 +204,25 @@ def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
         assert again.num_cached_tokens == num_known * 16
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_second_turn_finds_what_was_computed_and_no_more(mode: str, alone: Running) -> None:
+    """The last token of an answer has been drawn, and no step has computed its KV. Answers of
+    every length modulo the page, so that this token is the last one of a page, too."""
+    page_size = 4
+    first = problem_ids(1)[0]
+    with running(sections(mode, page_size)) as cluster:
+        for num in range(1, page_size + 1):
+            prompt = [*first, num]  # nothing but `first` is shared with other rounds
+            known = Sampling(max_tokens=page_size + num, temperature=0.0, ignore_eos=True)
+            (answer,) = cluster.client.generate([prompt], known)
+            said = [*prompt, *answer.tokens]
+            turn = [*said, *prompt[:3]]
+            (after,) = cluster.client.generate([turn], GREEDY)
+            assert after.num_cached_tokens == (len(said) - 1) // page_size * page_size
+            assert ids([after]) == ids(alone.client.generate([turn], GREEDY))
+        cluster.wait_idle()
+
+
 def test_finish_reasons_and_limits(alone: Running) -> None:
     prompt = problem_ids(1)[0]
     full = alone.client.generate([prompt], Sampling(max_tokens=300, temperature=0.0))[0]
