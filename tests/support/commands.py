@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.support.patience import HANG_S
+
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
     "cluster.cli", "cluster.check", "cluster.chat", "cluster.doctor.command",
@@ -40,7 +42,7 @@ def run(
     cwd: Path = REPOSITORY,
     input: str = "",
     stdout: int | IO[str] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = HANG_S,
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` of this Python: `program` is its `-c`; `stdout`: where it is not kept."""
     job = {
