@@ -54,6 +54,9 @@ FLAGS = {
     "port": "cluster.port",
     "api_key_file": "router.api_key_file",
     "log_format": "cluster.log_format",
+    "spec": "spec.drafter",
+    "spec_path": "spec.path",
+    "spec_simulate_accept_len": "spec.simulate_accept_len",
 }
 
 
@@ -184,6 +187,14 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port of the routers; 0: any free one")
     parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
     parser.add_argument("--log-format", metavar="FORM", help="text, or json: an object a line")
+    parser.add_argument("--spec", metavar="DRAFTER", help="what proposes tokens: none, chain")
+    parser.add_argument("--spec-path", metavar="PATH", help="directory of the drafter")
+    parser.add_argument(
+        "--spec-simulate-accept-len",
+        type=float,
+        metavar="X",
+        help="to measure speculation on random weights: X tokens of a step count; answers are junk",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="one leaf of the configuration"

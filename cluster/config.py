@@ -35,6 +35,7 @@ from worker.config import (
     ModelConfig,
     PingConfig,
     Section,
+    SpecConfig,
     TracingConfig,
     TransportConfig,
     WorkerConfig,
@@ -136,6 +137,7 @@ class Config(Section):
 
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
+    spec: SpecConfig = SpecConfig()
     transport: TransportConfig = TransportConfig()
     lease: LeaseConfig = LeaseConfig()
     ping: PingConfig = PingConfig()
@@ -164,6 +166,7 @@ class Config(Section):
             model=self.model,
             kv=self.kv,
             engine=self.role(role).engine,
+            spec=self.spec,
             transport=self.transport,
             lease=self.lease,
             ping=self.ping,
@@ -177,10 +180,14 @@ class Config(Section):
         if model.path != "tiny":
             path = str(directory / model.directory)
             model = model.model_copy(update={"path": path})
+        spec = self.spec
+        if spec.path:
+            path = str(directory / Path(spec.path).expanduser())
+            spec = spec.model_copy(update={"path": path})
         if router.api_key_file:
             path = str(directory / Path(router.api_key_file).expanduser())
             router = router.model_copy(update={"api_key_file": path})
-        return self.model_copy(update={"model": model, "router": router})
+        return self.model_copy(update={"model": model, "spec": spec, "router": router})
 
     def shown(self) -> dict[str, Any]:
         """The tree in plain types, for the `config` command, GET /config and Helm."""

@@ -12,7 +12,7 @@ from router.exchange import Exchange
 from router.mailbox import Delta
 from router.metrics import by_stage
 from router.prepared import Prepared, Said
-from router.reply import Choice, Completion, StageTimes, Usage, to_json
+from router.reply import Choice, Completion, StageTimes, TracedStep, Usage, to_json
 from router.waiting import counted
 
 # Stand in an event's form for what differs: id, created, model, index, text; in this order.
@@ -67,7 +67,8 @@ class Body:
     def _said(self, delta: Delta, said: Said) -> bytes:
         """An event of which only the text differs from others of its choice: the rest is kept."""
         prepared, index = self._prepared, delta.index
-        if prepared.continuous_usage or (said.reason and prepared.return_stages):
+        tells_more = said.reason and (prepared.return_stages or delta.windows is not None)
+        if prepared.continuous_usage or tells_more:
             return self._chunk(prepared.writer.saying(index, said), delta)
         frame = self._frames.get((index, said.field, said.reason))
         if frame is None:
@@ -127,7 +128,10 @@ class Body:
         return completion
 
     def _account(self, choice: Choice, delta: Delta) -> None:
-        """Add the time of each stage, if that was asked for and is known."""
+        """Add the accept trace and the time of each stage, if asked for and known."""
+        if delta.windows is not None:
+            steps = map(msgspec.structs.asdict, delta.windows)
+            choice.kvlane_trace = [TracedStep(**step) for step in steps]
         if not self._prepared.return_stages or delta.spent is None:
             return
         spent = delta.spent
@@ -143,8 +147,8 @@ class Body:
 
 
 def num_scored(deltas: Sequence[Delta]) -> int:
-    """Tokens with logprobs in `deltas`."""
-    return sum([len(delta.scored) for delta in deltas])
+    """Tokens with logprobs, and steps of accept traces, in `deltas`."""
+    return sum([len(delta.scored) + len(delta.windows or ()) for delta in deltas])
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
@@ -159,4 +163,4 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     scored = tuple(each for delta in deltas for each in delta.scored)
     last = deltas[-1]
-    return Delta(last.index, text, last.finish_reason, None, scored, last.spent)
+    return Delta(last.index, text, last.finish_reason, None, scored, last.spent, last.windows)

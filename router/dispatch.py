@@ -82,7 +82,7 @@ class Dispatcher:
         self.reqs: Mapping[str, Req] = self._reqs  # to be counted by others
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
-        # When each stream that got tokens now had got some before. Streams of one worker get theirs
+        # When each stream that got a token now had got one before. Streams of one worker get theirs
         # at the same time, so most of these are equal.
         self._lasts: list[float] = []
         self._closed = False
@@ -210,6 +210,8 @@ class Dispatcher:
         tokens, logprobs = chunk.tokens, chunk.logprobs
         if first > 0:
             tokens, logprobs = tokens[first:], logprobs[first:]
+        elif chunk.window is not None:
+            req.windows.append(chunk.window)
         try:
             if tokens and self._emit(req, tokens, logprobs, now):
                 return
@@ -227,20 +229,21 @@ class Dispatcher:
         self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], now: float
     ) -> bool:
         """Pass tokens on; True when a stop string has ended the request."""
-        if req.tokens:
-            if req.trace_id:
-                self._metrics.itl.observe(now - req.last_token_at, req.trace_id)
-            else:
-                self._lasts.append(req.last_token_at)
-        else:
+        before, is_first = req.last_token_at, not req.tokens
+        req.last_token_at = now
+        if is_first:
             req.first_token_at = now
             where = _prefilled(req, self._members.get(req.decoded_by))
             self._metrics.first_token(where, now - req.arrived_at, req.trace_id)
             self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
-        req.last_token_at = now
         with DETOKENIZER:
             piece = req.output.feed(tokens)
-        tokens = tokens[: piece.num_tokens]
+        num = piece.num_tokens
+        tokens = tokens[:num]
+        if not is_first and (num > 1 or req.trace_id):  # tokens of one step share its time
+            self._metrics.itl.observe((now - before) / num, req.trace_id, num)
+        elif not is_first:
+            self._lasts.append(before)
         req.tokens.extend(tokens)
         scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
         if piece.stopped:
@@ -323,8 +326,8 @@ class Dispatcher:
         for timer in req.timers:
             timer.cancel()
         self._queue.leave(req, served=True)
-        spent = req.spent
-        req.mailbox.put(Delta(req.index, text, reason, error, scored, spent))
+        spent, windows = req.spent, req.windows if req.sampling.return_trace else None
+        req.mailbox.put(Delta(req.index, text, reason, error, scored, spent, windows))
         metrics, now = self._metrics, time.monotonic()
         if req.trace is not None:
             cut_off = req.outcome if reason in FAILED else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from router.errors import ApiError
-from worker.api import FinishReason, PeerId, Stages, TokenLogprob
+from worker.api import FinishReason, PeerId, Stages, TokenLogprob, Window
 
 Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens with their logprobs
 
@@ -38,6 +38,7 @@ class Delta(msgspec.Struct, gc=False):
     error: ApiError | None = None
     scored: Scored = ()  # tokens, if their logprobs are wanted
     spent: Spent | None = None  # with a finish reason
+    windows: Sequence[Window] | None = None  # the accept trace if asked for, with a finish reason
 
 
 class Mailbox:

@@ -111,7 +111,9 @@ class RouterMetrics:
             prefill=PREFILLS,
         )
         self.itl = self._histogram(
-            "inter_token_latency_seconds", "Between two chunks of tokens", ITL_BUCKETS
+            "inter_token_latency_seconds",
+            "Between two tokens; those of one step share the time since the step before",
+            ITL_BUCKETS,
         )
         self.e2e = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end", E2E_BUCKETS

@@ -43,6 +43,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    simulated_accept_len: float = 0.0  # above 0, answers are junk: acceptance is simulated
 
 
 class ModelList(BaseModel):

@@ -135,11 +135,30 @@ class StageTimes(BaseModel):
     decoded_by: str
 
 
+class TracedStep(BaseModel):
+    """What one decode step did for a choice: a line of its accept trace.
+
+    It stored the KV of tokens `position` to `position + width - 1` of prompt and output: the last
+    token drawn before it, and the `drafts` behind that. -1 is a draft that there was not. It drew
+    `num_accepted` + 1 tokens; those behind a stop string are not part of the answer.
+    """
+
+    position: int
+    width: int
+    drafts: Sequence[int]
+    num_accepted: int
+
+
 class Choice(BaseModel):
-    """What every choice has; `stages` comes with the finish reason if return_stages was set."""
+    """What every choice has.
+
+    `stages` comes with the finish reason if return_stages was set, `kvlane_trace` if return_trace
+    was.
+    """
 
     index: int
     stages: StageTimes | None = None
+    kvlane_trace: Sequence[TracedStep] = ()
 
 
 class ChatChoice(Choice):

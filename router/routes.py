@@ -151,6 +151,7 @@ class Routes:
         return bytes(body.removeprefix(BOM_UTF8))
 
     def _model(self) -> dict[str, Any]:
+        simulated = self._front.simulated_accept_len
         return {
             "id": self._front.model,
             "object": "model",
@@ -158,6 +159,7 @@ class Routes:
             "owned_by": "kvlane",
             "max_model_len": self._front.max_model_len,
             "default_sampling_params": self._front.defaults.model_dump(),
+            **({"simulated_accept_len": simulated} if simulated else {}),
         }
 
 

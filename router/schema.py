@@ -143,6 +143,9 @@ class GenerationBody(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     return_stages: bool = False  # ours: where the time of each choice went
+    return_trace: bool = Field(
+        False, description="kvlane's own: each choice has its accept trace, `kvlane_trace`"
+    )
     add_special_tokens: bool | None = None
 
     @property
@@ -201,6 +204,7 @@ class GenerationBody(RequestModel):
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
             grammar=grammar,
+            return_trace=self.return_trace,
         )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from worker.tracing.spans import Tracer
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
+SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_len): answers are junk"
 
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 PAGE = """<!doctype html>
@@ -75,6 +76,11 @@ class Front:
     def max_model_len(self) -> int:
         """Prompt + output tokens that every live decode worker can serve."""
         return min([self.model_max_len, *self.members.max_model_lens()])
+
+    @property
+    def simulated_accept_len(self) -> float:
+        """The most of any decode worker; above 0, answers are junk (`Member`)."""
+        return max((k.member.simulated_accept_len for k in self.members.all()), default=0.0)
 
 
 class StatusRoutes:
@@ -153,17 +159,21 @@ class StatusRoutes:
                 "node": known.member.node,
                 "transport": known.member.transport,
                 "layout_hash": known.member.layout_hash,
+                "digest": known.member.digest,
                 "live": known.live,
                 "num_requests": known.num_requests,
             }
             for known in self._by_name()
         ]
+        notes = [RDMA_NOTE]
+        if self._front.simulated_accept_len:
+            notes.append(SIMULATED_NOTE)
         body = {
             "config": dict(self._front.shown),
             "default_sampling_params": self._front.defaults.model_dump(),
             "members": members,
             "version": version(),
-            "notes": [RDMA_NOTE],
+            "notes": notes,
         }
         return JSONResponse(body)
 

@@ -39,11 +39,11 @@ class Tally:
         # Of each bucket the last traced value: its trace id, itself, when it was.
         self._exemplars: list[tuple[str, float, float] | None] = [None] * len(self._counts)
 
-    def observe(self, value: float, trace_id: str = "") -> None:
-        """Count one value; trace_id: of the trace in which it was measured."""
+    def observe(self, value: float, trace_id: str = "", number: int = 1) -> None:
+        """Count one value `number` times; trace_id: of the trace in which it was measured."""
         bucket = bisect_left(self._bounds, value)
-        self._counts[bucket] += 1
-        self._sum += value
+        self._counts[bucket] += number
+        self._sum += value * number
         if trace_id:
             self._exemplars[bucket] = trace_id, value, time.time()
 

@@ -195,7 +195,7 @@ class VllmMetrics(Collector):
         shared = self._shared
         for name, text, tallies in (
             ("time_to_first_token_seconds", "From arrival to the first token", shared.ttft),
-            ("inter_token_latency_seconds", "Between two chunks of tokens", shared.itl),
+            ("inter_token_latency_seconds", "Between two tokens", shared.itl),
             ("time_per_output_token_seconds", "The former name of inter_token_latency_seconds",
              shared.itl),
             ("request_time_per_output_token_seconds", "Mean time per output token of one choice",

@@ -20,7 +20,7 @@ from router.mailbox import Mailbox, Spent
 from router.members import Known, Members
 from router.output import OutputText
 from router.policy.base import Asked, Choice, Policy
-from worker.api import Abort, Generate, PeerId, Sampling, Stages
+from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Req:
     last_token_at: float = 0.0
     stages: Stages | None = None  # measured by the workers, until the first token
     decoded_by: PeerId = ""
+    windows: list[Window] = field(default_factory=list[Window])  # its trace, if it is asked for
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     trace: Trace | None = None  # its stages here; None = not traced
     trace_id: str = ""  # for exemplars

@@ -19,12 +19,15 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from tests.e2e.harness import APART, part_processes
-from tests.e2e.shared import clusters, serve
+from tests.e2e.shared import LENT, clusters, serve
 from tests.support import pairwise
 from tests.support.patience import HANG_S
 
 __all__ = ["clusters", "serve"]
 
+# Hundreds of processes import the same modules: else each compiles them anew, asserts as well.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # No test speaks TLS; but every client of httpx would load all certificates of the machine, 40 ms.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
@@ -37,15 +40,15 @@ NICE = 5  # of processes that run other tests: clusters wait more than they comp
 # First those that look for what a Ray of their own has left, then those that share one.
 OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
-    *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_fuzz", "test_openapi",
-    "test_browser", "test_disconnects", "test_kill_under_load", "test_repeated_kills",
+    *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_kill_under_load",
+    "test_fuzz", "test_openapi", "test_browser", "test_disconnects",
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (
-    OWN_RAY, CLUSTER, "test_interpreted", "test_engine_laws", "test_api_laws", "test_random_delays",
-    "test_first_token", "test_piecewise", "test_compiled", "test_transfer_benchmark",
-    "test_attention_backends", "test_transport", "test_protocol_faults", "test_attention",
-    "test_structured", "test_models",
+    OWN_RAY, CLUSTER, "test_interpreted", "test_windows", "test_api_laws", "test_full_decode",
+    "test_compiled", "test_random_delays", "test_transport", "test_engine_laws", "test_first_token",
+    "test_protocol_faults", "test_attention_backends", "test_sampler", "test_piecewise",
+    "test_contained", "test_load_harness", "test_router_benchmark", "test_models",
 )  # fmt: skip
 SPLIT = (
     "test_interpreted",
@@ -134,9 +137,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Clusters end with the last test of them: else Ray would idle beside all other tests."""
-    if nextitem is None or "clusters" not in getattr(nextitem, "fixturenames", ()):
-        lent = getattr(item, "funcargs", {}).get("clusters")
+    """Clusters end with the last module of them: else Ray would idle beside all other tests."""
+    if nextitem is None or group_of(nextitem.path) not in (CLUSTER, OWN_RAY):
+        lent = item.config.stash.get(LENT, None)
         if lent is not None:
             lent.end_all()
 

@@ -62,11 +62,14 @@ class Member(Message, frozen=True):
     metrics_address: str = ""  # host:port where it serves /metrics
     model: str = ""
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
-    layout_hash: str = ""  # KVLayout.hash; peers with different hashes never transfer
+    layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
     endpoint: bytes = b""  # msgpack of worker.transfer.base.Endpoint, opaque to everyone else
     node: str = ""
     pid: int = 0
+    digest: str = ""  # of configuration and weights, for people: layout_hash covers it
+    # Above 0 its answers are junk: so many tokens of a step count, whatever the model draws.
+    simulated_accept_len: float = 0.0
 
     @property
     def peer(self) -> PeerId:
@@ -142,6 +145,7 @@ class Sampling(Message, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # likeliest alternatives beside each token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
+    return_trace: bool = False  # chunks of decode steps come with their windows
 
     @property
     def changes_logits(self) -> bool:
@@ -237,6 +241,15 @@ class Stages(Message, frozen=True):
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
 
 
+class Window(Message, frozen=True):
+    """What one decode step did for one request: a line of its accept trace."""
+
+    position: int  # of its first token, whose KV the step stores: so many tokens had theirs before
+    width: int  # tokens that it computed
+    drafts: tuple[int, ...]  # the width - 1 ids that it verified; -1: there was none
+    num_accepted: int  # of these; the step yielded one token more
+
+
 class TokenChunk(Message, frozen=True):
     """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
 
@@ -252,6 +265,7 @@ class TokenChunk(Message, frozen=True):
     num_cached_tokens: int = 0  # prompt tokens found in a prefix tree, decode's or prefill's
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if they were asked for
     stages: Stages | None = None  # with the first token drawn for this dispatch
+    window: Window | None = None  # if it was asked for, of the decode step that drew the tokens
 
 
 class Chunks(Message, frozen=True):

@@ -25,6 +25,7 @@ from worker.api import (
     Refused,
     RenewAck,
     Stop,
+    Window,
     WorkerStats,
 )
 from worker.engine.engine import Engine
@@ -33,6 +34,7 @@ from worker.engine.runner import Step
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.metrics import WorkerMetrics
+from worker.plan import Drawn, Plan
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
@@ -41,12 +43,14 @@ from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
 from worker.requests.traces import DecodeTraces
 from worker.sampling.grammar import Grammars
-from worker.schedule.decode import DecodeScheduler, has_work
+from worker.schedule.decode import DecodeScheduler, has_work, num_queued_tokens
 from worker.schedule.req import Phase, Req, finish_reason
+from worker.schedule.width import WidthPolicy
 
 log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
+SIMULATED = "spec.simulate_accept_len is %g: acceptance is SIMULATED, answers are junk"
 ABORTED = Error(FinishReason.ABORT.value, "the router wants no more of it")
 
 
@@ -65,10 +69,12 @@ class DecodeLoop:
             self._eos_ids,
             partial(_preempted, metrics, self._traces),
             partial(_gets_row, metrics, self._traces),
+            _widths(engine),
         )
         self._peers = PrefillPeers(
             engine.transport,
             engine.layout,
+            engine.identity,
             engine.pool.num_pages,
             config.transport.connect_timeout_s,
             thread.post,
@@ -98,7 +104,7 @@ class DecodeLoop:
             lambda: engine.launch(scheduler.plan(time.monotonic())),
             self._settle,
             lambda step: self._grammars.masks(
-                [req.matcher for req in scheduler.reqs_of(step.plan.step)[0]]
+                [req.matcher for req in scheduler.reqs_of(step.plan.step)[0]], step.drafts()
             ),
         )
         self._sweep_at = 0.0
@@ -218,7 +224,7 @@ class DecodeLoop:
     def _pass_on(self, req: Req) -> None:
         """Reply with the token that a prefill worker has drawn, before its KV has landed."""
         reason = finish_reason(req, self._eos_ids)
-        self._replies.token(req, time.monotonic(), reason)
+        self._replies.tokens(req, time.monotonic(), reason)
         if reason is not None:
             self._leave(req, reason)
 
@@ -276,8 +282,16 @@ class DecodeLoop:
             reqs = self._scheduler.reqs_of(step.plan.step)
             self._traces.settled(step.plan, *reqs, now - self._engine.meter.took_s, now)
         settled = self._scheduler.settle(step.plan.step, drawn)
-        self._engine.metrics.generated_tokens.inc(len(settled))
-        for req, each, reason in settled:
+        nums = [num for _, _, num, _ in settled]
+        self._engine.metrics.generated_tokens.inc(sum(nums))
+        if step.plan.decode:
+            widths, width = self._scheduler.widths, step.plan.width
+            widths.took(len(step.plan.decode), width, self._engine.meter.took_s)
+            widths.observe(width, drawn)
+            if widths.max_width > 1:
+                drafts = [each.drafts for _, each, _, _ in settled]
+                self._engine.metrics.windows(width, nums, drafts)
+        for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
                 reason, error = FinishReason.ERROR, _told(found)
@@ -285,7 +299,8 @@ class DecodeLoop:
                     found.log(req.req_id)
                 if req.trace is not None:
                     self._traces.end(req, error)
-            self._replies.token(req, now, reason, error, each.logprob)
+            window = _window(step.plan, req, each, num) if req.sampling.return_trace else None
+            self._replies.tokens(req, now, reason, error, each.logprobs, num, window)
             if reason is not None:
                 self._end(req, reason)
 
@@ -306,6 +321,23 @@ class DecodeLoop:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
             self._leave(req, FinishReason.ABORT, error)
+
+
+def _widths(engine: Engine) -> WidthPolicy:
+    """What chooses the widths of steps; tells if acceptance is simulated."""
+    simulated_len = engine.simulated_accept_len
+    if simulated_len:
+        engine.metrics.spec_simulated.set(1)
+        log.warning(SIMULATED, simulated_len)
+    chosen = engine.config.spec.chosen
+    return WidthPolicy(chosen, engine.step_s)
+
+
+def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
+    """The line of the trace of `req` for a step that has just added `num` tokens to it."""
+    if not plan.decode:
+        return None
+    return Window(len(req.tokens) - num - 1, plan.width, drawn.drafts, num - 1)
 
 
 def _told(error: KvlaneError) -> Error:
@@ -340,7 +372,7 @@ def _stats(
         num_free_pages=engine.book.num_available,
         num_pages=engine.book.num_pages,
         page_size=engine.book.page_size,
-        num_queued_tokens=scheduler.num_queued_tokens,
+        num_queued_tokens=num_queued_tokens(scheduler),
         prefill_s_per_token=engine.meter.prefill_s_per_token,
         draining=draining,
         num_steps=engine.meter.num_steps,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ STEP_BUCKETS = (
     0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5,
     1.0, 2.0, 5.0,
 )  # fmt: skip
+WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
+NUM_FIRST = 1000  # windows by which a start is judged
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 # What a decode worker counts from 0 on, so that the first of each shows in a rate.
 PLACES = ("none", "local", "remote", "alone", "fallback")
@@ -80,6 +83,7 @@ class WorkerMetrics:
         )
         self.preemptions = counter("preemptions", "Rows that gave their pages up")
         self.requests = counter("requests", "Requests that ended", "outcome")
+        self._add_spec()
         self._add_transfers()
         self._add_gauges()
         if role == "decode":
@@ -89,6 +93,69 @@ class WorkerMetrics:
                 self.requests(outcome)
             for cause in RETRY_CAUSES:
                 self.fetch_retries(cause)
+
+    def _add_spec(self) -> None:
+        counter = self._counter
+        self.spec_steps = counter(
+            "spec_steps", "Verify windows: one for each row of each decode step wider than 1"
+        )
+        self.spec_accepted = counter(
+            "spec_accepted_tokens", "Drafts that windows accepted; each yields one token more"
+        )
+        self.spec_accepted_at = counter(
+            "spec_accepted_at_position",
+            "Drafts that windows accepted, by their place in the window; the first is 1",
+            "position",
+        )
+        self.spec_drafted_at = counter(
+            "spec_drafted_at_position",
+            "Drafts that windows verified, by their place in the window; the first is 1",
+            "position",
+        )
+        self.spec_undrafted = counter(
+            "spec_undrafted_steps",
+            "Windows without any draft: a request's first step, or one behind a step of width 1",
+        )
+        self.spec_first_acceptance = self._gauge(
+            "spec_first_acceptance",
+            f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then",
+        )
+        self._first_windows = [0, 0]  # drafted, accepted at place 1
+        self.spec_width = self._histogram(
+            "spec_width", "Width of each decode step of a worker that verifies", WIDTH_BUCKETS
+        )
+        self.spec_simulated = self._gauge(
+            "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
+        )
+
+    def windows(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Count a decode step.
+
+        Args:
+            width: of its windows.
+            nums: tokens of each request that had not ended meanwhile.
+            drafts: what their windows verified; -1 from where there is none.
+        """
+        if not nums:
+            return
+        self.spec_width.observe(width)
+        if width == 1:
+            return
+        self.spec_steps.inc(len(nums))
+        self.spec_accepted.inc(sum(nums) - len(nums))
+        yielded = Counts(nums).items()
+        drafted = Counts(each.index(-1) if -1 in each else width - 1 for each in drafts)
+        self.spec_undrafted.inc(drafted[0])
+        for place in range(1, width):
+            accepted = sum(rows for num, rows in yielded if num > place)
+            verified = sum(rows for num, rows in drafted.items() if num >= place)
+            self.spec_accepted_at(str(place)).inc(accepted)
+            self.spec_drafted_at(str(place)).inc(verified)
+        if self._first_windows[0] < NUM_FIRST:
+            self._first_windows[0] += len(nums) - drafted[0]
+            self._first_windows[1] += sum(num > 1 for num in nums)
+            if self._first_windows[0] >= NUM_FIRST:
+                self.spec_first_acceptance.set(self._first_windows[1] / self._first_windows[0])
 
     def _add_transfers(self) -> None:
         counter, histogram = self._counter, self._histogram
@@ -182,7 +249,7 @@ class WorkerMetrics:
             Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
         )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Any:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Any:
         family = Histogram(
             f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
         )

@@ -24,6 +24,15 @@ TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")
 # gain nothing: there a layer takes the time of reading its weights.
 LONG_STEP_TOKENS = 1024
 
+# Rows of a step times its width, at most, for widths above 1: their logits alone are 0.3 GB for a
+# vocabulary of 152k. So many tokens take a GPU long enough that plain decode is as fast.
+MAX_WINDOW_TOKENS = 1024
+
+
+def max_rows(width: int, most: int) -> int:
+    """Most rows of a step of so wide windows, where a step has `most` at all."""
+    return most if width == 1 else min(most, MAX_WINDOW_TOKENS // width)
+
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request takes a row in this step.
@@ -66,7 +75,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: either chunks of prompts or one token for each of `decode`, never both.
+    """One step: either chunks of prompts or a window for each of `decode`, never both.
+
+    A window is `width` tokens of a row: the last drawn one and the drafts behind it, which the step
+    verifies. A width of 1 is plain decode.
 
     A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
     starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
@@ -84,6 +96,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     penalized: bool = False  # some sampled row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
     masked: bool = False  # the tail waits for grammar masks: `ModelRunner.launch_tail`
+    width: int = 1  # tokens that each row of `decode` computes, and draws at most
     num_keys: int = 0  # sum of all rows' bounds, for logs
 
     @property
@@ -108,7 +121,9 @@ def tail_index(sampling: Sampling) -> int:
 class Drawn(msgspec.Struct, frozen=True, gc=False):
     """One entry of a step's result, in the order of Plan.sampled_rows."""
 
-    token: int
-    valid: bool  # the row was active when the step began; the scheduler asserts it
-    finished: bool  # the row went inactive with this token
-    logprob: TokenLogprob | None = None
+    # At least one, and Plan.width at most; none: the row was not active when the step began, which
+    # the scheduler asserts against.
+    tokens: tuple[int, ...]
+    finished: bool  # the row went inactive with the last of them
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if the plan asks for them
+    drafts: tuple[int, ...] = ()  # what the step verified: Plan.width - 1 ids; -1 = there was none

@@ -37,10 +37,11 @@ class PrefillLoop:
         config = engine.config
         self._pace = Pace(
             step_times(engine.checks),
-            engine.layout.regions[0].num_groups,
+            engine.layout.num_groups,
             engine.layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
             engine.spec.num_layers,
+            1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
         )
         self._scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace

@@ -244,7 +244,9 @@ def check_parse(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Add)
     told: Any = {"role": "tool", "tool_call_id": call.id, "content": "70"}
     messages = [*USER, called, told]
-    made = client.chat.completions.create(model="tiny", messages=messages, tools=[tool])
+    made = client.chat.completions.create(
+        model="tiny", messages=messages, tools=[tool], max_tokens=60
+    )
     assert made.choices[0].message.content or made.choices[0].message.tool_calls
     plain = client.chat.completions.create(
         **ASKED, max_tokens=60, seed=1, response_format={"type": "json_object"}

@@ -25,9 +25,11 @@ from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config import PLANNED_ON_HOST
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.kernels.jit import HAS_TRITON
 from worker.registry import resolve
 
@@ -37,6 +39,7 @@ CPU = torch.device("cpu")
 TABLE = {
     **ATTENTION,
     "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
+    "flashinfer_fa2": "tests.support.flashinfer_double:FlashInferDouble",
     "by_length": "tests.support.by_length_double:ByLengthDouble",
 }
 STATIC = ["triton"] if INTERPRETED else ["reference"]
@@ -70,7 +73,7 @@ def make_pool(
 ) -> KVPool:
     """A pool in which every slot but the sink page's is NaN."""
     region = KVRegion("target", NUM_LAYERS, num_kv_heads, head_dim, groups, page_size, dtype)
-    pool = KVPool(KVLayout((region,), "test"), pages, CPU)
+    pool = KVPool(KVLayout((region,)), pages, CPU)
     for layer_id in range(NUM_LAYERS):
         for cache in pool.layer(layer_id):
             cache[1:] = float("nan")
@@ -123,16 +126,25 @@ def make_batch(rows: list[Row], page_size: int, padded_rows: int, padded_reqs: i
 
 
 def dense_oracle(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    prefix: int,
+    scale: float,
+    mask: KeyMask = CAUSAL,
 ) -> torch.Tensor:
     """q: [width, heads, d]; keys, values: [length, kv_heads, d], all f64; one query at a time."""
     group = q.shape[1] // keys.shape[1]
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     for j in range(q.shape[0]):
+        position = prefix + j
+        first = max(mask.first_key, position - mask.window + 1 if mask.window else 0)
+        seen = slice(first, position + 1 if mask.causal else len(keys))
+        if seen.start >= seen.stop:
+            continue
         for head in range(q.shape[1]):
-            seen_k = keys[: prefix + j + 1, head // group]
-            weights = (seen_k @ q[j, head] * scale).softmax(0)
-            out[j, head] = weights @ values[: prefix + j + 1, head // group]
+            weights = (keys[seen, head // group] @ q[j, head] * scale).softmax(0)
+            out[j, head] = weights @ values[seen, head // group]
     return out
 
 
@@ -152,6 +164,7 @@ def check(
     padded_rows: int = 0,
     padded_reqs: int = 0,
     seed: int = 0,
+    mask: KeyMask = CAUSAL,
 ) -> None:
     """One batch through two layers: results, stored slots, and every slot of nobody's."""
     num_heads, num_kv_heads = heads
@@ -161,7 +174,7 @@ def check(
     scale = head_dim**-0.5
     generator = torch.Generator().manual_seed(seed)
     attention: Any = resolve("attention backend", backend, TABLE)(
-        pool, num_heads, num_kv_heads, head_dim, scale
+        pool, num_heads, num_kv_heads, head_dim, scale, mask
     )
     batch = make_batch(rows, page_size, padded_rows, padded_reqs)
     plan = attention.plan(batch)
@@ -174,7 +187,7 @@ def check(
         ]  # fmt: skip
         for row, pair in zip(rows, dense, strict=True):
             for cache, whole in zip(caches, pair, strict=True):
-                for p in range(row.prefix):
+                for p in range(mask.first_key, row.prefix):  # slots before it stay NaN
                     cache[row.pages[p // page_size], :, p % page_size] = whole[p]
         before = [bits(cache).clone() for layer in range(NUM_LAYERS) for cache in pool.layer(layer)]
         q = torch.randn(batch.num_tokens, num_heads, head_dim, generator=generator).to(torch_dtype)
@@ -194,7 +207,7 @@ def check(
         start = 0
         for row, (keys, values) in zip(rows, dense, strict=True):
             mine = q[start : start + row.width].double()
-            expected = dense_oracle(mine, keys.double(), values.double(), row.prefix, scale)
+            expected = dense_oracle(mine, keys.double(), values.double(), row.prefix, scale, mask)
             error = (out[start : start + row.width].double() - expected).abs().max()
             assert error < BOUNDS[dtype], (row, error)
             start += row.width
@@ -259,6 +272,32 @@ def test_a_decode_batch_of_equal_widths(backend, width):
 def test_long_rows_in_many_splits(backend, heads, head_dim, page_size):
     shapes = [(399, 1), (0, 2), (256, 3), (255, 1), (63, 1)]
     check(backend, shapes, heads=heads, head_dim=head_dim, page_size=page_size, padded_rows=20)
+
+
+MASKS = {"window": (None, 1, 5, 70), "first_key": (0, 1), "causal": (True, False)}
+FEW_MASKS = [(None, 0, True), (1, 1, True), (5, 1, False), (70, 0, False)]  # each value is there
+MANY_MASKS = pairwise.every(MASKS) if pairwise.whole or not INTERPRETED else FEW_MASKS
+
+
+@pytest.mark.parametrize("backend", STATIC)
+@pytest.mark.parametrize(("window", "first_key", "causal"), MANY_MASKS)
+def test_a_row_sees_the_keys_of_its_mask_and_no_others(backend, window, first_key, causal):
+    """Within tiles of many rows, over borders of pages, blocks and splits, and with none to see."""
+    mask = KeyMask(first_key, causal, window)
+    check(backend, MIXED, page_size=16, padded_rows=3, padded_reqs=2, mask=mask)
+    check(backend, [(399, 1), (0, 1), (130, 4), (1, 4)], heads=(8, 1), page_size=64, mask=mask)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+@pytest.mark.parametrize(
+    "mask", [KeyMask(1, False), KeyMask(0, True, 40), *pairwise.in_whole((KeyMask(1, True, 300),))]
+)
+def test_a_mask_of_a_long_chunk_is_kept_by_the_paged_kernel(mask, monkeypatch):
+    monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
+    launched = spied(monkeypatch)
+    shapes = [(130, 40), (0, 70)] if pairwise.whole else [(130, 10), (0, 45)]
+    check("triton", shapes, page_size=64, head_dim=64, dtype="bfloat16", mask=mask)
+    assert not launched
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
@@ -364,6 +403,128 @@ def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     pool.close()
 
 
+STEPS = [
+    ("prefill", [(0, 20), (0, 5), (0, 33)]),
+    ("prefill", [(20, 13), (5, 1), (33, 2)]),
+    ("decode", [(33, 1), (6, 1), (35, 1)]),
+    ("spec", [(34, 4), (7, 4), (36, 4)]),
+    ("decode", [(35, 1), (11, 1), (38, 1)]),  # 1, 4 and 2 of each window were accepted
+    ("spec", [(36, 2), (12, 2), (39, 2)]),
+]
+NAMES = ["reference", "by_length", "triton"]
+if pairwise.whole or not INTERPRETED:
+    NAMES += ["flashinfer", "flashinfer_fa2"]
+LEGAL = {"prefill": NAMES, "decode": NAMES, "spec": ["reference", "by_length", "triton"]}
+COMBINATIONS = [
+    case
+    for case in (pairwise.every if pairwise.whole else pairwise.pairwise)(LEGAL)
+    if ("triton" in case) is INTERPRETED
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "spec"), COMBINATIONS)
+def test_any_backends_share_the_pages_of_one_request(monkeypatch, prefill, decode, spec):
+    """Each step reads what other backends have stored; windows have lengths on the device alone."""
+    for name, path in TABLE.items():
+        monkeypatch.setitem(ATTENTION, name, path)
+    longest = [(0, max(prefix + width for _, step in STEPS for prefix, width in [step[i]]))
+               for i in range(3)]  # fmt: skip
+    owners, pages = make_rows(longest, 16, 3)
+    pool = make_pool(16, 2, 32, 1, "float32", pages)
+    names = {"prefill": prefill, "decode": decode, "spec": spec}
+    attentions = build_attentions(names, pool, 4, 2, 32, 0.2)
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.zeros(2, 3, 64, 2, 32)  # keys and values of each request
+    for kind, shapes in STEPS:
+        rows = [Row(*shape, owner.pages) for shape, owner in zip(shapes, owners, strict=True)]
+        batch = make_batch(rows, 16, padded_rows=1, padded_reqs=1)
+        if kind == "spec":
+            batch = replace(batch, host=None)
+        q = torch.randn(batch.num_tokens, 4, 32, generator=generator)
+        kv = torch.randn(2, batch.num_tokens, 2, 32, generator=generator)
+        attention: Any = getattr(attentions, kind)
+        with forward_context(batch, attention, attention.plan(batch)):
+            out = attention.forward(q, *kv, 0)
+        start = 0
+        for i, row in enumerate(rows):
+            mine = slice(start, start + row.width)
+            dense[:, i, row.prefix : row.length] = kv[:, mine]
+            keys, values = dense[:, i, : row.length].double()
+            expected = dense_oracle(q[mine].double(), keys, values, row.prefix, 0.2)
+            assert (out[mine].double() - expected).abs().max() < BOUNDS["float32"], (kind, row)
+            start += row.width
+    pool.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_serves_the_region_that_it_is_built_over(backend):
+    """Of another geometry than the target, under the same page ids. A tail is not for attention."""
+    target = KVRegion("target", NUM_LAYERS, 2, 64, 1, 16, "float32")
+    draft = KVRegion("draft", 1, 4, 32, 1, 16, "float32")
+    tail = KVRegion("tail", 1, 1, 32, 1, 16, "float32", parts=1, rows="page")
+    rows, pages = make_rows([(0, 21), (0, 3)], 16, 0)
+    pool = KVPool(KVLayout((target, draft, tail)), pages, CPU)
+    cls: Any = resolve("attention backend", backend, TABLE)
+    attention = cls(pool, 8, 4, 32, 0.3, CAUSAL, "draft")
+    batch = make_batch(rows, 16, 0, 0)
+    q, k, v = torch.randn(24, 8, 32), *torch.randn(2, 24, 4, 32)
+    with forward_context(batch, attention, attention.plan(batch)):
+        out = attention.forward(q, k, v, 0)
+    for at in (slice(0, 21), slice(21, 24)):
+        expected = dense_oracle(q[at].double(), k[at].double(), v[at].double(), 0, 0.3)
+        assert (out[at].double() - expected).abs().max() < BOUNDS["float32"]
+    assert [cache.any() for cache in pool.caches()] == 2 * NUM_LAYERS * [False] + [
+        True,
+        True,
+        False,
+    ]
+    assert all(map(torch.equal, attention.kv(0), pool.layer(0, "draft")))
+    with pytest.raises(Unsupported, match="'tail' holds no keys and values"):
+        cls(pool, 1, 1, 32, 1.0, CAUSAL, "tail")
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_fa2"])
+def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch, name):
+    for each, path in TABLE.items():
+        monkeypatch.setitem(ATTENTION, each, path)
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    names = {"prefill": STATIC[0], "decode": name, "spec": name}
+    with pytest.raises(
+        Unsupported, match=r"^engine.attention.spec: flashinfer.* plans on the host"
+    ):
+        build_attentions(names, pool, 4, 2, 32, 1.0)
+    pool.close()
+
+
+def test_the_configuration_knows_which_backends_plan_on_the_host():
+    found = {name for name in ATTENTION if not resolve("attention", name, ATTENTION).static_plan}
+    assert found == PLANNED_ON_HOST
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "by_length"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (KeyMask(1), "its first_key"),
+        (KeyMask(causal=False), "its causal"),
+        (KeyMask(0, False, 7), "its causal, window"),
+    ],
+)
+def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(name, mask, expected):
+    pool = make_pool(16, 2, 32, 1, "float32", 2)
+    with pytest.raises(Unsupported, match=f"cannot serve KeyMask.*{expected}$"):
+        resolve("attention backend", name, TABLE)(pool, 4, 2, 32, 1.0, mask)
+    pool.close()
+
+
+@pytest.mark.parametrize(("field", "value"), [("first_key", 2), ("window", 0)])
+def test_a_mask_that_means_nothing_is_refused(field, value):
+    with pytest.raises(UserError, match=field) as caught:
+        KeyMask(**{field: value})
+    assert caught.value.param == field
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     cls: Any = resolve("attention backend", backend, TABLE)
@@ -375,7 +536,7 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
         cls(pool, 3, 2, 32, 1.0)
     pool.close()
     region = KVRegion("target", 1, 2, 32, 1, 16, "float8_e4m3fn")
-    pool = KVPool(KVLayout((region,), "test"), 2, CPU)
+    pool = KVPool(KVLayout((region,)), 2, CPU)
     with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
         cls(pool, 4, 2, 32, 1.0)
     pool.close()
@@ -424,21 +585,38 @@ if not INTERPRETED:
     @pytest.mark.parametrize(
         ("num_reqs", "width", "tensor_core"), [(8, 1, "mma.sync"), (4, 512, "wgmma")]
     )
-    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core):
+    @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1), KeyMask(1, False, 512)])
+    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask):
         from worker.kernels.attention import paged_attention as paged
+        from worker.kernels.attention.paged_tiles import choose
 
-        tiles = paged.choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
+        tiles = choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
         types |= {"scale": "fp32"}
-        constants = paged.constants_of(tiles, (32, 8), 128, 64) | {"PDL": True}
+        constants = paged.constants_of(tiles, (32, 8), 128, 64, mask) | {"PDL": True}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         ptx = ptx_of(paged._attend_kernel, types, constants, **options)
         assert tensor_core in ptx
         assert "cp.async" in ptx
         assert "add.f32" not in "".join(line for line in ptx.splitlines() if "atom" in line)
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1, False, 512)])
+    def test_plans_compile_for_an_h200(mask):
+        from worker.kernels.attention import paged_attention as paged
+
+        names = ("query_start", "seq_lens", "page_table", "items", "counts")
+        types: dict[str, str] = dict.fromkeys(names, "*i32")
+        types |= dict.fromkeys(("max_tiles", "shortest", "most", "stride_table"), "i32")
+        constants = {
+            "BLOCK_M": 16, "BLOCK_N": 64, "GROUP": 4, "PAGE": 64, "BLOCK_R": 256, "BLOCK_S": 64,
+            "FIELDS": paged.FIELDS, "INTERPRETED": False, "CAUSAL": mask.causal,
+            "WINDOW": mask.window or 0,
+        }  # fmt: skip
+        assert "st.global" in ptx_of(paged._plan_kernel, types, constants)
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_of_long_chunks_compiles_for_an_h200():

@@ -7,8 +7,10 @@ starts a Ray of its own: one that can be joined would listen on the machine's ad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from typing import IO, Any
 import pytest
 
 from cluster.cli import RAY_SETTINGS
-from tests.e2e.harness import INSIDE, Serve, plain_environment
+from tests.e2e.harness import INSIDE, Serve, plain_environment, shared_memory
 from tests.e2e.watch import Watch
 from tests.support.patience import HANG_S
 
@@ -50,25 +52,40 @@ class Ray:
     """`ray start --head`, and a process that watches the cluster on it."""
 
     def __init__(self) -> None:
-        self.address = f"{HOST}:{PORT}"
-        self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short: sockets
         environment = plain_environment() | RAY_SETTINGS
-        with (self._directory / "output").open("wb") as output:
-            self._process = self._start(environment, output)
+        # A node that has not registered after 30 s gives up, and a busy machine may take longer.
+        for port in (PORT, PORT + 1):
+            self.address = f"{HOST}:{port}"
+            self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short
+            with (self._directory / "output").open("wb") as output:
+                self._process = self._start(environment, output, port)
+            if self._has_started():
+                break
+            print(f"Ray does not start at port {port}:\n{self.output}")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own
+        else:
+            pytest.fail(f"Ray does not start:\n{self.output}")
+        self.watch = Watch(self.address, local=False, environment=environment)
+
+    def _has_started(self) -> bool:
         deadline = time.monotonic() + HANG_S
         while "Ray runtime started" not in self.output:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"Ray does not start:\n{self.output}")
+                return False
             time.sleep(0.1)
-        self.watch = Watch(self.address, local=False, environment=environment)
+        return True
 
-    def _start(self, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, environment: dict[str, str], output: IO[bytes], port: int
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
-                f"--node-ip-address={HOST}", f"--port={PORT}", f"--temp-dir={self._directory}/ray",
+                f"--node-ip-address={HOST}", f"--port={port}", f"--temp-dir={self._directory}/ray",
                 f"--num-cpus={NUM_CPUS}", "--num-gpus=0", "--object-store-memory=100000000",
                 "--include-dashboard=false", "--disable-usage-stats",
+                "--no-monitor",  # nothing here scales
                 *AGENT_PORTS,
             ],
             env=environment,
@@ -101,6 +118,7 @@ class Clusters:
     """Starts clusters, one at a time, and lends one out for as long as the same is asked for."""
 
     root: Path
+    shm_before: set[str] = field(default_factory=set[str], init=False)  # the present one's start
     _ray: Ray | None = field(default=None, init=False)
     _serve: Serve | None = field(default=None, init=False)
     _arguments: tuple[str, ...] | None = field(default=None, init=False)  # None: not to be lent
@@ -116,6 +134,12 @@ class Clusters:
         self._arguments, self._identity = arguments, identity(serve.status())
         return serve
 
+    def take(self, *arguments: str) -> Serve:
+        """One as `lend` gives, with which a test may do what it likes: nobody gets it after it."""
+        serve = self.lend(*arguments)
+        self._arguments = None
+        return serve
+
     def fresh(self, *arguments: str) -> Serve:
         """A new one, with which a test may do what it likes."""
         self.end()
@@ -127,6 +151,7 @@ class Clusters:
         if os.environ.get(INSIDE):
             self._ray = self._ray or Ray()
             self._serve = Serve(root, ray=self._ray.address, watch=self._ray.watch)
+        self.shm_before = shared_memory()
         return self._serve.start(*arguments).wait_ready()
 
     def end(self) -> None:
@@ -160,10 +185,15 @@ def identity(rows: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row[key] for key in SAME] for name, row in rows.items()}
 
 
+LENT = pytest.StashKey[Clusters]()
+
+
 @pytest.fixture(scope="session")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+def clusters(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Clusters]:
     """Clusters on one Ray, which all tests share."""
-    made = Clusters(tmp_path_factory.mktemp("clusters"))
+    made = pytestconfig.stash[LENT] = Clusters(tmp_path_factory.mktemp("clusters"))
     yield made
     made.end_all()
 

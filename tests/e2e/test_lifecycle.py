@@ -1,4 +1,7 @@
-"""A cluster from `serve` to its end: it answers, heals, drains, and leaves nothing behind."""
+"""A cluster from `serve` to its end: it answers, heals, drains, and leaves nothing behind.
+
+A cluster is costly to start, so each of three lives shows all that it can.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,29 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import Serve, processes, shared_memory
+from tests.e2e.odd_asks import check_odd_asks
 from tests.e2e.shared import Clusters
 from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
 from tests.fault.saturation import saturate, stop_engine
+from tests.support import pairwise
+from tests.support.kills import Killing, Steady, no_memory
+from tests.support.odd_models import raising, unknown_decoder
 from tests.support.patience import HANG_S
 
 STALL_S = 2
 OLD_S = 8.0  # the stall time, and three misses after it
 # From a directory of the user's.
 GIVEN = ("--model", MODEL, "--set", "model.served_name=tiny")
+# Every prompt is computed by prefill, and pulled.
+PULLED = (
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+    "--set", "kv.num_groups=3",  # as on CUDA: KV leaves while its step computes
+    "--set", "prefill.engine.prefix_cache=false",
+    "--set", "decode.engine.prefix_cache=false",
+)  # fmt: skip
 
 
 def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
@@ -42,7 +58,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     """And imports nothing from the directory that it is started in."""
     run_kvlane_there(serve, tmp_path, monkeypatch)
     before, shm_before = processes(), shared_memory()
-    serve.start(*GIVEN).wait_ready()
+    serve.start(*GIVEN, *PULLED).wait_ready()
     assert ask(serve)["choices"][0]["message"]["content"]
     done = serve.command("status", "--json")
     assert done.returncode == 0, done.stderr
@@ -53,19 +69,25 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert {row["restarts"] for row in first.values()} == {0}
     assert "Traceback" not in serve.output
 
-    os.kill(first["decode-0"]["pid"], signal.SIGKILL)
-    row = serve.wait_status("decode-0", restarts=1, state="ready")
-    assert row["incarnation"] != first["decode-0"]["incarnation"]
+    for name in ("decode-0", "router-0"):  # at once
+        os.kill(first[name]["pid"], signal.SIGKILL)
+    for name in ("decode-0", "router-0"):
+        row = serve.wait_status(name, restarts=1, state="ready")
+        assert row["incarnation"] != first[name]["incarnation"]
     assert ask(serve)["choices"]
+
+    # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
+    load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=6)
+    killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=HANG_S)
+    num = 2 if pairwise.whole else 1
+    assert len(asyncio.run(killing.repeat(num))) == num
+    load.check()
+    second = serve.wait_idle()["prefill-0"]
 
     stop_engine(serve, "prefill-0")  # Ray never notices this one
     row = serve.status()["prefill-0"]
-    assert row["pid"] != first["prefill-0"]["pid"]
-    assert first["prefill-0"]["pid"] not in processes()
-    assert ask(serve)["choices"]
-
-    os.kill(first["router-0"]["pid"], signal.SIGKILL)
-    serve.wait_status("router-0", restarts=1, state="ready")
+    assert row["pid"] != second["pid"]
+    assert second["pid"] not in processes()
     assert ask(serve)["choices"]
     num_printed = len(serve.output)
     serve.interrupt()
@@ -77,14 +99,15 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert IMPORTED not in serve.output
 
 
-def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
+def test_no_request_ends_a_process_and_a_serve_that_was_killed_leaves_nothing_after_a_while(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_module_there(serve, tmp_path, monkeypatch)
+    odd = unknown_decoder(raising(serve.directory / "odd"))
     before, shm_before = processes(), shared_memory()
-    process = serve.start(*GIVEN).wait_ready().process
+    process = serve.start("--model", odd.name).wait_ready().process
     assert process is not None
-    assert ask(serve)["choices"]
+    check_odd_asks(serve)
     assert serve.command("status").returncode == 0
     assert IMPORTED not in serve.output
     process.kill()

@@ -15,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import BRIEF, Clusters
+from tests.support import pairwise
 from tests.support.patience import HANG_S
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
+NUM_EXAMPLES = "100" if pairwise.whole else "25"  # of an operation
 SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
 CHECKS = (
     "not_a_server_error,response_schema_conformance,"
@@ -53,7 +55,7 @@ def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("schemathesis")), "run", str(schema),
-            "--url", url, "-n", "25", "--phases", "examples,fuzzing",
+            "--url", url, "-n", NUM_EXAMPLES, "--phases", "examples,fuzzing",
             "--checks", CHECKS, "--seed", "1", "--request-timeout", "60",
         ],
         cwd=directory, capture_output=True, text=True, timeout=HANG_S, check=False,

@@ -21,14 +21,14 @@ def test_concurrent_problems_equal_one_process(clusters: Clusters) -> None:
 
 def test_two_routers_share_a_port_and_the_workers(clusters: Clusters) -> None:
     serve = clusters.lend(*USUAL)
-    questions = [problem.question for problem in held_out_problems(8)]
+    questions = [problem.question for problem in held_out_problems(4)]
     rows = serve.status()
     for name in ("router-0", "router-1"):
         assert rows[name]["address"] == serve.url
         url = f"http://{rows[name]['metrics_address']}"  # of this very router
         outcomes = asyncio.run(ask_all(url, questions, max_tokens=MAX_TOKENS))
         assert [each.text for each in outcomes] == [
-            text for text, _ in reference_texts(NUM, MAX_TOKENS)[:8]
+            text for text, _ in reference_texts(NUM, MAX_TOKENS)[:4]
         ]
     assert serve.output.count(f"{serve.url}/v1") == 2, "once to be read, once in the curl command"
 

@@ -78,7 +78,7 @@ up() {
     ip link add va netns kvla type veth peer name vb netns kvlb
     ip -n kvla addr add $head/24 dev va; ip -n kvlb addr add 10.78.0.2/24 dev vb
     for n in a b; do ip -n kvl$n link set lo up; ip -n kvl$n link set v$n up; done
-    node a $head --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
+    node a $head --head --no-monitor --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
         --temp-dir="$dir/a"
     wait_head
     node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"

@@ -82,7 +82,8 @@ def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, ex
         assert ask(cluster) == expected
         built = [worker.engine.config.engine.attention for worker in cluster.workers.values()]
         names = {"prefill": "reference", "decode": "reference", "spec": "reference"}
-        given = dict.fromkeys(names, attention) if isinstance(attention, str) else attention
+        both = ("prefill", "decode")
+        given = dict.fromkeys(both, attention) if isinstance(attention, str) else attention
         assert all(each.model_dump() == {**names, **given} for each in built)
 
 
@@ -99,7 +100,7 @@ def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected
 def test_a_full_graph_of_host_planned_attention_is_refused_at_load(monkeypatch):
     """FullDecode asks that first, before anything that needs a GPU."""
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
-    pool = KVPool(KVLayout((KVRegion("target", 1, 2, 32, 1, 16, "float32"),), "test"), 2, CPU)
+    pool = KVPool(KVLayout((KVRegion("target", 1, 2, 32, 1, 16, "float32"),)), 2, CPU)
     names = {"prefill": "reference", "decode": "flashinfer", "spec": "reference"}
     loaded: Any = SimpleNamespace(attention=build_attentions(names, pool, 4, 2, 32, 1.0))
     missing: Any = None

@@ -126,7 +126,7 @@ class Engine:
             "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32"
         )
         num_pages = 1 + 2 * 12
-        pool = KVPool(KVLayout((region,), "test"), num_pages, CPU)
+        pool = KVPool(KVLayout((region,)), num_pages, CPU)
         attention = ReferenceAttention(
             pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
         )
@@ -264,7 +264,7 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures.*Mamba.*LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures.*Mamba.*LlamaForCausalLM, MiMo"),
         ({"architectures": None}, "architectures: must be a list of one name"),
         ({"hidden_size": "absent"}, r"config\.json: hidden_size: missing"),
         ({"vocab_size": "many"}, r"config\.json: vocab_size: must be a positive integer"),
@@ -328,7 +328,7 @@ def test_a_pass_reads_no_value_from_the_device(tmp_path: Path):
     spec = read_model_spec(tmp_path)
     model = Qwen3ForCausalLM(spec, SingleCollective(), device=meta, dtype=torch.bfloat16)
     region = KVRegion("target", 3, 2, 16, 1, PAGE_SIZE, "bfloat16")
-    pool = KVPool(KVLayout((region,), "test"), 8, meta)
+    pool = KVPool(KVLayout((region,)), 8, meta)
     attention = ReferenceAttention(pool, 4, 2, 16, 0.25)
     long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
     batch = Batch(

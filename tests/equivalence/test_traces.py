@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 
@@ -58,6 +59,7 @@ def cluster() -> Iterator[Cluster]:
             member = router.start()
             try:
                 router.update_members([member, *made.members])
+                wait_until_pulled(member.address)
                 yield made, member.address, collector
             finally:
                 router.stop()
@@ -73,6 +75,16 @@ def complete(ends: str, number: int = 1):
 def ask(url: str, headers: dict[str, str], **body: object) -> httpx.Response:
     body = {"prompt": problem_ids(1)[0], "max_tokens": 12, "temperature": 0} | body
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+
+
+def wait_until_pulled(url: str) -> None:
+    """Until the router has heard of prefill workers; decode prefills by itself before."""
+    limit = time.monotonic() + HANG_S
+    by = ""
+    while not by.startswith("prefill-"):
+        assert time.monotonic() < limit, by
+        choice = ask(url, {}, max_tokens=1, return_stages=True).json()["choices"][0]
+        by = choice["stages"]["prefilled_by"] or ""
 
 
 def test_a_pulled_request(cluster: Cluster) -> None:

@@ -91,14 +91,14 @@ async def _probe(http: httpx.AsyncClient, url: str, until: float, record: Record
 
 def stop_engine(serve: Serve, name: str) -> tuple[float, float]:
     """SIGSTOP a worker; seconds until /live does not call it live, and until another is ready."""
-    pid = serve.status()[name]["pid"]
+    row = serve.status()[name]
     began_at = time.monotonic()
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(row["pid"], signal.SIGSTOP)
     while httpx.get(f"{serve.url}/live").json()["workers"].get(name) == "live":
         assert time.monotonic() < began_at + HANG_S, "it is called live"
         time.sleep(0.1)
     not_live_s = time.monotonic() - began_at
-    serve.wait_status(name, restarts=1, state="ready")
+    serve.wait_status(name, restarts=row["restarts"] + 1, state="ready")
     replaced_s = time.monotonic() - began_at
     while httpx.get(f"{serve.url}/live").json()["workers"].get(name) != "live":
         assert time.monotonic() < began_at + 2 * HANG_S, "it is not called live"

@@ -33,6 +33,7 @@ from worker.api import (
 )
 from worker.cache.book import Hold
 from worker.config import PingConfig
+from worker.metrics import RETRY_CAUSES
 from worker.prefill import PrefillLoop
 from worker.transfer.base import PullState, Run
 from worker.transfer.shm import ShmPeer
@@ -118,7 +119,8 @@ class SlowPull:
         return self._inner.error
 
     def poll(self) -> PullState:
-        if time.monotonic() < self._ready_at and not self._inner.over:
+        waits = Delays.hold or time.monotonic() < self._ready_at
+        if waits and not self._inner.over:
             return PullState.RUNNING
         while self._inner.poll() is PullState.RUNNING:
             pass
@@ -136,6 +138,7 @@ class Delays:
     """How long pulls take; reset before every test."""
 
     pull_s = 0.0
+    hold = False  # while true no pull ends, however slow the machine
 
 
 class Gate:
@@ -222,7 +225,7 @@ def texts(cluster: Running) -> list[list[int]]:
 def undisturbed() -> Iterator[None]:
     yield
     FAULTS.reset()
-    Delays.pull_s = 0.0
+    Delays.pull_s, Delays.hold = 0.0, False
 
 
 def lose(side: Any, peer: PeerId) -> None:
@@ -244,6 +247,11 @@ def num_ended(
 ) -> float:
     family = cluster.workers["decode-0"].engine.metrics.requests
     return sum(family(reason)._value.get() for reason in reasons)
+
+
+def num_retries(decode: Worker) -> float:
+    family = decode.engine.metrics.fetch_retries
+    return sum(family(cause)._value.get() for cause in RETRY_CAUSES)
 
 
 def ask(
@@ -361,7 +369,7 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
 def test_aborts_while_pulls_run_give_pages_back_only_after_them(
     cluster: Running, texts: list[list[int]]
 ) -> None:
-    Delays.pull_s = 1.2
+    Delays.hold = True
     sent, decode = ask(cluster), cluster.workers["decode-0"]
     limit = time.monotonic() + LIMIT_S
     while decode.counters()["pulls"] == 0:
@@ -371,8 +379,8 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
         cluster.client.abort(each)
     time.sleep(0.1)
     assert decode.counters()["private_pages"] > 0
+    Delays.hold = False
     cluster.wait_idle()
-    Delays.pull_s = 0.0
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
 
@@ -396,11 +404,17 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     decode = cluster.workers["decode-0"]
     computed = [each.engine.metrics.prompt_tokens for each in cluster.workers.values()]
     num_computed = sum(each._value.get() for each in computed)
-    Delays.pull_s = 1.0
+    retries = num_retries(decode)
+    Delays.hold = True
     sent = ask(cluster, [GREEDY])
     until_first_tokens(cluster, sent)
     for name in lost:
         lose(decode, next(peer for peer in cluster.client.prefills if peer.startswith(name)))
+    limit = time.monotonic() + LIMIT_S
+    while num_retries(decode) - retries < NUM // 2 * len(lost):
+        assert time.monotonic() < limit, "nobody notices"
+        time.sleep(0.01)
+    Delays.hold = False
     check(cluster, sent, texts, before)
     num_computed = sum(each._value.get() for each in computed) - num_computed
     assert num_computed > 1.3 * sum(len(prompt) for prompt in problem_ids(NUM)), "nothing was lost"
@@ -414,7 +428,7 @@ def test_requests_that_end_between_token_and_kv(
     """The client goes, or the router finds a stop string in the first token."""
     reasons = (how,)
     before = num_ended(cluster, reasons)
-    Delays.pull_s = 0.6
+    Delays.hold = True
     sent, client = ask(cluster, [GREEDY]), cluster.client
     until_first_tokens(cluster, sent)
     for each, prompt in zip(sent, problem_ids(NUM), strict=True):
@@ -424,10 +438,10 @@ def test_requests_that_end_between_token_and_kv(
             client._wire.send(client.decodes[0], Stop(each, 1, len(prompt)))
     time.sleep(0.1)
     assert cluster.workers["decode-0"].counters()["private_pages"] > 0, "pulls still write there"
+    Delays.hold = False
     cluster.wait_idle()
     assert num_ended(cluster, reasons) - before == NUM
     assert {client.answers[each].num_finals for each in sent} == {0}
-    Delays.pull_s = 0.0
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
 

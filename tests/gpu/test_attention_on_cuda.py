@@ -27,6 +27,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)
@@ -59,7 +60,7 @@ class Case:
 def pool_of(kv_heads: int, head_dim: int, page: int, groups: int, dtype: str, pages: int) -> KVPool:
     """A pool on the GPU in which all but the sink page is NaN."""
     region = KVRegion("target", NUM_LAYERS, kv_heads, head_dim, groups, page, dtype)
-    pool = KVPool(KVLayout((region,), "test"), pages, torch.device("cuda"))
+    pool = KVPool(KVLayout((region,)), pages, torch.device("cuda"))
     for layer_id in range(NUM_LAYERS):
         for cache in pool.layer(layer_id):
             cache[1:] = float("nan")
@@ -118,11 +119,11 @@ def make(
     return Case(pool, batch, q, k, v)
 
 
-def backend(name: str, pool: KVPool, num_heads: int) -> Any:
+def backend(name: str, pool: KVPool, num_heads: int, mask: KeyMask = CAUSAL) -> Any:
     region = pool.region()
     heads = (num_heads, region.num_kv_heads)
     return resolve("attention backend", name, ATTENTION)(
-        pool, *heads, region.head_dim, region.head_dim**-0.5
+        pool, *heads, region.head_dim, region.head_dim**-0.5, mask
     )
 
 
@@ -132,7 +133,7 @@ def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
         return attention.forward(case.q, case.k, case.v, LAYER)
 
 
-def oracle(case: Case) -> Tensor:
+def oracle(case: Case, mask: KeyMask = CAUSAL) -> Tensor:
     """The reference backend's result from a float32 copy of the pool."""
     region = case.pool.region()
     exact = pool_of(
@@ -143,12 +144,12 @@ def oracle(case: Case) -> Tensor:
     for cache, source in pairs:
         cache.copy_(source)
     in_f32 = Case(exact, case.batch, case.q.float(), case.k.float(), case.v.float())
-    return attend(backend("reference", exact, case.q.shape[1]), in_f32)
+    return attend(backend("reference", exact, case.q.shape[1], mask), in_f32)
 
 
-def check(case: Case, name: str = "triton") -> None:
-    out = attend(backend(name, case.pool, case.q.shape[1]), case)
-    expected = oracle(case)
+def check(case: Case, name: str = "triton", mask: KeyMask = CAUSAL) -> None:
+    out = attend(backend(name, case.pool, case.q.shape[1], mask), case)
+    expected = oracle(case, mask)
     error = ((out.float() - expected).abs() / (1 + expected.abs())).max().item()
     assert error < BOUNDS[case.pool.region().dtype], error
     assert not out[int(case.batch.query_start[-1]) :].any()
@@ -165,6 +166,17 @@ LONG_POOLS = [(64, 128, "bfloat16"), (128, 128, "float16"), (16, 64, "float16")]
 def test_decode_prefill_and_windows_match_the_reference(ratio, head_dim, page, dtype, groups):
     for shapes in (RAGGED, WIDTHS, CHUNKS):
         check(make(shapes, (8, 8 // ratio), head_dim, page, groups, dtype))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 1000])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_masks_match_the_reference(first_key, causal, window):
+    mask = KeyMask(first_key, causal, window)
+    for shapes in (RAGGED, WIDTHS, CHUNKS):
+        for page in PAGE_SIZES:
+            check(make(shapes, (8, 2), 128, page, 4, "bfloat16"), mask=mask)
+    check(make(LONG[1], (8, 2), 128, 64, 4, "bfloat16"), mask=mask)  # or prompt_attention's
 
 
 @needs_flashinfer

@@ -72,11 +72,14 @@ def test_masked_steps_on_cuda_equal_the_cpu() -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_step_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("widths", [[1], [4], [1, 2, 4, 8]])
+def test_a_step_never_waits_for_the_device(widths: list[int]) -> None:
     """Everything that launch enqueues, under torch's own detector of host syncs."""
     import torch
 
-    with running(sections("cuda", "never"), num_prefill=0) as cluster:
+    config = sections("cuda", "never")
+    config["spec"] = {"widths": widths, "simulate_accept_len": 2.5}
+    with running(config, num_prefill=0) as cluster:
         ask(cluster)  # warm: allocator, kernels
         runner = cluster.workers["decode-0"].engine.runner
         run = runner._run

@@ -89,7 +89,7 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
     drawn = engine.settle(step)
     assert all(each.valid and each.finished for each in drawn)
     assert not engine.runner.loaded.state.active.any(), "no row of a prefill worker stays active"
-    return [each.token for each in drawn], step.path, [cache[1:].clone() for cache in caches]
+    return [each.tokens[0] for each in drawn], step.path, [cache[1:].clone() for cache in caches]
 
 
 def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool) -> None:
@@ -142,5 +142,5 @@ def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step is not None
-    assert [each.token for each in engine.settle(step)] == wanted
+    assert [each.tokens[0] for each in engine.settle(step)] == wanted
     engine.close()

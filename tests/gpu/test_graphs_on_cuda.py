@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.config import WorkerConfig
+from worker.config import GraphConfig, WorkerConfig
+from worker.graph.build import build_graphs
+from worker.graph.full import buckets_of
 from worker.plan import TAILS
 from worker.schedule.req import Req
+from worker.schedule.width import WidthPolicy
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +26,7 @@ NUM_PAGES = 400
 STEPS = [0]  # launched by all schedulers of this file: an allocator wants them to ascend
 
 
-def build(dtype: str, graph: str = "full", **engine: object) -> Any:
+def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: object) -> Any:
     from worker.engine.engine import build_engine
 
     config = WorkerConfig.model_validate(
@@ -32,13 +38,17 @@ def build(dtype: str, graph: str = "full", **engine: object) -> Any:
                 "device": "cuda", "graph": graph, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
                 "prefix_cache": False, "strict": True, **engine,
             },
+            "spec": {"widths": list(widths)},
         }
     )  # fmt: skip
     return build_engine(config, name="decode-0", host="127.0.0.1")
 
 
 def serve(
-    engine: Any, prompts: Sequence[Sequence[int]], wanted: Sequence[Sampling]
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    wanted: Sequence[Sampling],
+    widths: Sequence[int] = (1,),
 ) -> tuple[list[list[int]], set[int]]:
     """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
     from worker.schedule.decode import DecodeScheduler
@@ -46,6 +56,7 @@ def serve(
     eos_ids = frozenset(engine.spec.eos_token_ids)
     scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
     scheduler._step = STEPS[0]
+    scheduler.widths = WidthPolicy(widths)
     reqs, owned, pending = [], set(), None
     for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
         req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
@@ -57,7 +68,7 @@ def serve(
         step = engine.launch(scheduler.plan())
         owned |= {page for req in live if req.hold for page in req.hold.pages}
         if pending is not None:
-            for req, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+            for req, _, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
                 if reason is not None:
                     scheduler.finish(req)
                     live.discard(req)
@@ -74,11 +85,43 @@ def sampling_of(i: int) -> Sampling:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
-    engine = build(dtype)
+    widths = [1, 2, 3, 8, 16]
+    engine = build(dtype, widths=widths)
     runner = engine.runner.graphs.decode
-    assert {check.bucket for check in engine.checks} == set(runner.buckets)
+    shapes = {(each, width) for width in widths for each in buckets_of(runner.buckets, width)}
+    assert {(check.bucket, check.width) for check in engine.checks} == shapes
     assert all(check.equal for check in engine.checks)
-    assert set(runner._captured) == {(b, t) for b in runner.buckets for t in TAILS}
+    assert {key[:2] for key in runner._captured} == shapes
+    assert {tail for _, width, tail in runner._captured if width == 1} == set(TAILS)
+    assert set(runner._tails) == {(*each, with_) for each in shapes for with_ in (False, True)}
+    engine.close()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("widths", [(2,), (4,), (16,), (1, 2, 4, 8)])
+def test_windows_through_graphs_change_no_token(widths: tuple[int, ...]) -> None:
+    """Drafts of an oracle with errors; in float32, where no rounding decides a token."""
+    prompts = problem_ids(ROWS)
+    wanted = [msgspec.structs.replace(sampling_of(i), seed=100 + i) for i in range(ROWS)]
+    engine = build("float32", "eager")
+    texts, _ = serve(engine, prompts, wanted)
+    engine.close()
+    scripts = {}
+    for i, (prompt, answer) in enumerate(zip(prompts, texts, strict=True)):
+        text = [*prompt, *answer]
+        wrong = {at: -1 for at in range(len(prompt) + i, len(text), 3 + i)}
+        scripts[100 + i] = Script.of(text, wrong)
+    engine = build("float32", "eager", widths=widths)
+    Oracle(engine, scripts)
+    engine.runner.graphs = build_graphs(
+        replace(engine.runner.loaded, config=engine.config.engine.model_copy(
+            update={"graph": GraphConfig(prefill="eager", decode="full")}
+        ))
+    )  # fmt: skip
+    engine.runner.graphs.capture()
+    before = STEPS[0]
+    assert serve(engine, prompts, wanted, widths)[0] == texts
+    assert STEPS[0] - before < 0.8 * max(map(len, texts)), "drafts were accepted"
     engine.close()
 
 
@@ -93,6 +136,28 @@ def test_texts_through_graphs_equal_eager(graph: str) -> None:
         found.append(serve(engine, prompts, wanted)[0])
         engine.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu(1)
+def test_penalties_masks_and_logprobs_through_graphs_equal_eager() -> None:
+    """Batches of all mixtures, in float32; every step is a graph or a forward and a tail."""
+    from tests.support.changed_asks import changed_asks, same_answers
+    from tests.support.lockstep import DECODE, Lockstep
+
+    found = []
+    for graph in ("eager", "full"):
+        engine = {"device": "cuda", "graph": {"prefill": "eager", "decode": graph}, "strict": True}
+        sections: dict[str, Any] = {
+            "model": {"dtype": "float32"},
+            "engine": {**engine, "max_num_reqs": ROWS, "num_pages": NUM_PAGES, "penalty_rows": 6},
+        }
+        cluster = Lockstep(sections, num_prefill=0)
+        found.append(cluster.serve(changed_asks(36)))
+        steps = cluster.engines[DECODE].metrics.steps
+        counts = {path: steps("decode", path)._value.get() for path in ("graph", "eager")}
+        assert (counts["graph"] > 0, counts["eager"] > 0) == (graph == "full", graph == "eager")
+        cluster.close()
+    assert same_answers(*found)
 
 
 @pytest.mark.gpu(1)

@@ -10,16 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
 from worker.kernels.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
 from worker.kernels.attention.rope import rope_inv_freq, rope_table
+from worker.kernels.pair_norm import pair_norm, pair_norm_ref
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from worker.kernels.step import step_rows
+from worker.kernels.step import accept_rows, step_rows
 from worker.kernels.step.draw import draw_triton
 from worker.kernels.step.gather_rows import gather_rows, gather_rows_ref
+from worker.kernels.step.logits import Changes
+from worker.kernels.step.logprobs import logprobs, logprobs_ref
 from worker.kernels.step.philox import gumbel_ref
 from worker.kernels.swiglu import swiglu, swiglu_ref
-from worker.sampling.sampler import SamplingRows, ban_early_stops, draw_ref, keep_likely
+from worker.sampling.sampler import SamplingRows, change, draw_ref, keep_likely
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -75,6 +79,25 @@ def test_norms_match_their_twins(m: int, hidden: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("normed", "hidden_first"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("m", "size"), [(1, 4096), (33, 192), (300, 2880)])
+def test_pair_norm_matches_its_twin(
+    m: int, size: int, normed: bool, hidden_first: bool, dtype: torch.dtype
+) -> None:
+    tokens, hidden = noise(500, size, dtype=dtype), noise(m, 3 * size, dtype=dtype, seed=1)
+    ids = torch.randint(0, 500, (m,), generator=torch.Generator().manual_seed(0)).cuda()
+    weights = [noise(size, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
+    given = ids, tokens, hidden[:, size : 2 * size], *weights, 1e-6, hidden_first
+    got = pair_norm(*given)
+    close(got, pair_norm_ref(*given))
+    if normed:  # bit for bit what the norms alone give
+        token = rms_norm(tokens[ids], weights[0], 1e-6)
+        assert torch.equal(got[:, size:] if hidden_first else got[:, :size], token)
+    assert torch.equal(replayed(lambda: pair_norm(*given)), got)
+    assert torch.equal(pair_norm(None, tokens[ids], *given[2:]), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 33, 256, 1030])
 @pytest.mark.parametrize("mlp", [MLP, 1001])
 def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
@@ -86,7 +109,7 @@ def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"),
-    [(32, 8, 128, 64), (14, 2, 64, 16), (8, 1, 256, 1), (6, 2, 80, 16)],
+    [(32, 8, 128, 64), (14, 2, 64, 16), (8, 1, 256, 1), (6, 2, 80, 16), (0, 8, 128, 64)],
 )
 def test_qk_rope_store_matches_its_twin(
     heads: int, kv_heads: int, head_dim: int, page_size: int, normed: bool, dtype: torch.dtype
@@ -107,7 +130,8 @@ def test_qk_rope_store_matches_its_twin(
         caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
         results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
     (q, memory), (q_ref, memory_ref) = results
-    close(q, q_ref)
+    if heads:  # else there are keys and values only
+        close(q, q_ref)
     close(memory, memory_ref)
     assert torch.equal(memory == 7.0, memory_ref == 7.0)
     if not normed:  # rope's products are not fused: equal bit for bit
@@ -115,9 +139,15 @@ def test_qk_rope_store_matches_its_twin(
         assert torch.equal(memory, memory_ref)
 
 
-def gaps(logits: Tensor, rows: SamplingRows, got: Tensor, wanted: Tensor) -> list[float]:
+def gaps(
+    logits: Tensor,
+    rows: SamplingRows,
+    got: Tensor,
+    wanted: Tensor,
+    changes: Changes | None = None,
+) -> list[float]:
     """How far below the twin's choice each differing one stands, perturbed."""
-    values = ban_early_stops(logits.float(), rows)
+    values = change(logits, rows, changes)
     values = values / torch.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
     values += gumbel_ref(rows.seed, rows.position, logits.shape[1])
     own, its = values.gather(1, got[:, None]), values.gather(1, wanted[:, None])
@@ -180,6 +210,65 @@ def test_stop_tokens_stay_out_below_min_len() -> None:
         assert (tokens == VOCAB - 3).tolist() == [True, False] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "width"), [(10, 1), (40, 1), (10, 4)])
+def test_changed_draws_are_the_twin_s(m: int, width: int, dtype: torch.dtype) -> None:
+    """Penalties, biases, masks and drafts: greedy to the last bit, drawn up to the noise's."""
+    rows, changes = changed_rows(m, VOCAB, width, "cuda")
+    logits = made_of(changes, m, VOCAB, 1, dtype)
+    greedy = replace(rows, temperature=torch.zeros_like(rows.temperature))
+    got = draw_triton(logits, greedy, filtered=False, changes=changes)
+    assert torch.equal(got, draw_ref(logits, greedy, "greedy", changes))
+    got = draw_triton(logits, rows, filtered=False, changes=changes)
+    wanted = draw_ref(logits, rows, "random", changes)
+    off = gaps(logits, rows, got, wanted, changes)
+    assert all(abs(gap) < 1e-5 for gap in off), off
+    assert len(off) <= 1
+
+    def draw() -> Tensor:
+        return draw_triton(logits, rows, filtered=False, changes=changes)
+
+    assert torch.equal(replayed(draw), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "width"), [(40, 1), (10, 4)])
+def test_filtered_changed_draws_are_the_twin_s(m: int, width: int, dtype: torch.dtype) -> None:
+    rows, changes = changed_rows(m, VOCAB, width, "cuda", **FILTERS)
+    logits = made_of(changes, m, VOCAB, 2, dtype)
+    got = draw_triton(logits, rows, filtered=True, changes=changes)
+    assert int((got != draw_ref(logits, rows, "filtered", changes)).sum()) <= 1
+    assert changes.masks is not None
+    plain = ((rows.penalty_slot == 0) & (changes.masks.line == 0)).nonzero().flatten()
+    alone = {each: getattr(rows, each)[plain] for each in rows.__dataclass_fields__}
+    without = draw_triton(logits[plain], replace(rows, **alone), filtered=True)
+    assert torch.equal(got[plain], without)
+
+
+@pytest.mark.parametrize("m", [32, 256])
+def test_changed_draws_and_logprobs_allocate_no_f32_of_all_logits(m: int) -> None:
+    rows, changes = changed_rows(m, VOCAB, device="cuda")
+    logits = noise(m, VOCAB, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    token = draw_triton(logits, rows, filtered=True, changes=changes)
+    logprobs(logits, token, 20)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "num_top"), [(1, 0), (32, 5), (256, 20)])
+def test_logprobs_are_the_twin_s(m: int, num_top: int, dtype: torch.dtype) -> None:
+    logits = noise(m, VOCAB, dtype=dtype) * 3
+    logits[0] = 1.0  # of equal ones the lowest ids
+    token = torch.randint(0, VOCAB, (m,), device="cuda")
+    got, ids = replayed(lambda: logprobs(logits, token, num_top))
+    wanted, wanted_ids = logprobs_ref(logits, token, num_top)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("n", [1, 32, 257])
 def test_gathered_rows_are_the_twin_s(n: int) -> None:
     rows = torch.randint(0, 300, (n,), device="cuda")
@@ -189,8 +278,9 @@ def test_gathered_rows_are_the_twin_s(n: int) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("width", "forced"), [(1, None), (3, None), (8, None), (4, 2)])
 @pytest.mark.parametrize("n", [1, 32, 257])
-def test_both_ends_of_a_step_are_the_twins(n: int) -> None:
+def test_both_ends_of_a_step_are_the_twins(n: int, width: int, forced: int | None) -> None:
     rows = torch.cat((1 + torch.randperm(300)[:n], torch.zeros(2, dtype=torch.int64))).cuda()
     states = step_columns(300, 5, "cuda"), step_columns(300, 5, "cuda")
-    check_ends(*states, rows, (step_rows.read_rows, step_rows.leave_rows))
+    check_ends(*states, rows, (step_rows.read_rows, accept_rows.accept_rows), width, forced)

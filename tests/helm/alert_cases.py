@@ -217,6 +217,27 @@ CASES = (
         labels={"worker": "decode-0", "kind": "decode"},
     ),
     Case(
+        "KvlaneSimulatedAcceptance",
+        {f"kvlane_spec_simulated{{{DECODE}}}": "0+0x5 1+0x5 0+0x5"},
+        quiet=5, fires=8, resolved=12,
+        summary="kvlane: decode-0 simulates the acceptance of drafts, its answers are junk",
+        labels={"worker": "decode-0"},
+    ),
+    Case(
+        "KvlaneAcceptanceFell",
+        {
+            f"kvlane_spec_first_acceptance{{{DECODE}}}": "0.8x90",
+            f'kvlane_spec_drafted_at_position_total{{{DECODE},position="1"}}': "0+100x90",
+            f'kvlane_spec_accepted_at_position_total{{{DECODE},position="1"}}':
+                "0+80x20 1600+40x40 3200+80x30",
+        },
+        quiet=25, fires=55, resolved=85,
+        summary=(
+            "kvlane: decode-0 accepts 40% of first drafts, far less than after its start"
+        ),
+        labels={"worker": "decode-0"},
+    ),
+    Case(
         "KvlaneOtherTransport",
         {
             f'kvlane_transport_info{{{DECODE},transport="mooncake/tcp"}}': "_x5 1+0x5 _x20",

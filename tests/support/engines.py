@@ -25,6 +25,7 @@ from worker.api import (
     Stages,
     TokenChunk,
     TokenLogprob,
+    Window,
 )
 from worker.config import PingConfig, WorkerConfig
 from worker.wire import Wire
@@ -47,6 +48,7 @@ class Answer:
     num_finals: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stages: list[Stages] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     sent_at: float = 0.0
     first_at: float = 0.0
 
@@ -160,6 +162,7 @@ class Client:
             assert chunk.position == expected, "gap"
         answer.first_at = answer.first_at or time.monotonic()
         answer.stages += [chunk.stages] if chunk.stages else []
+        answer.windows += [chunk.window] if chunk.window else []
         answer.tokens.extend(chunk.tokens)
         answer.logprobs.extend(chunk.logprobs)
         answer.num_cached_tokens = chunk.num_cached_tokens

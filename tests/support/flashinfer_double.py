@@ -86,7 +86,7 @@ class FlashInferDouble(FlashInferAttention):
     """The backend itself, over the wrappers above."""
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"})
+        dtypes=frozenset({"float32", "bfloat16", "float16"}), masks=FlashInferAttention.caps.masks
     )
 
     def _make_slots(self, device: torch.device) -> list[Slot]:

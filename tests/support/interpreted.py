@@ -46,20 +46,27 @@ def run_interpreted(paths: Iterable[Path]) -> None:
     assert " passed" in done.stdout
 
 
-def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+def ptx_of(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any) -> str:
     """What a @triton.jit function becomes on an sm_90, compiled without one.
 
-    types: of each argument that is no constant, as "*bf16" or "i32"; all are multiples of 16.
+    types: of each argument that is no constant, as "*bf16" or "i32", or a named tuple of these and
+        of "constexpr" for None; all are multiples of 16.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     at = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    paths = {
+        (*at[name], *((i,) if isinstance(found, tuple) else ())): each
+        for name, found in types.items()
+        for i, each in enumerate(found if isinstance(found, tuple) else (found,))
+    }
+    absent = {path: None for path, each in paths.items() if each == "constexpr"}
     source = ASTSource(
         fn=kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),
-        constexprs={at[name]: value for name, value in constants.items()},
-        attrs={at[name]: [["tt.divisibility", 16]] for name in types},
+        constexprs=absent | {at[name]: value for name, value in constants.items()},
+        attrs={path: [["tt.divisibility", 16]] for path in paths if path not in absent},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 

@@ -11,7 +11,7 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.support.engines import HANG_S, Answer, worker_config
@@ -34,7 +34,9 @@ from worker.api import (
 from worker.decode import DecodeLoop
 from worker.engine.engine import Engine, build_engine
 from worker.loop import LOCAL, MembersChanged
+from worker.plan import Drawn
 from worker.prefill import PrefillLoop
+from worker.schedule.decode import DecodeScheduler, Settled
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
 LATE = 0.3  # probability that a loop misses a round, in a drawn schedule
@@ -52,6 +54,19 @@ class Ask:
     cut: int | None = None  # output tokens after which the router has found a stop string
     abort: int | None = None  # rounds after which the client is gone
     abort_in_chunk: bool = False  # it leaves while a chunk of its prompt is in flight
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one decode step did for one request: a line of its accept trace."""
+
+    position: int  # of its first token: tokens whose KV was there
+    width: int
+    drafts: tuple[int, ...]
+    num: int  # tokens that counted
+    hold: object = field(
+        default=None, repr=False
+    )  # of its stay in a row; a request that was preempted has another
 
 
 class Post:
@@ -115,6 +130,31 @@ class Lockstep:
             self._post(DECODE).post(MembersChanged((member,)))
         for loop in self.loops.values():
             loop._flight.waits = False
+        self.windows: dict[int, list[Window]] = defaultdict(list)  # by number of the request
+        self._trace(self.decode._scheduler)
+
+    def one_at_a_time(self) -> None:
+        """No step is launched before the one before it has settled."""
+        for loop in self.loops.values():
+            flight = loop._flight
+            flight._launch = lambda flight=flight, launch=flight._launch: (
+                None if flight.pending is not None else launch()
+            )
+
+    def _trace(self, scheduler: DecodeScheduler) -> None:
+        settle = scheduler.settle
+
+        def traced(step: int, drawn: list[Drawn]) -> list[Settled]:
+            sampled, of_chunks, width = scheduler._launched[step]
+            holds = {req.req_id: req.hold for req in sampled}  # settling may preempt one
+            settled = settle(step, drawn)
+            for req, each, num, _ in settled if not of_chunks else ():
+                at = len(req.tokens) - num - 1
+                hold = holds[req.req_id]
+                self.windows[int(req.req_id)].append(Window(at, width, each.drafts, num, hold))
+            return settled
+
+        scheduler.settle = traced
 
     def serve(self, asked: Sequence[Ask]) -> list[Answer]:
         """Serve all of `asked` until nothing is held for anybody."""
@@ -219,7 +259,11 @@ class Lockstep:
         assert chunk.position == len(ask.prompt) + len(answer.tokens), "gap"
         answer.tokens.extend(chunk.tokens)
         answer.logprobs.extend(chunk.logprobs)
+        answer.windows += [chunk.window] if chunk.window else []
+        answer.num_cached_tokens = chunk.num_cached_tokens
         answer.finish_reason = chunk.finish_reason
-        if ask.cut is not None and len(answer.tokens) == ask.cut and not answer.done:
+        if ask.cut is not None and len(answer.tokens) >= ask.cut and not answer.done:
             answer.finish_reason = FinishReason.STOP
-            self._post(ROUTER).send(DECODE, Stop(chunk.req_id, 1, chunk.position + 1))
+            del answer.tokens[ask.cut :], answer.logprobs[ask.cut :]
+            at = len(ask.prompt) + ask.cut
+            self._post(ROUTER).send(DECODE, Stop(chunk.req_id, 1, at))

@@ -6,7 +6,7 @@ nothing else. Ops do run during the capture here, so what breaks leave unfilled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from worker.graph.base import BucketCheck, Decoded, LoadedModel
+from worker.graph.check import check_chunk_bucket
+from worker.graph.full import FullDecode
+from worker.graph.piecewise import Bucket, PiecewiseChunks
 from worker.graph.segments import GraphMemory
+from worker.kernels.step.logits import Masks
+from worker.plan import Plan, Tail
+from worker.sampling.tail import Result
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -83,3 +90,45 @@ class RecordedMemory(GraphMemory):
 
     def alias(self, tensor: Tensor) -> Tensor:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+
+class RecordedSteps(FullDecode):
+    """Whole decode steps so recorded. As the runner does on a GPU, results are copied before the
+    next step begins."""
+
+    def launch(
+        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
+    ) -> Decoded:
+        decoded = super().launch(rows, max_seq_len_ub, tail, width)
+        return decoded._replace(result=decoded.result and copy_of(decoded.result))
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        return copy_of(super().draw(forwarded, plan, masks))
+
+
+class RecordedChunks(PiecewiseChunks):
+    """Chunks of prompts so recorded, in pieces, or whole where a batch has no layer hook.
+
+    Graphs are used whether they are faster or not.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, whole: bool) -> None:
+        super().__init__(loaded, RecordedMemory())
+        most = self.buckets[-1].num_tokens
+        self.buckets = [Bucket(n) for n in (16, 48) if n < most] + [Bucket(most)]
+        self._whole = whole
+
+    def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
+        launches = self._eager.launch, self.launch
+        kinds = (False, True) if bucket.num_tokens in self._full else (False,)
+        found = [
+            check_chunk_bucket(self._loaded, bucket.num_tokens, *launches, fixed_shape=fixed)
+            for fixed in kinds
+        ]
+        bucket.piecewise, bucket.full = True, self._whole and len(kinds) > 1
+        return [check for check in found if check is not None]
+
+
+def copy_of(result: Result) -> Result:
+    each = result.drawn, result.values, result.ids
+    return Result(*(None if x is None else x.clone() for x in each))  # type: ignore[arg-type]

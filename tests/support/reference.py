@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.support.engines import running
 from tests.support.prompts import problem_ids, tokenizer
 from worker.api import FinishReason, Sampling
 
@@ -60,6 +59,8 @@ def reference_texts(num: int, max_tokens: int) -> tuple[tuple[str, str], ...]:
 
 def made_texts(num: int, max_tokens: int) -> list[tuple[str, str]]:
     """All at once, in this process: tests/equivalence shows that each gets what it gets alone."""
+    from tests.support.engines import running  # torch, where they are made only
+
     prompts, texts = problem_ids(num), []
     samplings = [sampling_of(index, max_tokens) for index in range(num)]
     with running(SECTIONS, num_prefill=0) as cluster:

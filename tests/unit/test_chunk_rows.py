@@ -278,7 +278,7 @@ else:
         monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
         if order == "backwards":
             _run_programs_backwards(monkeypatch, seen)
-        num_seeds = 60 if on_twin or products.whole else 12
+        num_seeds = 60 if on_twin or products.whole else 8
         for seed in range(num_seeds):
             rng = random.Random(seed)
             max_pages, max_tokens = rng.choice((2, 5, 8, 140, 300)), rng.choice((5, 9, 33, 300))

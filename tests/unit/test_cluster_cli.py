@@ -103,6 +103,15 @@ def test_a_later_source_of_a_whole_section_wins() -> None:
     assert origins(None, sets, {"decode.replicas": "--decode"})["decode.replicas"] == "--decode"
 
 
+def test_simulated_acceptance_has_a_flag() -> None:
+    path = "spec.simulate_accept_len"
+    done = run(["config", "--explain", "--spec-simulate-accept-len", "2.5"])
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"{path} "))
+    assert row.split() == [path, "=", "2.5", "#", "--spec-simulate-accept-len"]
+    done = run(["config", "--spec-simulate-accept-len", "0.5"])
+    assert (done.returncode, "simulate_accept_len" in done.stderr) == (2, True)
+
+
 def test_a_reader_that_goes_early_gets_no_traceback() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -123,9 +123,7 @@ def test_resolved_depends_on_the_device() -> None:
 
 def test_one_attention_backend_for_all_or_one_for_each_kind_of_batch() -> None:
     one = config(engine={"attention": "triton"})
-    assert one == config(
-        engine={"attention": dict.fromkeys(("prefill", "decode", "spec"), "triton")}
-    )
+    assert one == config(engine={"attention": dict.fromkeys(("prefill", "decode"), "triton")})
     assert config(engine={"attention": "auto"}) == config()
     mixed = resolved(config(engine={"attention": {"prefill": "flashinfer"}}), CUDA)
     assert mixed.engine.attention.model_dump() == {
@@ -135,6 +133,21 @@ def test_one_attention_backend_for_all_or_one_for_each_kind_of_batch() -> None:
     with pytest.raises(ValidationError) as caught:
         config(engine={"attention": {"verify": "triton"}})
     assert [error["loc"] for error in caught.value.errors()] == [("engine", "attention", "verify")]
+
+
+@pytest.mark.parametrize(
+    ("attention", "spec"),
+    [
+        ("reference", "reference"),
+        ("by_length", "by_length"),
+        ({"prefill": "reference"}, "triton"),
+        ("flashinfer", "triton"),  # it plans on the host, which does not know lengths of windows
+        ({"decode": "flashinfer_fa2"}, "triton"),
+        ({"decode": "reference", "spec": "triton"}, "triton"),
+    ],
+)
+def test_windows_are_served_as_decode_steps_are_if_that_is_possible(attention, spec) -> None:
+    assert resolved(config(engine={"attention": attention}), CUDA).engine.attention.spec == spec
 
 
 def test_what_was_chosen_by_hand_stays() -> None:

@@ -16,6 +16,7 @@ from functools import cache
 import pytest
 
 from tests.support import pairwise
+from tests.support.any_width import AnyWidth
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
@@ -155,7 +156,7 @@ class Device:
         finished = stop or position + 1 >= start.max_len
         self.seq_len[row], self.last_token[row] = position, token
         self.active[row] = not finished
-        return Drawn(token, True, finished)
+        return Drawn((token,), finished)
 
 
 @dataclass
@@ -200,6 +201,7 @@ class Load:
     cache: bool = True
     overlap: float = 0.9  # turns that launch before they settle
     arrive: float = 0.4
+    widths: tuple[int, ...] = (1,)
 
 
 class Simulation:
@@ -213,8 +215,10 @@ class Simulation:
             penalty_rows=16,
         )  # fmt: skip
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
-        self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted)
-        max_pages = -(-(load.max_prompt + load.max_output) // load.page_size) + 1
+        widths = AnyWidth(load.widths, self.random)
+        self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted, widths=widths)
+        longest = load.max_prompt + load.max_output + max(load.widths)
+        max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
         self.stems = [self._tokens(load.max_prompt) for _ in range(3)]
         self.scripts: dict[Req, Script] = {}  # admitted and not over
@@ -432,9 +436,11 @@ class Simulation:
             assert req.hold is not None
             owners[row] = req, self.scripts[req], frozenset(req.hold.private)
             if plan.decode:
-                last = len(req.tokens) - 1 + req.num_in_flight - 1  # bound of the slot written
                 first = len(req.tokens) - 1
-                assert last + 1 < req.max_len, "its last token is in flight already"
+                certain = first + req.num_in_flight - 1
+                assert certain + 1 < req.max_len, "its last token is in flight already"
+                # Bound of the last slot that is written.
+                last = min(first + req.num_slots_in_flight, req.max_len + plan.width - 1) - 1
             else:
                 chunk = next(each for each in plan.chunks if each.row == row)
                 first, last = chunk.start, chunk.start + len(chunk.tokens) - 1
@@ -474,13 +480,9 @@ class Simulation:
         for row in plan.decode:
             if not device.active[row]:
                 device.write(0, 0, 0)
-                step.drawn.append(Drawn(0, False, False))
+                step.drawn.append(Drawn((), False))
                 continue
-            position = device.seq_len[row]
-            assert position + 1 <= plan.max_seq_len_ub
-            self._write(step, row, position, device.last_token[row], pulling)
-            self._attend(step, row, position + 1)
-            step.drawn.append(device.sample(row, position + 1))
+            step.drawn.append(self._verify(step, row, pulling))
         for chunk in plan.chunks:
             for offset, token in enumerate(chunk.tokens):
                 self._write(step, chunk.row, chunk.start + offset, token, pulling)
@@ -490,12 +492,34 @@ class Simulation:
             if chunk.sample:
                 step.drawn.append(device.sample(chunk.row, end))
 
+    def _verify(self, step: Launched, row: int, pulling: set[int]) -> Drawn:
+        """A window of one row: its last token, and drafts of which some are right."""
+        device, plan, start = self.device, step.plan, self.device.start[row]
+        assert start is not None
+        first, text = device.seq_len[row], step.owners[row][1].text()
+        assert first + plan.width <= plan.max_seq_len_ub
+        drafts = [*text[first + 1 : first + plan.width]]
+        drafts = [d if self.random.random() < 0.8 else (d + 1) % VOCAB for d in drafts]
+        drafts += [-1] * (plan.width - 1 - len(drafts))
+        for place, token in enumerate([device.last_token[row], *drafts]):
+            self._write(step, row, first + place, max(token, 0), pulling, is_draft=place > 0)
+        tokens: list[int] = []
+        for draft in [*drafts, -1]:
+            drawn = device.sample(row, first + len(tokens) + 1)
+            tokens += drawn.tokens
+            if drawn.finished or draft != tokens[-1]:
+                break
+        self.counts[f"kept {len(tokens)} of {plan.width}"] += 1
+        self._attend(step, row, first + len(tokens))
+        return Drawn(tuple(tokens), drawn.finished, (), tuple(drafts))
+
     def _write(
-        self, step: Launched, row: int, position: int, token: int, pulling: set[int]
-    ) -> None:
+        self, step: Launched, row: int, position: int, token: int, pulling: set[int], *,
+        is_draft: bool = False,
+    ) -> None:  # fmt: skip
         page = self.device.write(row, position, token)
         _, script, owned = step.owners[row]
-        assert script.text()[position] == token
+        assert is_draft or script.text()[position] == token
         assert page in owned, f"row {row} wrote page {page}, which it did not own at launch"
         assert page not in pulling, "a step wrote a page that a pull writes"
 
@@ -509,10 +533,10 @@ class Simulation:
             self.execute(step)
         assert step.drawn is not None
         seen: set[Req] = set()
-        for req, drawn, reason in self.scheduler.settle(step.plan.step, step.drawn):
+        for req, drawn, _, reason in self.scheduler.settle(step.plan.step, step.drawn):
             assert req not in seen
             seen.add(req)
-            assert req.tokens[-1] == drawn.token
+            assert tuple(req.tokens[-len(drawn.tokens) :]) == drawn.tokens
             self.verify_text(req, final=reason is not None)
             if reason is not None:
                 assert reason == self.scripts[req].reason
@@ -592,6 +616,9 @@ LOADS = {
     "shared": Load(24, 4, 6, 9, 3, max_prompt=24, max_output=20, share=1.0, abort=0.05),
     "one-row": Load(16, 4, rows=1, chunk=8, growth=2, max_prompt=12, max_output=16),
     "sync": Load(20, 4, 5, 8, 2, max_prompt=16, max_output=24, overlap=0.0),
+    "windows": Load(48, 4, 6, 16, 4, max_prompt=20, max_output=30, widths=(1, 2, 4, 8)),
+    "windows, tight": Load(24, 4, 5, 8, 2, max_prompt=16, max_output=24, widths=(1, 3, 16)),
+    "windows, page-of-one": Load(40, 1, 4, 5, 2, max_prompt=12, max_output=12, widths=(2, 5)),
 }
 
 
@@ -617,7 +644,7 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
 def test_loads_reach_every_corner() -> None:
     """The laws are not vacuous: preemption, pulls that wait, aborts at every phase."""
     total: Counter[str] = Counter()
-    for name in ("shared", "one-row"):
+    for name in ("shared", "one-row", "windows"):
         simulation = Simulation(replace(LOADS[name], abort=0.1), seed=3)
         while simulation.counts["steps"] < 1_500:
             simulation.turn()
@@ -628,3 +655,5 @@ def test_loads_reach_every_corner() -> None:
         assert total[f"aborted {each}"] > 0, (each, total)
     assert total["pull waited for cooling"] > 0
     assert total["cached"] > 0
+    kept = [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
+    assert all(total[each] > 0 for each in kept), total

@@ -12,16 +12,16 @@ import pytest
 
 from tests.support.patience import HANG_S
 from worker.api import Member
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
 from worker.pull.peers import NUM_READS, DialFailed, Link, PrefillPeers
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
 from worker.transfer.layout import PoolPages
 
-LAYOUT = KVLayout(
-    (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32")),
-    "m",
+WHOLE = ModelLayout(
+    (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))
 )
+LAYOUT, IDENTITY = WHOLE.share(1, 0), WHOLE.identity("tiny", "d")
 OURS, THEIRS = 8, 11  # pages
 
 
@@ -43,19 +43,27 @@ class RecordingTransport:
 
 
 def dialled(
-    transport: RecordingTransport, num_bytes: Sequence[int], layout_hash: str = LAYOUT.hash
+    transport: RecordingTransport, num_bytes: Sequence[int], layout_hash: str = IDENTITY.layout_hash
 ) -> object:
     """The event that a worker with regions of so many bytes leads to."""
     regions = zip(LAYOUT.regions, num_bytes, strict=True)
     held = tuple(RemoteRegion(region.name, 0, size, None) for region, size in regions)
     endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, held))
     member = Member(
-        "prefill-0", "prefill", "p", "tcp://", layout_hash=layout_hash, endpoint=endpoint
+        "prefill-0",
+        "prefill",
+        "p",
+        "tcp://",
+        model="tiny",
+        layout_hash=layout_hash,
+        endpoint=endpoint,
+        digest="d",
     )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     peers = PrefillPeers(
-        cast("Any", transport), LAYOUT, OURS, 1.0, events.put, lambda *_: None, lambda *_: None
-    )
+        cast("Any", transport), LAYOUT, IDENTITY, OURS, 1.0,
+        events.put, lambda *_: None, lambda *_: None,
+    )  # fmt: skip
     peers.update([member])
     peers.tend(1.0, lambda _: False)
     return events.get(timeout=HANG_S)
@@ -79,7 +87,7 @@ def test_a_peer_with_another_layout_is_not_contacted(change: str) -> None:
     num_bytes = [THEIRS * region.page_bytes for region in LAYOUT.regions]
     num_bytes[1] += LAYOUT.regions[1].page_bytes * (change == "pages")
     transport = RecordingTransport()
-    layout_hash = "another" if change == "layout" else LAYOUT.hash
+    layout_hash = "another" if change == "layout" else IDENTITY.layout_hash
     event = dialled(transport, num_bytes, layout_hash)
     assert isinstance(event, DialFailed)
     assert isinstance(event.error, Incompatible)

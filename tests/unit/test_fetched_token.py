@@ -40,7 +40,7 @@ class Decode:
         self.sent: list[Any] = []
         self.pages: list[int] = []  # of the prompt, whose groups were pulled, in order
         self.book = PageBook(64, PAGE_SIZE)
-        layout = KVLayout((KVRegion("target", 4, 2, 8, GROUPS, PAGE_SIZE, "float32"),), "m")
+        layout = KVLayout((KVRegion("target", 4, 2, 8, GROUPS, PAGE_SIZE, "float32"),))
         context = FetchContext(
             self.book, layout, lambda _, message: self.sent.append(message), LeaseConfig(),
             TransportConfig(name="shm", kind="shm"),

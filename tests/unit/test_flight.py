@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from worker.config.spec import SpecConfig
 from worker.engine import flight as module
 from worker.engine.flight import POLL_S, SLACK_S, Flight
 from worker.engine.meter import StepMeter
@@ -61,7 +62,8 @@ class Device:
     def __post_init__(self) -> None:
         metrics = WorkerMetrics(model="m", role="decode", worker="w")
         self.meter = StepMeter(metrics)
-        engine: Any = SimpleNamespace(meter=self.meter)
+        config = SimpleNamespace(spec=SpecConfig())
+        engine: Any = SimpleNamespace(meter=self.meter, config=config)
         self.flight = Flight(engine, self.launch, self.settle)  # type: ignore[arg-type]
 
     def launch(self) -> Step | None:

@@ -16,10 +16,11 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
-from worker.kernels import rms_norm, swiglu
+from worker.kernels import pair_norm, rms_norm, swiglu
 from worker.kernels.attention import qk_rope_store
 from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.step import draw, gather_rows, philox, step_rows
+from worker.kernels.step import accept_rows, draw, draw_rows, gather_rows, philox, step_rows
+from worker.kernels.step.step_rows import read_rows_ref
 from worker.sampling.sampler import SamplingRows, draw_ref
 
 pytest.importorskip("triton", reason=WHY)
@@ -56,43 +57,64 @@ def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
     return SamplingRows(**{name: value.to(device) for name, value in values.items()})
 
 
+MAX_WIDTH = 8
+ENDS = step_rows.read_rows_triton, accept_rows.accept_rows_triton
+
+
 def step_columns(num_rows: int, num_pages: int, device: str = "cpu") -> step_rows.RowColumns:
-    """A step state in which every third row is inactive, and row 0 is nobody's."""
+    """A step state in which every third row is inactive, and row 0 is nobody's.
+
+    Some rows end within their window, some have no drafts.
+    """
     at = torch.arange(num_rows + 1)
     pages = torch.randperm((num_rows + 1) * num_pages, generator=torch.Generator().manual_seed(3))
     active = (at % 3 != 0) & (at > 0)
     seq_len = torch.where(at > 0, at * 5 % (num_pages * 16 - 2), 0)
-    values = active, seq_len, at + 100, seq_len + 1 + at % 4
+    values = active, seq_len, at + 100, seq_len + 1 + at % 4 * 2
     table = pages.view(num_rows + 1, num_pages).int()
-    return step_rows.RowColumns(*(value.to(device) for value in (*values, table)))
+    drafts = at[:, None] * 10 + torch.arange(MAX_WIDTH - 1)
+    drafts[at % 5 == 0] = -1
+    return step_rows.RowColumns(*(value.to(device) for value in (*values, table, drafts)))
 
 
-def at_step(state: step_rows.RowColumns, rows: Tensor, read: Any, leave: Any) -> tuple[Any, Tensor]:
-    """One step of `rows` by these two functions, in which some tokens stop their row."""
-    found = read(rows, state, 16, state.page_table.shape[1])
+def at_step(
+    state: step_rows.RowColumns, rows: Tensor, read: Any, accept: Any, width: int = 1,
+    forced: int | None = None,
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """One step of `rows` by these two functions, in which some tokens stop their row.
+
+    Row r accepts r % width of its drafts, unless `forced` says how many.
+    """
+    found = read(rows, state, 16, state.page_table.shape[1], width)
     n, device = len(rows), rows.device
-    token = torch.arange(n, device=device) * 3
-    stop_ids = torch.full((n, MAX_STOP_IDS), -1, device=device)
-    stop_ids[::2, 5] = token[::2]
-    min_len = torch.where(torch.arange(n, device=device) % 4 == 0, 10**6, 0)
-    return found, leave(
-        found.live, found.next_positions, found.valid, token, stop_ids, min_len, state
-    )
+    place = torch.arange(width, device=device)
+    draws = found.live[:, None] * 10 + place + 500 * (place >= found.live[:, None] % width)
+    stop_ids = torch.full((n, width, MAX_STOP_IDS), -1, device=device)
+    stop_ids[::2, :, 5] = draws[::2, width // 2, None]
+    at = torch.arange(n, device=device)
+    min_len = torch.where(at % 4 == 0, 10**6, 0)[:, None].expand(n, width)
+    num = None if forced is None else torch.full((n * width,), forced, device=device)
+    return found, accept(
+        found.live, found.next_positions, found.valid, draws.view(-1), stop_ids.flatten(0, 1),
+        min_len.reshape(-1), state, num,
+    )  # fmt: skip
 
 
 def check_ends(
-    mine: step_rows.RowColumns, wanted: step_rows.RowColumns, rows: Tensor, ends: Any
-) -> None:
+    mine: step_rows.RowColumns, wanted: step_rows.RowColumns, rows: Tensor, ends: Any,
+    width: int = 1, forced: int | None = None,
+) -> None:  # fmt: skip
     """`ends` leave `mine` as the twins leave `wanted`, an equal state, and say the same."""
-    twins = step_rows.read_rows_ref, step_rows.leave_rows_ref
-    (got, drawn), (other, other_drawn) = at_step(mine, rows, *ends), at_step(wanted, rows, *twins)
+    twins = step_rows.read_rows_ref, accept_rows.accept_rows_ref
+    got, drawn = at_step(mine, rows, *ends, width, forced)
+    other, other_drawn = at_step(wanted, rows, *twins, width, forced)
     for each in fields(got):
         a, b = getattr(got, each.name), getattr(other, each.name)
         assert a.dtype == b.dtype
         assert torch.equal(a, b), each.name
-    counts = drawn[:, 1] == 1
+    counts = drawn[:, width] > 0
     assert torch.equal(drawn[counts], other_drawn[counts])
-    assert torch.equal(counts, other_drawn[:, 1] == 1)
+    assert torch.equal(counts, other_drawn[:, width] > 0)
     for each in fields(mine):
         assert torch.equal(getattr(mine, each.name), getattr(wanted, each.name)), each.name
 
@@ -138,6 +160,8 @@ if not INTERPRETED:
             def compile(self, *args: Any, **given: Any) -> None:
                 names, name = self.kernel.arg_names, self.kernel.__name__
                 name += "_top_p" if given.get("PROBABLE") else ""
+                name += "_try" if given.get("TRY") else ""
+                name += "_checked" if given.get("CHECKED") else ""
                 if name in found:
                     return
                 types = dict(zip(names, map(type_of, args), strict=False))
@@ -159,7 +183,11 @@ if not INTERPRETED:
             assert "griddepcontrol.launch_dependents" in ptx
             assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
 
-    def type_of(value: object) -> str:
+    def type_of(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*map(type_of, value))
+        if value is None:
+            return "constexpr"
         if isinstance(value, Tensor):
             names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
             return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
@@ -172,10 +200,16 @@ if not INTERPRETED:
 
         with compiling(rms_norm):
             rms_norm.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
+        ids, weight = torch.zeros(2, dtype=torch.int64), empty(4096)
+        for given in (ids, weight, weight), (None, None, None):
+            with compiling(pair_norm):
+                pair_norm.pair_norm_triton(
+                    given[0], empty(9, 4096), empty(2, 4096), *given[1:], 1e-6, False
+                )
         for rows in (2, swiglu.MANY_ROWS):
             with compiling(swiglu):
                 swiglu.swiglu_triton(empty(rows, 24576))
-        cache, ids = empty(2, 8, 16, 128), torch.zeros(2, dtype=torch.int64)
+        cache = empty(2, 8, 16, 128)
         with compiling(qk_rope_store) as found:
             qk_rope_store.qk_rope_store_triton(
                 empty(2, 6144), ids, torch.empty(64, 128), cache, cache, ids, empty(128),
@@ -183,6 +217,10 @@ if not INTERPRETED:
             )  # fmt: skip
         if dtype == torch.bfloat16:  # four numbers at once
             assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
+        with compiling(qk_rope_store):
+            qk_rope_store.qk_rope_store_triton(
+                empty(2, 2048), ids, torch.empty(64, 128), cache, cache, ids, None, None, 0.0
+            )
 
     @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
     def test_the_draw_compiles_for_hopper_without_one(
@@ -192,7 +230,7 @@ if not INTERPRETED:
         if block is not None:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
             monkeypatch.setattr(draw, "DRAW_BLOCK", block)
-        with compiling(draw) as found:
+        with compiling(draw) as found, compiling(draw_rows):
             draw.draw_triton(torch.empty(2, 151936, dtype=dtype), rows_of(2), filtered=True)
         assert "mul.hi.u32" in found["_draw_kernel"]
 
@@ -202,8 +240,12 @@ if not INTERPRETED:
 
     def test_the_ends_of_a_step_compile_for_hopper_without_one() -> None:
         state = step_columns(7, 4)
-        with compiling(step_rows):
-            at_step(state, torch.arange(7), step_rows.read_rows_triton, step_rows.leave_rows_triton)
+        for width in (1, 3):
+            with compiling(step_rows):
+                found = read_rows_ref(torch.arange(7), state, 16, 4, width)
+                step_rows.read_rows_triton(torch.arange(7), state, 16, 4, width)
+            with compiling(accept_rows):
+                at_step(state, torch.arange(7), lambda *_, found=found: found, ENDS[1], width)
 
 else:
     triton = pytest.importorskip("triton", reason=WHY)
@@ -233,6 +275,25 @@ else:
         assert torch.equal(x, kept[0])
         assert torch.equal(residual, kept[1])
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("gathers", "normed", "hidden_first"),
+        [(True, True, False), (True, True, True), (False, True, True), (True, False, False)],
+    )
+    def test_a_pair_of_norms_matches_its_twin(
+        gathers: bool, normed: bool, hidden_first: bool, dtype: torch.dtype
+    ) -> None:
+        """Rows of 40 within wider ones; the same token and padded rows, of token 0, among them."""
+        tokens = noise(9, 48, dtype=dtype)[:, :40]
+        hidden = noise(5, 100, dtype=dtype, seed=1)[:, :40]
+        ids = torch.tensor([8, 3, 3, 0, 0]) if gathers else None
+        weights = [noise(40, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
+        given = ids, tokens if gathers else tokens[:5], hidden, *weights, 1e-5, hidden_first
+        got, wanted = pair_norm.pair_norm_triton(*given), pair_norm.pair_norm_ref(*given)
+        close(got, wanted)
+        if not normed:
+            assert torch.equal(got, wanted)
+
     def test_a_norm_of_rows_within_wider_ones() -> None:
         wide, weight = noise(4, 100), noise(60, seed=1)
         close(
@@ -258,6 +319,7 @@ else:
             ((4, 2, 32, 4), torch.float32, False), ((4, 2, 32, 4), torch.float16, True),
             ((1, 1, 64, 1), torch.bfloat16, False), ((6, 2, 24, 16), torch.float32, True),
             ((14, 2, 16, 5), torch.float16, False), ((8, 8, 128, 2), torch.bfloat16, True),
+            ((0, 2, 32, 4), torch.bfloat16, True), ((0, 6, 24, 2), torch.float32, False),
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
@@ -279,7 +341,8 @@ else:
             caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
             results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
         (q, memory), (q_ref, memory_ref) = results
-        close(q, q_ref)
+        if heads:  # else there are keys and values only
+            close(q, q_ref)
         close(memory, memory_ref)
         assert torch.equal(memory == 7.0, memory_ref == 7.0)
         assert torch.equal(memory[:, :, 1, 1], memory_ref[:, :, 1, 1])  # values are copied
@@ -331,11 +394,11 @@ else:
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
 
+    @pytest.mark.parametrize(("width", "forced"), [(1, None), (3, None), (8, None), (4, 2)])
     @pytest.mark.parametrize("n", [1, 6, 23])
-    def test_both_ends_of_a_step_are_the_twins(n: int) -> None:
+    def test_both_ends_of_a_step_are_the_twins(n: int, width: int, forced: int | None) -> None:
         rows = torch.cat((1 + torch.randperm(30)[:n], torch.zeros(2, dtype=torch.int64)))
-        triton_ends = step_rows.read_rows_triton, step_rows.leave_rows_triton
-        check_ends(step_columns(30, 5), step_columns(30, 5), rows, triton_ends)
+        check_ends(step_columns(30, 5), step_columns(30, 5), rows, ENDS, width, forced)
 
     def disagreements(logits: Tensor, rows: SamplingRows, tail: Any) -> int:
         got = draw.draw_triton(logits, rows, filtered=tail == "filtered")
@@ -369,8 +432,6 @@ else:
         assert torch.equal(tokens, wanted)
         assert not set(tokens[:2].tolist()) & {3, 1100}
         assert set(tokens[2:].tolist()) <= {3, 1100}
-        allowed = draw.draw_triton(logits, rows, filtered=filtered, stops=False)
-        assert set(allowed.tolist()) <= {3, 1100}
 
     @pytest.fixture
     def small_blocks() -> Iterator[None]:

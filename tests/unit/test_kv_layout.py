@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import KVLayout, KVRegion, ModelLayout
 from worker.cache.pool import KVPool
 
 REGION = KVRegion(
@@ -22,6 +22,9 @@ REGION = KVRegion(
     dtype="float32",
 )
 DRAFT = dataclasses.replace(REGION, name="draft", num_layers=1, num_groups=1)
+TAIL = dataclasses.replace(
+    DRAFT, name="tail", num_kv_heads=1, head_dim=24, parts=1, rows="page", dtype="bfloat16"
+)
 CPU = torch.device("cpu")
 
 
@@ -30,8 +33,10 @@ def test_sizes_nest():
     assert REGION.head_bytes == 2 * 2 * 4 * 8 * 4
     assert REGION.group_bytes == 2 * REGION.head_bytes
     assert REGION.page_bytes == 3 * REGION.group_bytes
-    assert KVLayout((REGION, DRAFT), "m").page_bytes == REGION.page_bytes + DRAFT.page_bytes
+    assert KVLayout((REGION, DRAFT)).page_bytes == REGION.page_bytes + DRAFT.page_bytes
     assert dataclasses.replace(REGION, dtype="bfloat16").page_bytes * 2 == REGION.page_bytes
+    assert dataclasses.replace(REGION, parts=1).page_bytes * 2 == REGION.page_bytes
+    assert TAIL.page_bytes == 24 * 2
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,7 @@ def test_sizes_nest():
     [
         ({"num_groups": 4}, "num_groups 4 does not divide num_layers 6"),
         ({"page_size": 0}, "page_size must be at least 1"),
+        ({"parts": 3}, "parts must be 1 or 2"),
         ({"dtype": "int3"}, "dtype 'int3' is not one of: float32"),
     ],
 )
@@ -49,14 +55,20 @@ def test_a_wrong_region_is_refused_by_field(change, message):
 
 def test_regions_of_one_name_or_of_two_page_sizes_are_refused():
     with pytest.raises(ValueError, match="distinct names"):
-        KVLayout((REGION, REGION), "m")
+        KVLayout((REGION, REGION))
     with pytest.raises(ValueError, match="one page_size"):
-        KVLayout((REGION, dataclasses.replace(DRAFT, page_size=8)), "m")
+        KVLayout((REGION, dataclasses.replace(DRAFT, page_size=8)))
+    with pytest.raises(ValueError, match="only the first"):
+        KVLayout((DRAFT, REGION))
 
 
-def test_the_hash_is_stable_and_sees_every_field():
-    layout = KVLayout((REGION,), "model-a")
-    assert layout.hash == KVLayout((dataclasses.replace(REGION),), "model-a").hash
+def layout_hash(*regions: KVRegion, model: str = "tiny", digest: str = "d") -> str:
+    return ModelLayout(regions).identity(model, digest).layout_hash
+
+
+def test_the_hash_is_stable_and_sees_every_field_and_the_digest_but_no_name():
+    same = layout_hash(REGION)
+    assert same == layout_hash(dataclasses.replace(REGION), model="another name")
     changes = {
         "name": "other",
         "num_layers": 9,
@@ -65,19 +77,30 @@ def test_the_hash_is_stable_and_sees_every_field():
         "num_groups": 1,
         "page_size": 8,
         "dtype": "bfloat16",
+        "parts": 1,
+        "rows": "page",
     }
     assert set(changes) == {field.name for field in dataclasses.fields(REGION)}
     others = [
-        KVLayout((dataclasses.replace(REGION, **{name: value}),), "model-a").hash
-        for name, value in changes.items()
+        layout_hash(dataclasses.replace(REGION, **{name: value})) for name, value in changes.items()
     ]
-    others += [KVLayout((REGION,), "model-b").hash, KVLayout((REGION, DRAFT), "model-a").hash]
-    assert len({layout.hash, *others}) == len(others) + 1
+    others += [layout_hash(REGION, digest="e"), layout_hash(REGION, DRAFT)]
+    assert len({same, *others}) == len(others) + 1
+
+
+def test_a_refusal_names_both_models_or_both_layouts():
+    ours = ModelLayout((REGION,)).identity("tiny", "1111")
+    other = ours.explain(ModelLayout((REGION,)).identity("tuned", "2222"))
+    for each in ("'tiny' (1111)", "'tuned' (2222)", "weights"):
+        assert each in other
+    shaped = ModelLayout((REGION, DRAFT)).identity("tuned", "1111")
+    for each in (ours.layout_hash, shaped.layout_hash, "page_size"):
+        assert each in ours.explain(shaped)
 
 
 def test_every_element_lies_at_its_documented_byte_offset():
     num_pages = 5
-    pool = KVPool(KVLayout((REGION,), "m"), num_pages, device=CPU)
+    pool = KVPool(KVLayout((REGION,)), num_pages, device=CPU)
     for layer_id in range(6):
         for kv, view in enumerate(pool.layer(layer_id)):
             assert view.shape == (num_pages, 2, 4, 8)
@@ -100,8 +123,32 @@ def test_every_element_lies_at_its_documented_byte_offset():
     pool.close()
 
 
+def test_a_region_of_one_row_a_page_is_a_matrix_of_them():
+    num_pages = 5
+    pool = KVPool(KVLayout((REGION, DRAFT, TAIL)), num_pages, device=CPU)
+    rows = pool.page_rows("tail")
+    assert (rows.shape, rows.dtype) == ((num_pages, 24), torch.bfloat16)
+    rows.copy_(torch.arange(num_pages * 24).view(num_pages, 24))
+    target, draft, tail = pool.memory()
+    assert tail.num_bytes == num_pages * TAIL.page_bytes
+    assert tail.fd is not None
+    with mmap.mmap(tail.fd, tail.num_bytes) as mapping:
+        held = torch.frombuffer(bytearray(mapping[:]), dtype=torch.bfloat16)
+    assert held.tolist() == list(range(num_pages * 24))
+    assert not any(cache.any() for cache in pool.caches()[:-1]), "no other region has changed"
+    assert sum(each.numel() * each.element_size() for each in pool.caches()) == sum(
+        region.num_bytes for region in (target, draft, tail)
+    )
+    for wrong in ("target", "draft"):
+        with pytest.raises(ValueError, match="unpack"):
+            pool.page_rows(wrong)
+    with pytest.raises(ValueError, match="unpack"):
+        pool.layer(0, "tail")
+    pool.close()
+
+
 def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
-    pool = KVPool(KVLayout((REGION, DRAFT), "m"), num_pages=2, device=CPU)
+    pool = KVPool(KVLayout((REGION, DRAFT)), num_pages=2, device=CPU)
     target, draft = pool.memory()
     assert (target.name, draft.name) == ("target", "draft")
     assert target.num_bytes == 2 * REGION.page_bytes
@@ -123,4 +170,4 @@ def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
 
 def test_a_pool_needs_a_page_beside_the_sink():
     with pytest.raises(ValueError, match="at least 2"):
-        KVPool(KVLayout((REGION,), "m"), num_pages=1, device=CPU)
+        KVPool(KVLayout((REGION,)), num_pages=1, device=CPU)

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.engines import worker_config
 from tests.support.prompts import problem_ids
+from tests.support.regions import add_regions
 from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
@@ -86,11 +87,13 @@ class PrefillAlone:
         return self.sent
 
     def bytes_of(self, page: int, groups: range) -> torch.Tensor:
-        """Keys and values that a page holds of some layer groups."""
+        """Keys and values that a page holds of some layer groups; with the last, all regions."""
         per_group = self.engine.pool.region().layers_per_group
         layers = range(groups.start * per_group, groups.stop * per_group)
         caches = [cache for layer in layers for cache in self.engine.pool.layer(layer)]
-        return torch.stack([cache[page] for cache in caches])
+        if groups.stop == NUM_GROUPS:
+            caches += self.engine.pool.caches()[2 * self.engine.spec.num_layers :]
+        return torch.cat([cache[page].flatten() for cache in caches])
 
     def _send(self, peer: str, message: object) -> None:
         assert peer == PEER
@@ -160,6 +163,32 @@ def test_the_last_group_is_announced_while_its_step_computes(
     sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
     assert [message.last for message, _ in sent].count(True) == 1
     assert in_time == [True]
+
+
+def test_the_last_group_is_announced_when_all_regions_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Draft rows and tails travel with it, and are made of what the last layers compute."""
+    add_regions(monkeypatch)
+    made = PrefillAlone()
+    chunks, pool = made.engine.runner.graphs.chunks, made.engine.pool
+    forward = chunks.launch
+
+    def observed(batch: Any, on_layer: Any = None) -> Any:
+        found = forward(batch, on_layer)
+        time.sleep(0.1)  # announced groups would be sent meanwhile
+        for cache in (*pool.layer(0, "draft"), pool.page_rows("tail")):
+            cache[batch.slot_mapping // PAGE_SIZE] = 7.0
+        return found
+
+    monkeypatch.setattr(chunks, "launch", observed)
+    sent = made.serve([problem_ids(10)[9][:CHUNK]])
+    assert any(is_early(message) for message, _ in sent), "the other groups do not wait"
+    for message, found in sent:
+        for page, then in zip(message.pages, found, strict=True):
+            assert torch.equal(then, made.bytes_of(page, groups_of(message)))
+            assert (7.0 in then) == (groups_of(message).stop == NUM_GROUPS)
+    made.engine.close()
 
 
 def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
@@ -242,7 +271,7 @@ class RecordingPeer:
 
 def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
     """Early groups, lost ones, renewals that say everything again, and attempts that end."""
-    layout = KVLayout((KVRegion("target", 12, 2, 8, 4, PAGE_SIZE, "float32"),), "m")
+    layout = KVLayout((KVRegion("target", 12, 2, 8, 4, PAGE_SIZE, "float32"),))
     for seed in range(200):
         rng = random.Random(seed)
         tokens = list(range(rng.randrange(20, 200)))

@@ -70,7 +70,7 @@ def on_cuda(**engine: object) -> WorkerConfig:
     return tree.resolved(machine, model_max_len=40_960, model_dtype="bfloat16")
 
 
-QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),), "qwen3")
+QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),))
 GPU = torch.device("cuda")
 
 

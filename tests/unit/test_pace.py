@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -115,3 +116,17 @@ def test_step_times_are_those_of_the_fastest_way() -> None:
         StepTime(64, 0.005, 0.006),
         StepTime(512, 0.0135, 0.0135),
     ]
+
+
+def test_what_lies_beside_the_target_s_kv_travels_last() -> None:
+    """So less is hidden, and nothing is announced before the last layer has ended."""
+    known = replace(pace(), beside=0.2)
+    assert known.last_share == pytest.approx(0.4)
+    assert pace().last_share == 0.25
+    times = [StepTime(64, 0.0052, 0.0052), StepTime(128, 0.0120, 0.0120)]
+    rate = 128 * KV_BYTES / (0.7 * 3 * ANNOUNCE_S)  # the pull takes 0.7 of the cost
+    assert pace(times=times).announce_groups(128, rate)  # most of the last layer pays for it
+    assert not replace(pace(times=times), beside=1e-4).announce_groups(128, rate)
+    rate = 64 * KV_BYTES / (3 * ANNOUNCE_S / 0.7)  # 0.7 of the pull is what it costs
+    assert pace(times=times).announce_groups(64, rate)
+    assert not replace(pace(times=times), beside=0.2).announce_groups(64, rate)

@@ -154,7 +154,9 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
     bench.use(runner)
 
     def forward(on_layer: Callable[[int], None] | None = None) -> tuple[Tensor, str]:
-        groups: Any = None if on_layer is None else SimpleNamespace(on_layer=on_layer)
+        groups: Any = None
+        if on_layer is not None:
+            groups = SimpleNamespace(on_layer=on_layer, on_regions=lambda: None)
         step = Step(bench.plan(layout), groups)
         with torch.inference_mode():
             return bench.engine.runner._forward(step)[0], step.path

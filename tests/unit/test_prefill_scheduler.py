@@ -203,7 +203,7 @@ class Prompts:
         self.execute(0)
         plan, owners, _ = self.in_flight.pop(0)
         pairs = list(zip(owners, plan.chunks, strict=True))
-        drawn = [Drawn(token_after(req.tokens), True, True) for req, chunk in pairs if chunk.sample]
+        drawn = [Drawn((token_after(req.tokens),), True) for req, chunk in pairs if chunk.sample]
         computed = self.scheduler.settle(plan.step, drawn)
         self.scheduler.commit(computed)
         assert computed == [req for req in owners if not req.dropped]
@@ -276,7 +276,7 @@ def test_a_prompt_that_draws_computes_its_last_token_again() -> None:
         plan = scheduler.plan()
         assert plan is not None
         assert plan.chunks[0].tokens == tuple(tokens[num_cached:])
-        scheduler.commit(scheduler.settle(plan.step, [Drawn(7, True, True)]))
+        scheduler.commit(scheduler.settle(plan.step, [Drawn((7,), True)]))
         assert req.token == 7
         scheduler.drop(req)
 
@@ -371,7 +371,7 @@ def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> N
     outbound.on_prefill("d", Prefill(drawing, (5, 6, 7, 8, 9, 10), 0, 0.0, SAMPLINGS[0], 6), 0.0)
     outbound.on_prefill("d", Prefill(other, (1, 2, 3), 0), 0.0)
     while (plan := scheduler.plan()) is not None:
-        drawn = [Drawn(7, True, True) for _ in plan.sampled_rows]
+        drawn = [Drawn((7,), True) for _ in plan.sampled_rows]
         outbound.announce_settled(scheduler.settle(plan.step, drawn), 0.0)
     told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == drawing]
     assert told == [(False, None, 0), (False, None, 2), (True, 7, 1)]

@@ -27,7 +27,7 @@ PEER, PAGE_SIZE = "prefill-0/p", 16
 
 def inbound_of(book: PageBook, sent: list[Any], link: Callable[[str], object | None]) -> Inbound:
     """Decode's side alone; it sends into `sent`."""
-    layout = KVLayout((KVRegion("target", 12, 2, 8, 1, PAGE_SIZE, "float32"),), "m")
+    layout = KVLayout((KVRegion("target", 12, 2, 8, 1, PAGE_SIZE, "float32"),))
     context = FetchContext(
         book, layout, lambda _, message: sent.append(message), LeaseConfig(),
         TransportConfig(name="shm", kind="shm"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types import Model
@@ -34,6 +36,17 @@ def test_models(url: str) -> None:
         (model,) = client.models.list().data
         Model.model_validate(model.model_dump())
         assert model.id == client.models.retrieve("small").id == "small"
+        assert "simulated_accept_len" not in model.model_dump()
+
+
+def test_simulated_acceptance_is_told_wherever_the_model_is(tmp_path: Path) -> None:
+    double = DecodeDouble()
+    double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
+    with serving(make_model(tmp_path), double) as (_, url):
+        (row,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert row == httpx.get(f"{url}/v1/models/small").json()
+        assert row["simulated_accept_len"] == 2.5
+        assert "SIMULATED" in httpx.get(f"{url}/config").json()["notes"][-1]
 
 
 def test_request_id_is_returned(url: str) -> None:
@@ -53,7 +66,8 @@ def test_state_of_the_router(served: tuple[DecodeDouble, str]) -> None:
         assert (answer.status_code, answer.json()) == (200, said)
     config = httpx.get(f"{url}/config").json()
     assert config["config"]["router"]["max_body_bytes"] == 20_000
-    assert "RDMA" in config["notes"][0]
+    (note,) = config["notes"]
+    assert "RDMA" in note
     assert {member["role"] for member in config["members"]} == {"router", "decode"}
     targets = httpx.get(f"{url}/metrics/targets").json()
     assert [double.member.metrics_address] in [target["targets"] for target in targets]

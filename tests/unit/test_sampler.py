@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
+from worker.kernels.step.logits import Changes, Masks
+from worker.kernels.step.logprobs import logprobs
 from worker.kernels.step.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
 from worker.sampling import sampler
-from worker.sampling.sampler import SamplingRows, logprobs, penalize, sample, unpack
+from worker.sampling.sampler import SamplingRows, penalize, sample, unpack
 from worker.step.state import PenaltyTables, StepState
 
 VOCAB = 24
@@ -129,12 +131,19 @@ def penalties_of(cases: list[Case], vocab: int = VOCAB) -> PenaltyTables:
     return penalties
 
 
-def mask_of(cases: list[Case], vocab: int = VOCAB) -> Tensor:
+def masks_of(cases: list[Case], vocab: int = VOCAB) -> Masks:
     """Bit masks as `Grammars.masks` makes them."""
-    bits = np.zeros((len(cases), -(-vocab // 32) * 32), bool)
-    for index, case in enumerate(cases):
-        bits[index, list(case.allowed) if case.allowed else slice(None)] = True
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    bits = np.zeros((1 + len(cases), -(-vocab // 32) * 32), bool)
+    for line, case in enumerate(cases, 1):
+        bits[line, list(case.allowed)] = True
+    bits[0] = True
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    return Masks(words, torch.tensor([i * bool(case.allowed) for i, case in enumerate(cases, 1)]))
+
+
+def changes_of(cases: list[Case], vocab: int = VOCAB) -> Changes:
+    """Penalties and masks of `rows_of(cases)`."""
+    return penalties_of(cases, vocab).changes(masks_of(cases, vocab))
 
 
 def change(values: np.ndarray, case: Case) -> np.ndarray:
@@ -189,25 +198,32 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
             if getattr(rows, each.name).shape[0] == 1
         },
     )
-    penalties = penalties_of([case]) if case.has_penalties else None
-    mask = mask_of([case]).expand(DRAWS, -1) if case.allowed else None
-    tokens = sample(logits.repeat(DRAWS, 1), rows, tail, penalties, mask)
+    changes = changes_of([case])
+    changes = replace(changes, masks=Masks(changes.masks.words, changes.masks.line.expand(DRAWS)))
+    any_change = case.has_penalties or case.allowed
+    tokens = sample(logits.repeat(DRAWS, 1), rows, tail, changes if any_change else None)
+    counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
+    return p_of(counts[None], exact(logits, case)[None] * DRAWS)
+
+
+def p_of(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square of tables of counts [tables, vocab] together; 0 if an impossible one came.
+
+    What is expected fewer than five times in a table counts there as one.
+    """
     from scipy import stats  # two seconds, where these tests run only
 
-    counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(float)
-    expected = exact(logits, case) * DRAWS
     if counts[expected == 0].sum() > 0:
         return 0.0
-    order = (-expected).argsort()
-    big = [int(i) for i in order if expected[i] >= 5]
-    rest = [int(i) for i in order if 0 < expected[i] < 5]
-    seen = [*counts[big].tolist(), float(counts[rest].sum())]
-    wanted = [*expected[big].tolist(), float(expected[rest].sum())]
-    if not rest:
-        seen, wanted = seen[:-1], wanted[:-1]
-    if len(seen) == 1:
-        return 1.0
-    return float(stats.chisquare(seen, wanted).pvalue)
+    total, freedom = 0.0, 0
+    for seen, wanted in zip(counts, expected, strict=True):
+        big = wanted >= 5
+        pairs = list(zip(seen[big], wanted[big], strict=True))
+        if wanted[~big].sum() > 0:
+            pairs.append((seen[~big].sum(), wanted[~big].sum()))
+        total += sum((one - other) ** 2 / other for one, other in pairs)
+        freedom += max(0, len(pairs) - 1)
+    return float(stats.chi2.sf(total, freedom)) if freedom else 1.0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -247,36 +263,36 @@ def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..
     return call
 
 
-def with_tables(change: Callable[[PenaltyTables], None]) -> Callable[..., Tensor]:
+def with_tables(change: Callable[[Changes], None]) -> Callable[..., Tensor]:
     """`penalize` with other tables than those of the rows."""
 
-    def call(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
-        change(penalties)
-        return penalize(logits, rows, penalties)
+    def call(logits: Tensor, rows: SamplingRows, changes: Changes) -> Tensor:
+        change(changes)
+        return penalize(logits, rows, changes)
 
     return call
 
 
-def bias_last(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+def bias_last(logits: Tensor, rows: SamplingRows, penalties: Changes) -> Tensor:
     bias = penalties.bias.clone()
     penalties.bias.zero_()
     return penalize(logits, rows, penalties) + bias[rows.penalty_slot]
 
 
-def divides_all(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+def divides_all(logits: Tensor, rows: SamplingRows, penalties: Changes) -> Tensor:
     seen = penalties.in_prompt[rows.penalty_slot] | (penalties.counts[rows.penalty_slot] > 0)
     return torch.where(seen, logits / rows.repetition_penalty[:, None], logits)
 
 
-def counts_prompt(penalties: PenaltyTables) -> None:
-    penalties.counts += penalties.in_prompt
+def counts_prompt(penalties: Changes) -> None:
+    penalties.counts.add_(penalties.in_prompt)
 
 
-def counts_once(penalties: PenaltyTables) -> None:
+def counts_once(penalties: Changes) -> None:
     penalties.counts.clamp_(max=1)
 
 
-def forgets_prompt(penalties: PenaltyTables) -> None:
+def forgets_prompt(penalties: Changes) -> None:
     penalties.in_prompt.zero_()
 
 
@@ -407,49 +423,78 @@ def test_the_position_changes_the_draw_and_a_replay_does_not() -> None:
     assert len(first.unique()) > 5
 
 
-def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], PenaltyTables, Tensor]:
+def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
     cases = [*CASES.values(), *greedy] * 12
     logits = torch.stack([logits_of(i, 70) for i in range(len(cases))])
     number = torch.arange(len(cases))
     rows = rows_of(cases, number * 31, number * 7 + 3)
-    return logits, rows, cases, penalties_of(cases, 70), mask_of(cases, 70)
+    return logits, rows, cases, changes_of(cases, 70)
+
+
+def of_row(changes: Changes, row: int) -> Changes:
+    """`changes` for a batch of this row alone."""
+    assert changes.masks is not None
+    line = changes.masks.line[[row]]
+    return replace(changes, masks=changes.masks._replace(line=line))
 
 
 def test_rows_beside_penalised_and_masked_ones_keep_every_bit() -> None:
-    logits, rows, cases, penalties, mask = changed_batch()
-    tokens = sample(logits.clone(), rows, "filtered", penalties, mask)
+    logits, rows, cases, changes = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", changes)
     neutral = [i for i, case in enumerate(cases) if not case.has_penalties]
-    bits = penalize(logits, rows, penalties)[neutral].view(torch.int32)
+    bits = penalize(logits, rows, changes)[neutral].view(torch.int32)
     assert torch.equal(bits, logits[neutral].view(torch.int32))
     free = [i for i in neutral if not cases[i].allowed]
     alone = sample(logits[free].clone(), pick(rows, free), "filtered")
     assert torch.equal(tokens[free], alone)
     unmasked = [i for i, case in enumerate(cases) if not case.allowed]
-    without = sample(logits[unmasked].clone(), pick(rows, unmasked), "filtered", penalties)
-    assert torch.equal(tokens[unmasked], without)
+    without = replace(changes, masks=None)
+    drawn = sample(logits[unmasked].clone(), pick(rows, unmasked), "filtered", without)
+    assert torch.equal(tokens[unmasked], drawn)
 
 
 def test_a_penalised_row_does_not_depend_on_its_batch() -> None:
-    logits, rows, cases, penalties, mask = changed_batch()
-    tokens = sample(logits.clone(), rows, "filtered", penalties, mask)
+    logits, rows, cases, changes = changed_batch()
+    tokens = sample(logits.clone(), rows, "filtered", changes)
     assert not torch.equal(tokens, sample(logits.clone(), rows, "filtered"))
     for i, case in enumerate(cases):
-        alone = sample(
-            logits[[i]].clone(), pick(rows, [i]), "filtered",
-            penalties if case.has_penalties else None, mask[[i]] if case.allowed else None,
-        )  # fmt: skip
-        assert alone.item() == tokens[i], case
+        own = of_row(changes, i) if case.has_penalties or case.allowed else None
+        assert sample(logits[[i]].clone(), pick(rows, [i]), "filtered", own).item() == tokens[i]
 
 
 def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
-    logits, rows, cases, penalties, mask = changed_batch()
+    logits, rows, cases, changes = changed_batch()
     for tail in TAILS[1:]:
-        tokens = sample(logits.clone(), rows, tail, penalties, mask)
+        tokens = sample(logits.clone(), rows, tail, changes)
         for i, case in enumerate(cases):
             if case.temperature == 0:
                 assert tokens[i] == change(logits[i].numpy().astype(np.float64), case).argmax()
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_row_of_a_window_counts_the_drafts_before_it(width: int) -> None:
+    """As if they had been drawn; what comes after an absent draft (-1) is nobody's text."""
+    cases = [case for case in CASES.values() if case.has_penalties or case.allowed] * 4
+    rng = np.random.default_rng(width)
+    drafts = torch.from_numpy(rng.choice([-1, 2, 4, 6, 6, 9, 11], (len(cases), width - 1)))
+    windows = [case for case in cases for _ in range(width)]
+    number = torch.arange(len(windows))
+    rows = rows_of(windows, number * 31, number * 7 + 3)
+    slot = rows_of(cases, *[torch.arange(len(cases))] * 2).penalty_slot
+    rows = replace(rows, penalty_slot=slot.repeat_interleave(width))
+    changes = replace(changes_of(cases), drafts=drafts)
+    masks = changes.masks
+    assert masks is not None
+    masks = masks._replace(line=masks.line.repeat_interleave(width))
+    logits = torch.stack([logits_of(i) for i in range(len(windows))])
+    tokens = sample(logits, rows, "filtered", replace(changes, masks=masks))
+    for i, case in enumerate(windows):
+        before = drafts[i // width, : i % width].tolist()
+        case = replace(case, output=(*case.output, *(token for token in before if token >= 0)))
+        own = replace(pick(rows, [i]), penalty_slot=torch.tensor([int(case.has_penalties)]))
+        assert sample(logits[[i]], own, "filtered", changes_of([case])).item() == tokens[i]
 
 
 def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
@@ -458,6 +503,7 @@ def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
     used.fill(next_case.start(1), lambda v, dtype: torch.tensor(v, dtype=dtype))
     for name in ("in_prompt", "counts", "bias"):
         assert torch.equal(getattr(used, name)[1], getattr(fresh, name)[1]), name
+    assert not used.biased.any()
 
 
 @pytest.mark.parametrize("tail", TAILS[1:])
@@ -470,7 +516,7 @@ def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(
     number = torch.arange(400)
     rows = rows_of([stuck, beside] * 200, number, number + 5)
     logits = logits_of(4).repeat(400, 1)
-    tokens = sample(logits, rows, tail, None, mask_of([stuck, beside] * 200))
+    tokens = sample(logits, rows, tail, changes_of([stuck, beside] * 200))
     assert set(tokens[::2].tolist()) <= {3, 5}
     assert set(tokens[1::2].tolist()) == {8}
 
@@ -479,15 +525,17 @@ def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(
 def test_masks_are_unpacked_lowest_bit_first(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     cases = [Case(allowed=tuple(np.flatnonzero(rng.random(vocab) < 0.5))) for _ in range(20)]
-    found = unpack(mask_of(cases, vocab), vocab)
-    assert [tuple(row.nonzero().flatten().tolist()) for row in found] == [c.allowed for c in cases]
+    found = unpack(masks_of(cases, vocab).words, vocab)
+    assert bool(found[0].all())
+    ids = [tuple(row.nonzero().flatten().tolist()) for row in found[1:]]
+    assert ids == [case.allowed for case in cases]
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
-    logits, rows, _, penalties, mask = changed_batch()
+    logits, rows, _, changes = changed_batch()
     before = logits.clone()
-    token = sample(logits, rows, "filtered", penalties, mask)
+    token = sample(logits, rows, "filtered", changes)
     assert torch.equal(logits, before)
     values, ids = logprobs(logits, token, num_top)
     raw = logits.numpy().astype(np.float64)
@@ -495,6 +543,12 @@ def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
     order = (-raw).argsort(-1)[:, :num_top]
     assert ids.tolist() == np.concatenate((token[:, None].numpy(), order), 1).tolist()
     np.testing.assert_allclose(values, np.take_along_axis(expected, ids.numpy(), 1), atol=1e-5)
+
+
+def test_of_equally_likely_tokens_the_lowest_ids_are_reported() -> None:
+    logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, -0.0, 3.0, 1.0], [2.0] * 7])
+    _, ids = logprobs(logits, torch.tensor([3, 6]), 7)
+    assert ids.tolist() == [[3, 1, 3, 5, 0, 6, 2, 4], [6, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:

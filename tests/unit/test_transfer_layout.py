@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.errors import Incompatible
 from worker.transfer.base import Endpoint, RemoteRegion
 from worker.transfer.layout import (
@@ -18,7 +18,6 @@ from worker.transfer.layout import (
     merge_pages,
     num_pool_pages,
     plan_runs,
-    rank_heads,
     rank_plan,
 )
 
@@ -29,13 +28,14 @@ POOLS = PoolPages(local=8, remote=9)
 def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> KVLayout:
     target = KVRegion("target", 4, num_heads, 2, num_groups, 2, "float16")
     if draft_heads is None:
-        return KVLayout((target,), "m")
-    return KVLayout((target, KVRegion("draft", 1, draft_heads, 2, 1, 2, "float16")), "m")
+        return KVLayout((target,))
+    draft = KVRegion("draft", 3, draft_heads, 2, 1, 2, "float16")
+    return KVLayout((target, draft, KVRegion("tail", 1, 1, 6, 1, 2, "float16", 1, "page")))
 
 
 def labels(region: KVRegion, heads: range) -> np.ndarray:
     """Each remote byte's meaning as one number, by its place: (group, page, head, layer, rest)."""
-    rest = 2 * region.page_size * region.head_dim * 2
+    rest = region.parts * region.rows_per_page * region.head_dim * 2
     shape = (region.num_groups, POOLS.remote, len(heads), region.layers_per_group, rest)
     out = np.empty(shape, np.int64)
     for group, page, i, layer in itertools.product(*map(range, shape[:4])):
@@ -114,7 +114,7 @@ def test_pages_are_counted_by_the_bytes_of_every_region(
     more: tuple[int, int], pages: int | None
 ) -> None:
     one = layout(num_heads=2, num_groups=2, draft_heads=2)
-    held = [8 * region.page_bytes + n for region, n in zip(one.regions, more, strict=True)]
+    held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
     regions = tuple(RemoteRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
     endpoint = Endpoint("shm", "shm", "", "", 1, 1, regions)
     if pages is not None:
@@ -132,11 +132,11 @@ def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
             groups = range(first, last)
             runs = plan_runs(one, PAIRS, POOLS, groups)
             draft_groups = range(1) if num_groups - 1 in groups else range(0)
-            for index, of_region in enumerate((groups, draft_groups)):
+            for index, of_region in enumerate((groups, draft_groups, draft_groups)):
                 region = one.regions[index]
-                memory = untouched(region)
-                apply(runs, index, memory, labels(region, range(2)))
-                assert (memory == expected(region, range(2), of_region, PAIRS)).all()
+                memory, heads = untouched(region), range(region.num_kv_heads)
+                apply(runs, index, memory, labels(region, heads))
+                assert (memory == expected(region, heads, of_region, PAIRS)).all()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -145,7 +145,7 @@ def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
 def test_unequal_tensor_parallelism_fills_every_byte_once(
     num_groups: int, num_heads: int, draft_heads: int
 ) -> None:
-    totals = (num_heads, draft_heads)
+    totals = (num_heads, draft_heads, 1)  # every rank has the whole tail
     for local_tp, remote_tp in itertools.product([1, 2, 4, 8], repeat=2):
         for local_rank in range(local_tp):
             ours = [rank_heads(total, local_tp, local_rank) for total in totals]
@@ -187,3 +187,12 @@ def test_heads_that_no_ranks_can_share_are_refused() -> None:
         rank_heads(6, 4, 0)
     with pytest.raises(ValueError, match="no rank"):
         rank_heads(4, 2, 2)
+
+
+def test_a_rank_s_share_of_a_layout_has_its_heads_of_every_region() -> None:
+    whole = ModelLayout(layout(num_heads=4, num_groups=2, draft_heads=2).regions)
+    assert whole.share(1, 0).regions == whole.regions
+    assert whole.share(2, 1) == layout(num_heads=2, num_groups=2, draft_heads=1)
+    assert whole.share(4, 3) == layout(num_heads=1, num_groups=2, draft_heads=1)  # a copy
+    with pytest.raises(ValueError, match="cannot be shared"):
+        whole.share(3, 0)

@@ -37,6 +37,7 @@ from worker.api import (
     Sampling,
     Stop,
     TokenChunk,
+    Window,
     WorkerStats,
     Xfer,
 )
@@ -57,7 +58,7 @@ MESSAGES: list[AnyMessage] = [
     Ack("r1", 2),
     Refused("r1", 2, Error("busy", "no room: ü€\0"), 0.5),
     Chunks((
-        TokenChunk("r1", 2, 5, (1, 2)),
+        TokenChunk("r1", 2, 5, (1, 2), window=Window(4, 4, (1, 9, -1), 1)),
         TokenChunk("r2", 1, 0, (), FinishReason.ERROR, Error("timeout", "")),
     )),
     Prefill(XFER, tuple(range(1000)), 16),

@@ -56,3 +56,27 @@ def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_th
     other = WorkerMetrics(**BOUND | {"role": "prefill"})
     (retries,) = (each for each in other.registry.collect() if "retries" in each.name)
     assert not retries.samples
+
+
+def test_windows_count_rows_and_what_they_accepted(metrics: WorkerMetrics) -> None:
+    metrics.windows(4, [1, 3, 4], [(-1, -1, -1), (5, 6, -1), (5, 6, 7)])
+    metrics.windows(2, [2, 1], [(5,), (6,)])
+    metrics.windows(1, [1, 1, 1], [(), (), ()])
+    metrics.windows(4, [], [])  # all of its requests had ended
+    assert value(metrics, "spec_steps_total") == 5
+    assert value(metrics, "spec_accepted_tokens_total") == 6
+    by_place = [value(metrics, "spec_accepted_at_position_total", position=p) for p in "123"]
+    assert by_place == [3, 2, 1]
+    by_place = [value(metrics, "spec_drafted_at_position_total", position=p) for p in "123"]
+    assert by_place == [4, 2, 1]
+    assert value(metrics, "spec_undrafted_steps_total") == 1
+    assert value(metrics, "spec_first_acceptance") == 0
+    assert value(metrics, "spec_width_sum") == 7
+    assert value(metrics, "spec_width_count") == 3
+    assert value(metrics, "spec_simulated") == 0
+    for _ in range(250):
+        metrics.windows(2, [2, 2, 2, 1], [(5,), (6,), (7,), (8,)])
+    assert 0.74 < value(metrics, "spec_first_acceptance") < 0.76
+    first = value(metrics, "spec_first_acceptance")
+    metrics.windows(2, [1, 1, 1, 1], [(5,), (6,), (7,), (8,)])
+    assert value(metrics, "spec_first_acceptance") == first

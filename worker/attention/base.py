@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from worker.attention.backends import ATTENTION
+from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import LayerAttention
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 
@@ -22,13 +24,17 @@ class AttentionCaps:
     dtypes: frozenset[str] | None = None  # of the KV region
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
+    masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
 
 
 class AttentionBackend(LayerAttention, Protocol):
-    """Causal attention of ragged query rows over paged keys and values; layers call LayerAttention.
+    """Attention of ragged query rows over paged keys and values; layers call LayerAttention.
 
-    Built as `cls(pool, num_heads, num_kv_heads, head_dim, scale)`, heads being this rank's.
-    Raises Unsupported from there, and nowhere later, if `caps` refuse the pool or the model.
+    Built as `cls(pool, num_heads, num_kv_heads, head_dim, scale, mask=CAUSAL, region="target")`,
+    heads being this rank's. Which keys a row sees (KeyMask) holds for the instance: layers of
+    another mask or region have an instance of their own.
+    Raises Unsupported from there, and nowhere later, if `caps` refuse the pool, the model or the
+    mask.
     """
 
     caps: ClassVar[AttentionCaps]
@@ -62,7 +68,7 @@ class Attentions:
 
     prefill: AttentionBackend  # chunks of prompts
     decode: AttentionBackend  # one token of each row
-    spec: AttentionBackend  # verify and draft passes: nothing runs on it yet
+    spec: AttentionBackend  # windows that are verified; `static_plan`
 
 
 def build_attentions(
@@ -72,12 +78,17 @@ def build_attentions(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    mask: KeyMask = CAUSAL,
+    region: str = "target",
 ) -> Attentions:
     """Build the backends that `names` gives for the fields of Attentions, each name once.
 
+    Without `spec`, where there are no windows, it is that of `decode`.
+
     Raises:
-        UserError: an unknown name, or Unsupported: what a backend's caps refuse. The message and
-            `param` begin with the field, as "engine.attention.prefill".
+        UserError: an unknown name, or Unsupported: what a backend's caps refuse, or one without
+            `static_plan` for `spec`. The message and `param` begin with the field, as
+            "engine.attention.prefill".
     """
     built: dict[str, AttentionBackend] = {}
     for kind, name in names.items():
@@ -85,20 +96,35 @@ def build_attentions(
         if name not in built:
             try:
                 cls = resolve("attention backend", name, ATTENTION)
-                built[name] = cls(pool, num_heads, num_kv_heads, head_dim, scale)
+                built[name] = cls(pool, num_heads, num_kv_heads, head_dim, scale, mask, region)
             except UserError as refusal:
                 raise type(refusal)(f"{param}: {refusal}", param) from refusal
+        if kind == "spec" and not built[name].static_plan:
+            raise Unsupported(
+                f"{param}: {name} plans on the host, which does not know the lengths of windows; "
+                "name one that does not, as triton, or leave it auto",
+                param,
+            )
+    names = {"spec": names["decode"], **names}
     return Attentions(**{kind: built[name] for kind, name in names.items()})
 
 
 def check_caps(
-    caps: AttentionCaps, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int
-) -> None:
-    """Raise Unsupported, naming the first reason, unless a backend of `caps` can serve the model.
+    caps: AttentionCaps,
+    pool: KVPool,
+    heads: tuple[int, int],
+    head_dim: int,
+    mask: KeyMask,
+    region_name: str,
+) -> KVRegion:
+    """Return the region that a backend of `caps` serves, for a model's (query, kv) heads.
 
-    The pool's "target" region must hold the model's kv heads and head_dim.
+    Raises:
+        Unsupported: it cannot; the message names the first reason. The region must hold keys and
+            values a token, of the model's kv heads and head_dim.
     """
-    region = pool.region()
+    region = pool.region(region_name)
+    num_heads, num_kv_heads = heads
     if num_heads % num_kv_heads:
         raise Unsupported(f"{num_heads} heads do not share {num_kv_heads} kv heads evenly")
     if (region.num_kv_heads, region.head_dim) != (num_kv_heads, head_dim):
@@ -106,6 +132,8 @@ def check_caps(
             f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
             f"the model {num_kv_heads} of {head_dim}"
         )
+    if (region.parts, region.rows) != (2, "token"):
+        raise Unsupported(f"the KV region {region.name!r} holds no keys and values of tokens")
     checks = (
         ("device", pool.device.type, caps.devices),
         ("KV dtype", region.dtype, caps.dtypes),
@@ -116,3 +144,9 @@ def check_caps(
         if allowed is not None and value not in allowed:
             choices = ", ".join(str(choice) for choice in sorted(allowed))  # type: ignore[type-var]
             raise Unsupported(f"attention backend: {name} {value} is not one of: {choices}")
+    refused = mask.unlike_causal - caps.masks if caps.masks is not None else ()
+    if refused:
+        raise Unsupported(
+            f"attention backend: cannot serve {mask}: its {', '.join(sorted(refused))}"
+        )
+    return region

@@ -13,6 +13,7 @@ from worker.attention.base import AttentionBackend, AttentionCaps
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current, forward_context
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 
@@ -25,7 +26,7 @@ class ByLengthPlan:
 
 
 class ByLengthAttention:
-    """`SHORT` for batches of up to `SHORT_ROWS` rows and for decode steps, `LONG` beyond.
+    """`SHORT` for batches of up to `SHORT_ROWS` rows, decode steps and windows, `LONG` beyond.
 
     The choice depends on the batch's padded shape alone, so a graph's break and eager make the same
     one. At 2048 tokens FA3 takes 90 us a layer, our kernel 122. For shorter steps FA3's
@@ -40,11 +41,18 @@ class ByLengthAttention:
     static_plan: ClassVar[bool] = True  # of `SHORT`; only its batches are captured
 
     def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        mask: KeyMask = CAUSAL,
+        region: str = "target",
     ) -> None:
         self._short, self._long = (
             resolve("attention backend", name, self.TABLE)(
-                pool, num_heads, num_kv_heads, head_dim, scale
+                pool, num_heads, num_kv_heads, head_dim, scale, mask, region
             )
             for name in (self.SHORT, self.LONG)
         )
@@ -52,6 +60,8 @@ class ByLengthAttention:
     def plan(self, batch: Batch) -> ByLengthPlan:
         """See AttentionBackend.plan."""
         backend = self._backend(batch.num_tokens, batch.max_query_len)
+        if batch.host is None:  # windows: the host does not know their lengths
+            backend = self._short
         return ByLengthPlan(backend, backend.plan(batch))
 
     def variant(

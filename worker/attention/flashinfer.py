@@ -14,6 +14,7 @@ from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.kernels.attention.store_kv import store_kv
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
@@ -104,20 +105,27 @@ class FlashInferAttention:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_dims=frozenset({64, 128, 256}),
+        masks=frozenset(),  # the library has causal and window_left; nobody has asked for them here
     )
     static_plan: ClassVar[bool] = False
     kernels: ClassVar[str] = "auto"  # of prefill, as the library names them
 
     def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        mask: KeyMask = CAUSAL,
+        region: str = "target",
     ) -> None:
-        check_caps(self.caps, pool, num_heads, num_kv_heads, head_dim)
-        region = pool.region()
-        self._page_size = region.page_size
-        self._shape = num_heads, num_kv_heads, head_dim, region.page_size
-        dtype = getattr(torch, region.dtype)
+        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
+        self._page_size = held.page_size
+        self._shape = num_heads, num_kv_heads, head_dim, held.page_size
+        dtype = getattr(torch, held.dtype)
         self._options = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": scale}
-        self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
+        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
         self._slots = self._make_slots(pool.device)
         self._next = 0
         table = torch.zeros(1, 2, dtype=torch.int32, device=pool.device)

@@ -13,6 +13,7 @@ from worker.attention.base import AttentionCaps, check_caps
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.kernels.attention.store_kv import store_kv
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
@@ -52,17 +53,24 @@ class ReferenceAttention:
     static_plan: ClassVar[bool] = True
 
     def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        mask: KeyMask = CAUSAL,
+        region: str = "target",
     ) -> None:
-        check_caps(self.caps, pool, num_heads, num_kv_heads, head_dim)
-        region = pool.region()
+        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
-        self.page_size = region.page_size
-        self.dtype: torch.dtype = getattr(torch, region.dtype)
-        self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
+        self.mask = mask
+        self.page_size = held.page_size
+        self.dtype: torch.dtype = getattr(torch, held.dtype)
+        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
         self._rows = [(_as_rows(k), _as_rows(v)) for k, v in self._layers]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == head_dim, "a head's tokens of a page are contiguous"
@@ -84,10 +92,11 @@ class ReferenceAttention:
 
         keys = torch.arange(num_keys, device=device)
         positions = (seq_lens - query_lens)[:, None] + columns  # [num_reqs, width]
-        attends = (columns < query_lens[:, None]) & (positions >= 0)
-        # A padded query row sees key 0, because a softmax over nothing is NaN.
-        last_key = torch.where(attends, positions, 0)
-        hidden = keys > last_key[:, :, None]
+        first_key, last_key = self._visible(positions, seq_lens)
+        attends = (columns < query_lens[:, None]) & (positions >= 0) & (first_key <= last_key)
+        # A query row that sees nothing sees key 0, because a softmax over nothing is NaN.
+        first_key, last_key = (torch.where(attends, each, 0) for each in (first_key, last_key))
+        hidden = (keys < first_key[:, :, None]) | (keys > last_key[:, :, None])
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
         mask.masked_fill_(hidden, float("-inf"))
 
@@ -109,6 +118,14 @@ class ReferenceAttention:
             values=torch.empty(kv_shape, dtype=self.dtype, device=device),
             width=width,
         )
+
+    def _visible(self, positions: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the last key that each of `positions` [num_reqs, width] sees (KeyMask)."""
+        first = torch.full_like(positions, self.mask.first_key)
+        if self.mask.window is not None:
+            first = torch.maximum(first, positions - self.mask.window + 1)
+        whole = (seq_lens - 1)[:, None].expand_as(positions)
+        return first, positions if self.mask.causal else whole
 
     def variant(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
@@ -152,10 +169,13 @@ class ReferenceAttention:
     def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
         """Pool row of every (request, kv head, key).
 
-        Keys past a request's end repeat its first key, so that no stale slot is read: the mask
-        alone would let a NaN through (0 · NaN).
+        Keys past a request's end, and before its first key, repeat that one, so that no stale slot
+        is read: the mask alone would let a NaN through (0 · NaN).
         """
-        keys = torch.where(keys < seq_lens[:, None], keys, 0)  # [num_reqs, num_keys]
+        first = self.mask.first_key
+        held = (keys >= first) & (keys < seq_lens[:, None])
+        spare = (seq_lens - 1).clamp(0, first)[:, None]  # 0 if there is none: no row sees it then
+        keys = torch.where(held, keys, spare)  # [num_reqs, num_keys]
         pages = page_table.long().gather(1, keys // self.page_size)
         rows = pages * self._rows_per_page + keys % self.page_size
         return (rows[:, None, :] + self._head_rows).flatten()

@@ -15,14 +15,14 @@ from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import current
+from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.kernels.attention.paged_attention import (
     PagedPlan,
-    PagedTiles,
-    choose,
     constants_of,
     paged_attention,
     plan_items,
 )
+from worker.kernels.attention.paged_tiles import PagedTiles, choose
 from worker.kernels.attention.prompt_attention import (
     PromptPlan,
     num_rows,
@@ -70,19 +70,26 @@ class TritonAttention:
     MAX_GATHERED: ClassVar[int] = 131_072
 
     def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        mask: KeyMask = CAUSAL,
+        region: str = "target",
     ) -> None:
         if not HAS_TRITON:
             raise Unsupported("attention backend: triton is not installed")
-        check_caps(self.caps, pool, num_heads, num_kv_heads, head_dim)
-        region = pool.region()
+        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
         self.heads = (num_heads, num_kv_heads)
         self.head_dim = head_dim
         self.scale = scale
-        self._page_size = region.page_size
-        self._item_bytes = getattr(torch, region.dtype).itemsize
-        self._layers = [pool.layer(layer_id) for layer_id in range(region.num_layers)]
-        self._has_prompts = serves(self._layers[0][0])
+        self.mask = mask
+        self._page_size = held.page_size
+        self._item_bytes = getattr(torch, held.dtype).itemsize
+        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
+        self._has_prompts = mask == CAUSAL and serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132
@@ -104,6 +111,7 @@ class TritonAttention:
             self.heads,
             self.head_dim,
             self._page_size,
+            self.mask,
         )
         return TritonPlan(batch.slot_mapping, paged)
 
@@ -115,7 +123,8 @@ class TritonAttention:
             return "long", *prompt_constants(self.heads, self.head_dim).values()
         tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        return *constants_of(tiles, self.heads, self.head_dim, self._page_size).values(), *options
+        constants = constants_of(tiles, self.heads, self.head_dim, self._page_size, self.mask)
+        return *constants.values(), *options
 
     def _is_long(self, num_tokens: int, max_query_len: int, max_seq_len_ub: int) -> bool:
         long = num_tokens > self.SHORT_ROWS and max_query_len > 1

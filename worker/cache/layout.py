@@ -1,39 +1,49 @@
-"""The byte layout of the KV cache, and what two workers must agree on to move it.
+"""The byte layout of the KV cache, and what two workers must have in common to move it.
 
-A region is [group][page][kv_head][layer in group][k|v][token][head_dim] (ADR 0018). So a layer
-group of a run of pages is one range of bytes; it is announced while later groups still compute. A
-range of kv heads of a page within a group is one range as well; peers with unequal tensor
-parallelism exchange those.
+A region is [group][page][kv_head][layer in group][part][row][head_dim] (ADR 0018); parts are k and
+v, rows are tokens. So a layer group of a run of pages is one range of bytes; it is announced while
+later groups still compute. A range of kv heads of a page within a group is one range as well; peers
+with unequal tensor parallelism exchange those.
+
+Regions share page ids: what the prefix tree, preemption, pulls and budgets do with a page, they do
+with its part of every region. The first region, "target", has the layer groups; the others are
+final, and travel, with the last of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NamedTuple
 
 from worker.errors import UserError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class KVRegion:
-    """Paged KV of one stack of layers ("target", a drafter's) on one rank.
+    """Paged state of one stack of layers: of a whole model, or of one rank.
+
+    Keys and values of each token ("target", a drafter's "draft"), or one vector a page ("tail":
+    features of its last token, with one layer, one head, one part and `rows` "page").
 
     Raises:
-        ValueError: a size below one, a dtype that is not in ITEM_BYTES, or a number of groups
-            that does not divide the layers.
+        ValueError: a size below one, a dtype that is not in ITEM_BYTES, other parts than 1 or 2, or
+            a number of groups that does not divide the layers.
     """
 
     name: str
     num_layers: int
-    num_kv_heads: int  # of this rank
+    num_kv_heads: int  # of the whole model in a ModelLayout, of one rank in a KVLayout
     head_dim: int
     num_groups: int
     page_size: int  # tokens
     dtype: str
+    parts: int = 2  # of a row: k and v, or a single one
+    rows: Literal["token", "page"] = "token"  # what has a row of its own
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "num_groups", "page_size"):
@@ -49,6 +59,10 @@ class KVRegion:
                 f"{', '.join(ITEM_BYTES)}",
                 param="dtype",
             )
+        if self.parts not in (1, 2):
+            raise UserError(
+                f"KV region {self.name!r}: parts must be 1 or 2, not {self.parts}", param="parts"
+            )
         if self.num_layers % self.num_groups:
             raise UserError(
                 f"KV region {self.name!r}: num_groups {self.num_groups} does not divide "
@@ -62,10 +76,15 @@ class KVRegion:
         return self.num_layers // self.num_groups
 
     @property
+    def rows_per_page(self) -> int:
+        """Rows that a page has of each layer, head and part."""
+        return self.page_size if self.rows == "token" else 1
+
+    @property
     def head_bytes(self) -> int:
         """One kv head within one group of one page."""
-        item = ITEM_BYTES[self.dtype]
-        return self.layers_per_group * 2 * self.page_size * self.head_dim * item
+        row_bytes = self.head_dim * ITEM_BYTES[self.dtype]
+        return self.layers_per_group * self.parts * self.rows_per_page * row_bytes
 
     @property
     def group_bytes(self) -> int:
@@ -78,26 +97,44 @@ class KVRegion:
         return self.num_groups * self.group_bytes
 
 
+def _check(regions: tuple[KVRegion, ...]) -> None:
+    names = [region.name for region in regions]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"a KV layout needs regions of distinct names, not {names}")
+    sizes = {region.name: region.page_size for region in regions}
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            f"KV regions share page ids and need one page_size, not {sizes}", param="page_size"
+        )
+    grouped = [region.name for region in regions[1:] if region.num_groups > 1]
+    if grouped:
+        raise UserError(
+            f"KV regions {grouped}: only the first may have several num_groups", param="num_groups"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """All regions of one rank. Regions share page ids, so they share the page size.
 
     Raises:
-        ValueError: no region, two of one name, or different page sizes.
+        ValueError: no region, two of one name, different page sizes, or layer groups of another
+            than the first.
     """
 
     regions: tuple[KVRegion, ...]
-    model_id: str  # of the weights that the KV depends on
 
     def __post_init__(self) -> None:
-        names = [region.name for region in self.regions]
-        if not names or len(set(names)) < len(names):
-            raise UserError(f"a KV layout needs regions of distinct names, not {names}")
-        sizes = {region.name: region.page_size for region in self.regions}
-        if len(set(sizes.values())) > 1:
-            raise UserError(
-                f"KV regions share page ids and need one page_size, not {sizes}", param="page_size"
-            )
+        _check(self.regions)
+
+    def region(self, name: str = "target") -> KVRegion:
+        """The region called `name`; KeyError if there is none."""
+        return {region.name: region for region in self.regions}[name]
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups that are announced one by one."""
+        return self.regions[0].num_groups
 
     @property
     def page_size(self) -> int:
@@ -109,11 +146,78 @@ class KVLayout:
         """One page of all regions together."""
         return sum(region.page_bytes for region in self.regions)
 
-    @property
-    def hash(self) -> str:
-        """16 hex digits over every field; peers whose hashes differ never exchange KV."""
-        text = json.dumps([LAYOUT_VERSION, asdict(self)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """All regions of the whole model: what workers have in common, whatever their ranks.
+
+    Raises:
+        ValueError: as KVLayout.
+    """
+
+    regions: tuple[KVRegion, ...]
+
+    def __post_init__(self) -> None:
+        _check(self.regions)
+
+    def share(self, tp_size: int, rank: int) -> KVLayout:
+        """Build the layout of one rank, which holds its kv heads of each region.
+
+        Raises:
+            ValueError: see `rank_heads`.
+        """
+        return KVLayout(
+            tuple(
+                replace(region, num_kv_heads=len(rank_heads(region.num_kv_heads, tp_size, rank)))
+                for region in self.regions
+            )
+        )
+
+    def identity(self, model: str, digest: str) -> Identity:
+        """Build what peers compare, for a model of that served name and digest (ADR 0025)."""
+        text = json.dumps([LAYOUT_VERSION, asdict(self), digest], sort_keys=True)
+        return Identity(model, digest, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+class Identity(NamedTuple):
+    """Whose KV a worker holds. Peers exchange KV if `layout_hash`, which covers all but the name,
+    is the same."""
+
+    model: str  # served name, for people
+    digest: str  # of configuration and weights of all models whose KV is in the pages
+    layout_hash: str  # 16 hex digits over the digest and every field of the ModelLayout
+
+    def explain(self, other: Identity) -> str:
+        """Say why KV of `other` is of no use here."""
+        if self.digest != other.digest:
+            mine, others = (
+                f"{each.model!r} ({each.digest or 'no digest'})" for each in (self, other)
+            )
+            return (
+                f"it serves {others}, we serve {mine}: "
+                "configuration, weights and dtype of model and drafter must be the same"
+            )
+        return (
+            f"its KV layout is {other.layout_hash}, ours {self.layout_hash}: "
+            "dtype, page_size, num_groups and the version of the KV layout must be the same"
+        )
+
+
+def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
+    """The model's kv heads that `rank` of `tp_size` holds: its share, or a copy of one head.
+
+    Raises:
+        ValueError: neither of num_kv_heads and tp_size divides the other, or no such rank.
+    """
+    if not 0 <= rank < tp_size:
+        raise ValueError(f"no rank {rank} among {tp_size}")
+    if num_kv_heads % tp_size == 0:
+        share = num_kv_heads // tp_size
+        return range(rank * share, (rank + 1) * share)
+    if tp_size % num_kv_heads == 0:
+        head = rank // (tp_size // num_kv_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{num_kv_heads} kv heads cannot be shared by {tp_size} ranks")
 
 
 @dataclass(frozen=True, slots=True)

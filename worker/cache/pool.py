@@ -1,4 +1,4 @@
-"""The KV cache's memory: one allocation per region, seen by kernels as one view per layer."""
+"""The KV cache's memory: one allocation per region, seen by kernels as views of its layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KVPool:
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
-        self._layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._layers: dict[str, list[tuple[Tensor, ...]]] = {}
         self._memory: list[MemoryRegion] = []
         for region in layout.regions:
             num_bytes = num_pages * region.page_bytes
@@ -46,14 +46,26 @@ class KVPool:
 
     def region(self, name: str = "target") -> KVRegion:
         """The region called `name`; KeyError if the layout has none."""
-        return {region.name: region for region in self.layout.regions}[name]
+        return self.layout.region(name)
 
     def layer(self, layer_id: int, region: str = "target") -> tuple[Tensor, Tensor]:
         """One layer's keys and values: two [num_pages, num_kv_heads, page_size, head_dim] views.
 
         The views are strided; head_dim is contiguous, and each head's tokens of a page are too.
         """
-        return self._layers[region][layer_id]
+        keys, values = self._layers[region][layer_id]
+        return keys, values
+
+    def page_rows(self, region: str) -> Tensor:
+        """[num_pages, head_dim]: all of a region with one row a page, as a tail."""
+        ((rows,),) = self._layers[region]
+        return rows[:, 0, 0]
+
+    def caches(self, region: str | None = None) -> list[Tensor]:
+        """Views of a region's memory, or of all: [num_pages, num_kv_heads, rows, head_dim] of each
+        layer and part."""
+        names = self._layers if region is None else (region,)
+        return [part for name in names for parts in self._layers[name] for part in parts]
 
     def memory(self) -> tuple[MemoryRegion, ...]:
         """The allocations, in the layout's order; valid until `close`."""
@@ -80,18 +92,18 @@ def _shared_memory(name: str, num_bytes: int) -> tuple[Tensor, int]:
     return torch.frombuffer(mapping, dtype=torch.uint8), fd
 
 
-def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Tensor, Tensor]]:
+def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Tensor, ...]]:
     groups = raw.view(getattr(torch, region.dtype)).view(
         region.num_groups,
         num_pages,
         region.num_kv_heads,
         region.layers_per_group,
-        2,
-        region.page_size,
+        region.parts,
+        region.rows_per_page,
         region.head_dim,
     )
-    views: list[tuple[Tensor, Tensor]] = []
+    views: list[tuple[Tensor, ...]] = []
     for layer_id in range(region.num_layers):
         group, within = divmod(layer_id, region.layers_per_group)
-        views.append((groups[group, :, :, within, 0], groups[group, :, :, within, 1]))
+        views.append(groups[group, :, :, within].unbind(2))
     return views

@@ -36,12 +36,18 @@ class Collective(Protocol):
         ...
 
     def all_reduce_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """add_rms_norm(all_reduce(x), residual, weight, eps) -> (normed, new residual).
+        """add_rms_norm(all_reduce(x), residual, weight, eps, total) -> (normed, new residual).
 
         x: [num_tokens, hidden], this rank's part of a sum; its content is lost.
         residual: [num_tokens, hidden], equal on all ranks; weight: [hidden].
+        total: [num_tokens, hidden], where the new residual goes; None: to new memory.
         """
         ...
 

@@ -44,10 +44,15 @@ class GlooCollective:
         return x
 
     def all_reduce_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See Collective.all_reduce_rms_norm."""
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See Collective.all_gather."""

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import Tensor
 
 from worker.api import Member
 from worker.cache.book import PageBook
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import Identity, KVLayout, KVRegion, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.engine.groups import LayerGroups
@@ -25,10 +24,13 @@ from worker.engine.meter import StepMeter
 from worker.engine.runner import ModelRunner, Step
 from worker.engine.step_log import StepLog
 from worker.graph.base import BucketCheck
+from worker.kernels.step.logits import Masks
 from worker.metrics import Progress, WorkerMetrics, untold
+from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec, read_model_spec
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
+from worker.spec.build import read_drafter, regions
 from worker.tracing.setup import tracer_of
 from worker.transfer.base import TRANSPORTS, KVTransport
 
@@ -45,7 +47,8 @@ class Engine:
 
     config: WorkerConfig  # resolved
     spec: ModelSpec
-    layout: KVLayout
+    layout: KVLayout  # of this rank
+    identity: Identity
     pool: KVPool
     book: PageBook
     runner: ModelRunner
@@ -68,7 +71,7 @@ class Engine:
             log.launched(plan, began, time.monotonic() - began_at)
         return step
 
-    def launch_tail(self, step: Step, masks: Tensor) -> None:
+    def launch_tail(self, step: Step, masks: Masks) -> None:
         """Enqueue the tail of a masked step; see ModelRunner."""
         self.runner.launch_tail(step, masks)
         if self.step_log is not None:
@@ -76,10 +79,7 @@ class Engine:
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
-        # Exactly one: KV of a second region (a drafter's layers) would be written after these
-        # events, so they could not say that it is final.
-        (region,) = self.layout.regions
-        return LayerGroups(region, self.pool.device, while_launching)
+        return LayerGroups(self.layout, self.pool.device, while_launching)
 
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
@@ -90,10 +90,24 @@ class Engine:
         drawn = step.wait()
         self.meter.settled(step.plan, step.path)
         if (log := self.step_log) is not None:
-            log.settled(
-                step.plan, step.path, time.monotonic() - began_at, time.thread_time() - cpu_at
-            )
+            wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
+            log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
         return drawn
+
+    @property
+    def step_s(self) -> dict[tuple[int, int], float]:
+        """Seconds of a decode step by (rows, width), as measured at the start; none on the CPU."""
+        return {
+            (each.bucket, each.width): each.graph_ms / 1e3
+            for each in self.checks
+            if each.kind == "decode"
+        }
+
+    @property
+    def simulated_accept_len(self) -> float:
+        """Tokens of a step that count whatever the model draws, on average; 0: not simulated."""
+        decodes = self.config.role == "decode"
+        return self.config.spec.simulate_accept_len if decodes else 0.0
 
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
         """Build the record under which other processes know this worker."""
@@ -103,13 +117,15 @@ class Engine:
             incarnation=incarnation,
             address=address,
             metrics_address=metrics_address,
-            model=self.config.model.name,
+            model=self.identity.model,
             max_model_len=int(self.config.model.max_model_len),
-            layout_hash=self.layout.hash,
+            layout_hash=self.identity.layout_hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
             endpoint=msgspec.msgpack.encode(self.transport.endpoint()),
             node=os.uname().nodename,
             pid=os.getpid(),
+            digest=self.identity.digest,
+            simulated_accept_len=self.simulated_accept_len,
         )
 
     def close(self) -> None:
@@ -135,6 +151,7 @@ def build_engine(
     """
     tracer = tracer_of(config.tracing, config.role, name)
     spec = read_model_spec(config.model.directory)
+    drafter = read_drafter(config, spec)
     configured_len = config.model.max_model_len
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
@@ -144,8 +161,12 @@ def build_engine(
     step_log = None
     if config.engine.step_log:
         step_log = StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
-    layout = _layout(config, spec)
-    config, loaded, graphs, checks = load(config, spec, layout, configured_len, progress)
+    whole = _model_layout(config, spec, drafter)
+    layout = whole.share(tp_size=1, rank=0)
+    config, loaded, graphs, checks, digest = load(
+        config, spec, drafter, layout, configured_len, progress
+    )
+    identity = whole.identity(config.model.name, digest)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
@@ -153,8 +174,8 @@ def build_engine(
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
-            metrics.bucket_seconds(check.kind, str(check.bucket), path).set(took_ms / 1e3)
-        metrics.bucket_differs(check.kind, str(check.bucket)).set(not check.equal)
+            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
+        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
@@ -165,6 +186,7 @@ def build_engine(
         config,
         spec,
         layout,
+        identity,
         pool,
         book,
         runner,
@@ -177,7 +199,7 @@ def build_engine(
     )
 
 
-def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
+def _model_layout(config: WorkerConfig, spec: ModelSpec, drafter: ChainSpec | None) -> ModelLayout:
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,
@@ -187,7 +209,9 @@ def _layout(config: WorkerConfig, spec: ModelSpec) -> KVLayout:
         page_size=int(config.kv.page_size),
         dtype=config.model.dtype,
     )
-    return KVLayout((target,), config.model.name)
+    if drafter is None:
+        return ModelLayout((target,))
+    return ModelLayout((target, *regions(drafter, target.page_size, target.dtype)))
 
 
 def _num_groups(config: WorkerConfig, num_layers: int) -> int:

@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torch import Tensor
-
 from worker.engine.engine import Engine
 from worker.engine.runner import Step
+from worker.kernels.step.logits import Masks
 
 # Of a step's expected end: what a timed wait of the OS, and other threads that hold the interpreter
 # lock, may add to the launch of the next one.
@@ -47,9 +46,11 @@ class Flight:
         engine: Engine,
         launch: Callable[[], Step | None],
         settle: Callable[[Step], None],
-        masks: Callable[[Step], Tensor] | None = None,
+        masks: Callable[[Step], Masks] | None = None,
     ) -> None:
         self.pending: Step | None = None
+        # Whether a step is launched while the one before it runs.
+        self._overlap = engine.config.spec.overlap
         self.waits = True  # False: launch at once and block, so that a schedule can be repeated
         self._next: Step | None = None
         self._engine = engine
@@ -69,7 +70,7 @@ class Flight:
         None: nothing runs, and nothing can be launched before something arrives.
         num_arriving: requests that may join a step as soon as their KV has landed.
         """
-        if self._next is None:
+        if self._next is None and (self._overlap or self.pending is None):
             if wait_s := self._launch_wait_s(num_arriving):
                 return wait_s
             self._launch_next()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from worker.cache.layout import KVRegion
+from worker.cache.layout import KVLayout
 
 
 class HostEvent(threading.Event):
@@ -20,8 +20,11 @@ class HostEvent(threading.Event):
 class LayerGroups:
     """The layer hook of one prefill step: records an event as each layer group becomes final.
 
+    The last group's pages travel with those of all other regions (`plan_runs`). So where there are
+    any, its event waits until they are written, too.
+
     Args:
-        region: KV region whose layers are grouped.
+        layout: its first region's layers are grouped.
         device: the device that runs the step.
         while_launching: called at each layer of a CUDA launch, once the store of its KV is
             enqueued. It lets the engine thread announce the groups of the previous step while it
@@ -29,12 +32,14 @@ class LayerGroups:
     """
 
     def __init__(
-        self, region: KVRegion, device: torch.device, while_launching: Callable[[], None]
+        self, layout: KVLayout, device: torch.device, while_launching: Callable[[], None]
     ) -> None:
         cpu = device.type == "cpu"
         make = HostEvent if cpu else torch.cuda.Event
-        self._events = [make() for _ in range(region.num_groups)]
-        self._layers_per_group = region.layers_per_group
+        self._events = [make() for _ in range(layout.num_groups)]
+        self._layers_per_group = layout.regions[0].layers_per_group
+        # Groups that are final once their layers have run.
+        self._by_layers = layout.num_groups - (len(layout.regions) > 1)
         self._while_launching = None if cpu else while_launching
         self._failed = False
 
@@ -57,10 +62,15 @@ class LayerGroups:
     def on_layer(self, layer_id: int) -> None:
         """See ForwardContext.on_layer."""
         num_final, rest = divmod(layer_id + 1, self._layers_per_group)
-        if not rest:
+        if not rest and num_final <= self._by_layers:
             self._events[num_final - 1].record()
         if self._while_launching is not None:
             self._while_launching()
+
+    def on_regions(self) -> None:
+        """Called once the step has written all regions: what is left becomes final."""
+        for event in self._events[self._by_layers :]:
+            event.record()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:

@@ -14,12 +14,18 @@ from worker.comm.single import SingleCollective
 from worker.config import WorkerConfig
 from worker.engine import memory
 from worker.engine.runner import step_stream
+from worker.errors import Unsupported
 from worker.graph.base import BucketCheck, LoadedModel
 from worker.graph.build import Graphs, build_graphs
 from worker.metrics import Progress, untold
+from worker.models.chain import ChainDrafter
+from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
+from worker.models.digest import combined, dummy_digest, model_digest, weights_digest
 from worker.models.loader import load_model
+from worker.sampling.simulated import SimulatedAcceptance
+from worker.spec.build import build_drafter, load_drafter, poison
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
 
@@ -29,22 +35,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(
     config: WorkerConfig,
     spec: ModelSpec,
+    drafter_spec: ChainSpec | None,
     layout: KVLayout,
     configured_len: int | str,
     progress: Progress = untold,
-) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck]]:
+) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck], str]:
     """Load everything that `config` names. Workers that share a GPU load one after the other.
 
     Args:
         config: after `WorkerConfig.resolved`, which replaces "auto" where the machine decides.
         spec: the model's shape.
+        drafter_spec: its drafter's; None: it has none.
         layout: how a KV page is laid out.
         configured_len: model.max_model_len as configured, maybe "auto".
         progress: told how far it is.
 
     Returns:
         The config without "auto", with the max_num_reqs and the max_model_len that the memory
-        holds, the model, its graphs and their checks.
+        holds, the model, its graphs and their checks, and the digest of what makes its KV.
 
     Raises:
         UserError: see `build_engine`.
@@ -53,30 +61,64 @@ def load(
     with memory.turn(device), _on_step_stream(device):
         memory.wait_for_share(config, device)
         with memory.explain_shortage("loading the weights", device):
-            model = load_model(
-                config.model.directory,
-                spec,
-                SingleCollective(),
-                device=device,
-                dtype=DTYPES[config.model.dtype],
-                load_format=config.model.load_format,
-                seed=config.model.seed,
-                progress=progress,
-            )
+            model, drafter = _load_models(config, spec, drafter_spec, device, progress)
+            digest = _digest(config, model, drafter)
         config = memory.with_max_num_reqs(config, layout, device)
         config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
-                lambda: run_largest_steps(config, layout, model), device
+                lambda: run_largest_steps(config, layout, model, drafter), device
             )
+            model.taps = None  # those of that run
         num_pages = memory.num_pages(config, layout, device, reserve_bytes)
         config = memory.fit(config, configured_len, num_pages)
         with memory.explain_shortage("allocating the KV pool and the graphs", device):
             pool = KVPool(layout, num_pages, device)
             with memory.taking(reserve_bytes, device):
-                loaded = _assemble(config, pool, model)
+                loaded = _assemble(config, pool, model, drafter)
                 graphs = build_graphs(loaded)
-                return config, loaded, graphs, graphs.capture(progress)
+                checks = graphs.capture(progress)
+                if config.engine.strict:
+                    poison(pool)
+                return config, loaded, graphs, checks, digest
+
+
+def _load_models(
+    config: WorkerConfig,
+    spec: ModelSpec,
+    drafter_spec: ChainSpec | None,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Decoder, ChainDrafter | None]:
+    collective = SingleCollective()
+    model = load_model(
+        config.model.directory,
+        spec,
+        collective,
+        device=device,
+        dtype=DTYPES[config.model.dtype],
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        progress=progress,
+    )
+    if drafter_spec is None:
+        return model, None
+    return model, load_drafter(config, drafter_spec, model, collective)
+
+
+def _digest(config: WorkerConfig, model: Decoder, drafter: ChainDrafter | None) -> str:
+    """Digest everything that the bytes of a page depend on."""
+    if config.model.load_format == "dummy":
+        dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
+        weights = dummy_digest(config.model.seed, dtype, device)
+    else:
+        weights = weights_digest(model.shards())
+    digests = {"target": model_digest(model.spec, weights)}
+    if drafter is not None:
+        if config.model.load_format != "dummy":
+            weights = weights_digest(drafter.shards())
+        digests["draft"] = model_digest(drafter.spec, weights)
+    return combined(digests)
 
 
 @contextmanager
@@ -93,42 +135,68 @@ def _on_step_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
 
 
-def _assemble(config: WorkerConfig, pool: KVPool, model: Decoder) -> LoadedModel:
+def _assemble(
+    config: WorkerConfig, pool: KVPool, model: Decoder, drafter: ChainDrafter | None
+) -> LoadedModel:
     """Build everything that a step's device work needs, over `pool`."""
     engine, spec, page_size = config.engine, model.spec, int(config.kv.page_size)
+    max_len, decodes = int(config.model.max_model_len), config.role == "decode"
+    widths = config.spec.all_widths if decodes else (1,)
+    max_width = max(widths)
     names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
+    if max_width == 1:
+        del names["spec"]
     attention = build_attentions(
         names, pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, scale
     )
-    max_len, decodes = int(config.model.max_model_len), config.role == "decode"
+    if max_width > 1 and not attention.decode.static_plan:
+        raise Unsupported(
+            f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
+            "lengths behind a window; set it to triton, or spec.widths to [1]",
+            "engine.attention.decode",
+        )
+    simulated_len = config.spec.simulate_accept_len if decodes else 0
     state = StepState(
         int(engine.max_num_reqs),
-        -(-max_len // page_size) + 1,
+        -(-(max_len + max_width - 1) // page_size) + 1,
         spec.eos_token_ids,
         pool.device,
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
+        max_width=max_width,
+    )
+    buffers = BatchBuffers(
+        state,
+        page_size,
+        int(engine.max_prefill_tokens),
+        drafts=drafter is not None,
+        all_hidden=drafter is not None and spec.num_layers in drafter.spec.taps,
     )
     return LoadedModel(
         model,
         attention,
         pool,
         state,
-        BatchBuffers(state, page_size, int(engine.max_prefill_tokens)),
+        buffers,
         engine,
         max_len,
+        widths,
         decodes=decodes,
         always_hooked=not decodes and config.kv.num_groups not in ("auto", 1),
+        simulated=SimulatedAcceptance(simulated_len, pool.device) if simulated_len else None,
+        drafter=drafter and build_drafter(config, drafter, model, pool, state),
     )
 
 
-def run_largest_steps(config: WorkerConfig, layout: KVLayout, model: Decoder) -> object:
+def run_largest_steps(
+    config: WorkerConfig, layout: KVLayout, model: Decoder, drafter: ChainDrafter | None = None
+) -> object:
     """Run the largest steps once, to measure their memory; the pool has two pages.
 
     Returns the captured graphs: the caller counts their memory before it drops them.
     """
     pool = KVPool(layout, 2, torch.device(config.engine.device))
-    graphs = build_graphs(_assemble(config, pool, model))
+    graphs = build_graphs(_assemble(config, pool, model, drafter))
     graphs.run_largest_steps()
     pool.close()
     return graphs

@@ -22,16 +22,17 @@ class StepMeter:
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
-        self._decodes_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._decodes_s: dict[int, deque[float]] = {}  # by width
 
     def ends_at(self, plan: Plan) -> float | None:
         """When the launched step of `plan` may end at the earliest; None: nothing like it ran.
 
         Monotonic seconds, by the shortest of the last decode steps.
         """
-        if plan.chunks or not self._decodes_s:
+        if plan.chunks or plan.width not in self._decodes_s:
             return None
-        return max(self._launched_at[plan.step], self._free_at) + min(self._decodes_s)
+        recent = self._decodes_s[plan.width]
+        return max(self._launched_at[plan.step], self._free_at) + min(recent)
 
     def launched(self, plan: Plan) -> None:
         """Note when `plan` was enqueued."""
@@ -51,7 +52,8 @@ class StepMeter:
         self._metrics.step_seconds(kind).observe(took_s)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         if not num_tokens:
-            self._decodes_s.append(took_s)
+            recent = self._decodes_s.setdefault(plan.width, deque(maxlen=NUM_RECENT))
+            recent.append(took_s)
             return
         self._metrics.prompt_tokens.inc(num_tokens)
         rate, old = took_s / num_tokens, self.prefill_s_per_token

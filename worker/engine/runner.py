@@ -14,8 +14,10 @@ from torch import Tensor
 from worker.engine.groups import LayerGroups
 from worker.graph.base import Decoded, LoadedModel
 from worker.graph.build import Graphs
+from worker.graph.eager import draw_eagerly
+from worker.kernels.step.logits import Masks
 from worker.plan import Drawn, Plan, Tail
-from worker.sampling.tail import Result, draw
+from worker.sampling.tail import Result
 from worker.step.state import SampledRows
 
 
@@ -40,6 +42,9 @@ class Step:
         self._running: Future[Any] | None = None
         self._result: Result | None = None  # CUDA
         self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
+        # What a masked step verifies, on its way to the host. CPU: a future of it; CUDA: it, and
+        # the event behind its copy.
+        self._drafts: Future[Tensor] | tuple[Tensor, torch.cuda.Event] | None = None
 
     def done(self) -> bool:
         """Whether `wait` would return at once; not to be asked before a masked step's tail."""
@@ -47,8 +52,21 @@ class Step:
             return self._event.query()
         return self._running is not None and self._running.done()
 
+    def drafts(self) -> list[list[int]]:
+        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: no lines.
+
+        Known as soon as the step before has ended, when masks can be made.
+        """
+        if self._drafts is None:
+            return []
+        if isinstance(self._drafts, Future):
+            return self._drafts.result().tolist()
+        drafts, copied = self._drafts
+        copied.synchronize()
+        return drafts.tolist()
+
     def wait(self) -> list[Drawn]:
-        """Block until the step has finished; returns the tokens of plan.sampled_rows."""
+        """Block until the step has finished; returns what plan.sampled_rows drew."""
         if self._event is not None:
             self._event.synchronize()
         result = self._result if self._running is None else self._running.result()
@@ -75,7 +93,7 @@ class ModelRunner:
         self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
         self._stream = None if cpu else step_stream(device)
         # What the forward of a masked plan returned, until its tail is launched.
-        self._forwarded: tuple[Tensor, SampledRows | None] | None = None
+        self._forwarded: Decoded | None = None
 
     def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
         """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
@@ -84,6 +102,8 @@ class ModelRunner:
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
         step = Step(plan, groups)
+        if plan.masked and plan.width > 1 and self._thread is not None:
+            step._drafts = Future()
         work = self._run_forward if plan.masked else self._run
         if self._thread is not None:
             step._running = self._thread.submit(work, step)
@@ -94,8 +114,8 @@ class ModelRunner:
             self._record(step, result)
         return step
 
-    def launch_tail(self, step: Step, masks: Tensor) -> None:
-        """Enqueue the tail of a masked step; masks: see `sampler.sample`, on the host."""
+    def launch_tail(self, step: Step, masks: Masks) -> None:
+        """Enqueue the tail of a masked step; masks: on the host."""
         assert step.plan.masked
         if self._thread is not None:
             assert step._running is not None
@@ -133,41 +153,57 @@ class ModelRunner:
         if plan.decode and not plan.penalized and plan.num_logprobs < 0:
             return self._launch_decode(step, plan.tail).result
         with step.groups.released_on_error() if step.groups is not None else nullcontext():
-            hidden, sampled = self._forward(step)
-        return None if sampled is None else self._draw(plan, hidden, sampled)
+            forwarded = self._forward(step)
+        return None if forwarded.sampled is None else self._draw(plan, forwarded)
 
     @torch.inference_mode()
     def _run_forward(self, step: Step) -> None:
-        self._forwarded = self._forward(step)
+        try:
+            self._forwarded = self._forward(step)
+        except BaseException as error:
+            if isinstance(step._drafts, Future) and not step._drafts.done():
+                step._drafts.set_exception(error)  # who makes its masks waits for them
+            raise
 
     @torch.inference_mode()
-    def _run_tail(self, plan: Plan, forward: Future[Any] | None, masks: Tensor) -> Result:
+    def _run_tail(self, plan: Plan, forward: Future[Any] | None, masks: Masks) -> Result:
         if forward is not None:
             forward.result()  # never waits, as this thread has run it already; raises its error
         assert self._forwarded is not None
-        (hidden, sampled), self._forwarded = self._forwarded, None
-        assert sampled is not None
-        return self._draw(plan, hidden, sampled, self._state.upload_tensor(masks))
+        forwarded, self._forwarded = self._forwarded, None
+        return self._draw(plan, forwarded, masks)
 
-    def _forward(self, step: Step) -> tuple[Tensor, SampledRows | None]:
+    def _forward(self, step: Step) -> Decoded:
         """Run the forward and apply the plan's row changes, in the order that `Plan` gives.
 
-        Returns hidden states [len(plan.sampled_rows), hidden] and the rows to draw tokens for. With
-        nothing to draw the rows are None, and the hidden states must not be used.
+        With nothing to draw there are no rows, and the hidden states must not be used.
         """
-        if not step.plan.decode:
-            return self._launch_chunks(step)
-        decoded = self._launch_decode(step, "none")
-        return decoded.hidden, decoded.sampled
+        return self._launch_decode(step, "none") if step.plan.decode else self._launch_chunks(step)
 
     def _launch_decode(self, step: Step, tail: Tail) -> Decoded:
         plan = step.plan
         self._state.apply(plan)
-        decoded = self.graphs.decode.launch(plan.decode, plan.max_seq_len_ub, tail)
+        self._seed(plan)
+        if plan.masked and plan.width > 1:
+            self._send_drafts(step)
+        decoded = self.graphs.decode.launch(plan.decode, plan.max_seq_len_ub, tail, plan.width)
         step.path = decoded.path
         return decoded
 
-    def _launch_chunks(self, step: Step) -> tuple[Tensor, SampledRows | None]:
+    def _send_drafts(self, step: Step) -> None:
+        """Enqueue the copy of what a masked step verifies, behind the step before."""
+        rows = self._state.upload(step.plan.decode, torch.int64)
+        drafts = self._state.columns.drafts[rows, : step.plan.width - 1]
+        if isinstance(step._drafts, Future):
+            step._drafts.set_result(drafts)
+            return
+        host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
+        host.copy_(drafts, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        step._drafts = host, copied
+
+    def _launch_chunks(self, step: Step) -> Decoded:
         plan, on_layer = step.plan, step.groups.on_layer if step.groups is not None else None
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         shape = self.graphs.chunks.padded(
@@ -175,31 +211,30 @@ class ModelRunner:
         )
         batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = self.graphs.chunks.launch(batch, on_layer)
+        if step.groups is not None:
+            step.groups.on_regions()
         # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
         step.path = f"{path}_{shape.refused}" if shape.refused else path
         self._state.apply_rows(plan)  # behind the forward, which does not read them
+        self._seed(plan)
         sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
         if not sampled:
-            return hidden, None
+            return Decoded(hidden, None, None, path)
         at, rows, position = (
             self._state.upload(each, torch.int64) for each in zip(*sampled, strict=True)
         )
         valid = torch.ones_like(rows, dtype=torch.bool)
-        return hidden[at], SampledRows(rows, position, valid)
+        return Decoded(hidden[at], SampledRows(rows, position, valid), None, path)
 
-    def _draw(
-        self, plan: Plan, hidden: Tensor, sampled: SampledRows, mask: Tensor | None = None
-    ) -> Result:
-        return draw(
-            self.loaded.model,
-            self._state,
-            sampled,
-            hidden,
-            plan.tail,
-            penalized=plan.penalized,
-            num_logprobs=plan.num_logprobs,
-            mask=mask,
-        )
+    def _seed(self, plan: Plan) -> None:
+        rows = [start.row for start in plan.starts if start.active]
+        if self.loaded.drafter is not None and rows:
+            self.loaded.drafter.seed(self._state.upload(rows, torch.int64))
+
+    def _draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+        if plan.decode:
+            return self.graphs.decode.draw(forwarded, plan, masks)
+        return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
 
 
 def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import msgspec
 import torch
 
 from worker.errors import UserError
-from worker.plan import Plan
+from worker.plan import Drawn, Plan
 
 FLUSH_S = 1.0
 
@@ -32,6 +33,8 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     host_us: float  # CPU time of the loop's thread since the last settling, without the wait
     gpu_us: float = 0.0  # from the begin of its launch, or the last step's end if later, to its end
     idle_us: float = 0.0  # between the last step's end and the begin of its launch
+    width: int = 1  # of the windows that it verified
+    kept: int = 0  # tokens that these yielded, of all rows, if they are wider than 1
 
 
 @dataclass(slots=True)
@@ -85,7 +88,9 @@ class StepLog:
         """Note that the tail of a masked step was launched: the step ends behind it."""
         self._launched[plan.step].ended = self.event()
 
-    def settled(self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float) -> None:
+    def settled(
+        self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float, drawn: Sequence[Drawn]
+    ) -> None:
         """Write the line of a step that has ended."""
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
         since = cpu_at if self._cpu_at is None else self._cpu_at
@@ -95,6 +100,8 @@ class StepLog:
             launched.joined, launched.late,
             1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * max(0.0, cpu_at - since - wait_cpu_s),
         )  # fmt: skip
+        if plan.width > 1:
+            line.width, line.kept = plan.width, sum(len(each.tokens) for each in drawn)
         self._cpu_at = cpu_at
         if launched.began is not None and launched.ended is not None:
             launched.ended.synchronize()

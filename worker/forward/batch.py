@@ -22,6 +22,21 @@ class HostLengths:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What a chain drafter's rows of a batch of chunks are made of, a line for each token.
+
+    The draft row of the token at position t is made of it and the feature of token t - 1.
+    """
+
+    # [num_tokens] i64: index of the token whose feature that is; of a request's first token
+    # -1 - page, whose tail holds the feature (page 0 at position 0, where there is none)
+    source: Tensor
+    slots: Tensor  # [num_tokens] i64; as slot_mapping, but 0 at position 0, which has no row
+    # [num_tokens] i64: page whose tail the token's feature becomes; 0: of none
+    tail_pages: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of `num_reqs` requests, flattened; all tensors on the worker's device.
 
@@ -45,3 +60,4 @@ class Batch:
     # [n] i64: index of each request's last token, then zeros. If given, the forward returns hidden
     # states of these tokens only.
     last_token_rows: Tensor | None = None
+    draft: DraftRows | None = None  # of chunks, if a chain drafter reads them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,10 +13,13 @@ from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
+from worker.kernels.step.logits import Masks
 from worker.metrics import Progress, untold
 from worker.models.decoder import Decoder
-from worker.plan import Tail
+from worker.plan import Plan, Tail
+from worker.sampling.simulated import SimulatedAcceptance
 from worker.sampling.tail import Result
+from worker.spec.base import Drafter
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState
 
@@ -32,8 +35,11 @@ class LoadedModel:
     buffers: BatchBuffers
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
+    widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first
     decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
     always_hooked: bool  # the loop passes a layer hook with every prefill step
+    simulated: SimulatedAcceptance | None = None
+    drafter: Drafter | None = None  # takes part in every step
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,9 +57,15 @@ class BucketCheck:
 
     kind: Literal["prefill", "prefill_full", "decode"]  # paths "piecewise", "graph" and "graph"
     bucket: int  # tokens of chunks, or requests that decode
+    width: int = field(default=1, kw_only=True)  # of their windows
     equal: bool  # to eager: bit for bit, or within `rounding` where a compiler fused ops
     graph_ms: float  # of one prefill forward, or of one greedy decode step
     eager_ms: float
+
+    @property
+    def name(self) -> str:
+        """The bucket, with the width of windows."""
+        return str(self.bucket) if self.width == 1 else f"{self.bucket}x{self.width}"
 
 
 class Forward(NamedTuple):
@@ -68,9 +80,9 @@ class Forward(NamedTuple):
 class Decoded(NamedTuple):
     """One launched decode step; the next step may overwrite the tensors."""
 
-    hidden: Tensor  # [len(rows), hidden]
-    sampled: SampledRows | None  # the rows to draw for; None: drawn already
-    result: Result | None  # None: the caller draws
+    hidden: Tensor  # [len(rows) * width, hidden]
+    sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
+    result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
 
 
@@ -112,13 +124,26 @@ class ChunkGraphs(StepGraphs, Protocol):
 class DecodeGraphs(StepGraphs, Protocol):
     """Launches decode steps."""
 
-    def launch(self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail) -> Decoded:
+    def launch(
+        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
+    ) -> Decoded:
         """Enqueue one decode step.
 
         Args:
-            rows: of the step state, one token each.
-            max_seq_len_ub: host bound of their KV lengths after it.
-            tail: which sampling follows; "none" = the caller draws.
+            rows: of the step state.
+            max_seq_len_ub: host bound of their KV lengths after it, with whole windows.
+            tail: which sampling follows; "none" = `draw` is called next.
+            width: tokens of each row's window, one of `widths`.
+        """
+        ...
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        """Enqueue the sampling of the step launched last, with tail "none".
+
+        Args:
+            forwarded: what `launch` returned.
+            plan: of the step.
+            masks: of its rows, on the host; None: no row has a grammar.
         """
         ...
 

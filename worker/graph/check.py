@@ -11,14 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from worker.api import Sampling
 from worker.forward.batch import Batch
 from worker.graph.base import BucketCheck, Decoded, Forward, LoadedModel
-from worker.plan import Chunk, Plan, RowPages, RowStart, Tail
+from worker.kernels.step.logits import Masks
+from worker.plan import TAILS, Chunk, Plan, RowPages, RowStart, Tail
+from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 
@@ -26,45 +30,64 @@ NUM_ROUNDS, NUM_TIMED = 3, 2
 MAX_CHECK_LEN = 256  # longest KV of a row in the check
 
 TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
-Launch = Callable[[Tensor, Tail], Decoded]
+NUM_PENALIZED = 2  # rows at most of a decode check: filling their tables takes a while
+NUM_LOGPROBS = 3
 LaunchChunks = Callable[[Batch], Forward]
 
 
+class Launches(NamedTuple):
+    """A way to launch decode steps."""
+
+    step: Callable[[Tensor, Tail, int], Decoded]  # of these rows, the windows' width
+    draw: Callable[[Decoded, Plan, Masks | None], Result]  # see DecodeGraphs.draw
+
+
 def check_bucket(
-    loaded: LoadedModel, bucket: int, eager: Launch, graph: Launch
+    loaded: LoadedModel, bucket: int, width: int, eager: Launches, graph: Launches
 ) -> BucketCheck | None:
     """Run one decode bucket both ways from the same state; None if the pool is too small for that.
+
+    In windows the first draft of each row is right, and so are some of the others by chance.
 
     Args:
         loaded: its state and pages must be unused; they are reset afterwards.
         bucket: rows.
-        eager: launches a step op by op.
-        graph: replays it.
+        width: tokens of their windows.
+        eager: op by op.
+        graph: replays.
 
     Raises:
         AssertionError: the results differ, and engine.strict is set.
     """
-    scene = DecodeScene(loaded, bucket)
-    if scene.num_pages == 0:
+    scene = DecodeScene(loaded, bucket, width)
+    if scene.num_slots < width + 2:
         return None
+    # Then the two tails for penalties and masks, without logprobs and with them.
+    tails = TAILS_CHECKED if width == 1 else ("greedy",)
+    plain = [Plan(0, tail=tail, width=width) for tail in tails]
+    changed = [
+        Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width)
+        for num in (-1, NUM_LOGPROBS)
+    ]
     equal = True
-    for tail in TAILS_CHECKED:
-        found = []
-        for launch in (eager, graph):
-            scene.set()
-            hidden, _, result, _ = launch(scene.rows, tail)
-            drawn = result.drawn.clone() if result is not None else hidden.new_zeros(0)
-            found.append((hidden.clone(), drawn, scene.written()))
-        same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    if width > 1:
+        scene.set()
+        result = eager.step(scene.rows, "greedy", width).result
+        assert result is not None
+        scene.drafts = result.drawn[:, : width - 1].clone()
+    what = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
+    for plan in plain + changed:
+        (a, b) = (scene.outcome(launches, plan) for launches in (eager, graph))
+        same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
         if not all(same):
             equal = False
-            log.error("%d rows, tail %s: equal hidden, tokens, KV: %s", bucket, tail, same)
+            log.error("%s, %s: equal hidden, KV, state, counts, tokens, …: %s", what, plan, same)
     scene.set()
-    calls = [partial(launch, scene.rows, "greedy") for launch in (graph, eager)]
-    graph_ms, eager_ms = scene.times_ms(calls)
+    calls = [partial(each.step, scene.rows, "greedy", width) for each in (graph, eager)]
+    graph_ms, eager_ms = scene.times_ms(calls, NUM_ROUNDS if width == 1 else 1)
     scene.reset()
-    check = BucketCheck("decode", bucket, equal, graph_ms, eager_ms)
-    return _reported(check, f"{bucket} decode rows", loaded)
+    check = BucketCheck("decode", bucket, equal, graph_ms, eager_ms, width=width)
+    return _reported(check, what, loaded)
 
 
 def check_chunk_bucket(
@@ -121,11 +144,7 @@ class _Scene:
 
     def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
         self._loaded = loaded
-        self._caches = [
-            cache[:num_pages]
-            for layer in range(loaded.model.spec.num_layers)
-            for cache in loaded.pool.layer(layer)
-        ]
+        self._caches = [cache[:num_pages] for cache in loaded.pool.caches()]
 
     def fill(self) -> None:
         """Fill the pages with the same random content every time."""
@@ -135,11 +154,13 @@ class _Scene:
 
     def written(self) -> Tensor:
         """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
-        words = {2: torch.int16, 4: torch.int32}
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
         return torch.stack([each.sum(dtype=torch.int64) for each in bits])
 
-    def times_ms(self, launches: Sequence[Callable[[], object]]) -> list[float]:
+    def times_ms(
+        self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
+    ) -> list[float]:
         """Time each launch, from synchronize to synchronize, after one that warms up.
 
         The best of a few rounds, because other work may disturb one. The launches alternate: a GPU
@@ -149,7 +170,7 @@ class _Scene:
         for launch in launches:
             launch()
         best, device = [float("inf")] * len(launches), self._loaded.state.device
-        for _ in range(NUM_ROUNDS):
+        for _ in range(num_rounds):
             for i, launch in enumerate(launches):
                 _synchronize(device)
                 began = time.perf_counter()
@@ -169,35 +190,65 @@ class _Scene:
 class DecodeScene(_Scene):
     """Rows 1 to `bucket` with a history, as if they had been served for a while."""
 
-    def __init__(self, loaded: LoadedModel, bucket: int) -> None:
-        pool, page_size = loaded.pool, loaded.pool.region().page_size
+    def __init__(self, loaded: LoadedModel, bucket: int, width: int = 1) -> None:
+        self.drafts: Tensor | None = None  # [bucket, width - 1] i64: of the rows; None: none
+        pool, page_size = loaded.pool, loaded.pool.layout.page_size
         longest = min(MAX_CHECK_LEN, loaded.max_len - 1)
         self.num_pages = min(-(-longest // page_size), (pool.num_pages - 1) // bucket)  # of a row
+        self.num_slots = self.num_pages * page_size  # of a row
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
-        longest = max(1, self.num_pages * page_size - 2 * NUM_ROUNDS * NUM_TIMED - 3)
-        vocab_size = loaded.model.spec.vocab_size
-        self._plan = Plan(
-            0,
-            starts=tuple(
-                RowStart(
-                    row,
-                    Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True),
-                    loaded.max_len,
-                    min_len=0,
-                    active=True,
-                    seq_len=1 + row * 7 % longest,
-                    last_token=row % vocab_size,
-                )
-                for row in range(1, bucket + 1)
-            ),
-            pages=_pages_of_rows(bucket, self.num_pages),
-        )
+        num_tokens = width * (2 * NUM_ROUNDS * NUM_TIMED + 3)  # of all steps to come, at most
+        longest = max(1, self.num_pages * page_size - num_tokens)
+        starts = tuple(self._start(loaded, row, longest) for row in range(1, bucket + 1))
+        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, self.num_pages))
+        words = -(-loaded.model.spec.vocab_size // 32)
+        every_second = torch.full((words,), 0x55555555, dtype=torch.int32)
+        masks = torch.stack((torch.full_like(every_second, -1), every_second))
+        self._masks = Masks(masks, (torch.arange(bucket * width) % 3 == 0).long())
         super().__init__(loaded, bucket * self.num_pages + 1)
+
+    @staticmethod
+    def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
+        vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
+        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True)
+        start = RowStart(
+            row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
+            last_token=row % vocab_size,
+        )  # fmt: skip
+        if row > min(num_slots, NUM_PENALIZED):
+            return start
+        penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
+        sampling = msgspec.structs.replace(sampling, **penalties, logit_bias=((row, 1.5),))
+        text = tuple(range(min(100, vocab_size)))
+        return msgspec.structs.replace(
+            start, sampling=sampling, penalty_slot=row, prompt=text, output=text[::2]
+        )
+
+    def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
+        """What one step from the scene's history leaves: hidden states, KV, counts, what it drew.
+
+        A plan with penalties is drawn with masks, in a launch of its own.
+        """
+        self.set()
+        tail: Tail = "none" if plan.penalized else plan.tail
+        step = launches.step(self.rows, tail, plan.width)
+        result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
+        drawn = [result.drawn, result.values, result.ids] if result is not None else []
+        state = self._loaded.state
+        left = *state.columns.of_rows(), state.penalties.counts[1 : NUM_PENALIZED + 1]
+        return [
+            each.clone()
+            for each in (step.hidden, self.written(), *left, *drawn)
+            if each is not None
+        ]
 
     def set(self) -> None:
         """Set rows, pages and KV to the same history as before every launch."""
         self.reset()
         self._loaded.state.apply(self._plan)
+        if self.drafts is not None:
+            drafts = self._loaded.state.columns.drafts
+            drafts[self.rows, : self.drafts.shape[1]] = self.drafts
         self.fill()
 
 
@@ -209,7 +260,7 @@ class ChunkScene(_Scene):
     """
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
-        page_size, max_len = loaded.pool.region().page_size, loaded.max_len
+        page_size, max_len = loaded.pool.layout.page_size, loaded.max_len
         most = loaded.buffers.fixed_reqs if fixed_shape else int(loaded.config.max_num_reqs)
         self.num_tokens = padded_tokens - padded_tokens // 16
         prefix = min(page_size + 1, max_len // 2)

@@ -187,11 +187,18 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
     """Build PiecewiseChunks over the forward that Inductor compiled.
 
     Raises:
-        Unsupported: engine.max_prefill_tokens is 1, which Dynamo cannot make a dynamic size.
+        Unsupported: there is a drafter, or engine.max_prefill_tokens is 1, which Dynamo cannot make
+            a dynamic size.
     """
     if int(loaded.config.max_prefill_tokens) < 2:
         raise Unsupported(
             "engine.graph.prefill=compiled needs engine.max_prefill_tokens of 2 or more",
+            "engine.graph.prefill",
+        )
+    if loaded.drafter is not None:
+        raise Unsupported(
+            "engine.graph.prefill=compiled cannot serve with spec.drafter: what it "
+            "traces has no taps; set engine.graph.prefill=piecewise",
             "engine.graph.prefill",
         )
     rounding = ROUNDING[loaded.model.embedding.weight.dtype]

@@ -13,9 +13,10 @@ from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import LayerHook, forward_context
 from worker.graph.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
 from worker.graph.segments import GraphMemory
+from worker.kernels.step.logits import Masks
 from worker.metrics import Progress, untold
-from worker.plan import TAILS, Tail
-from worker.sampling.tail import draw
+from worker.plan import TAILS, Plan, Tail, max_rows
+from worker.sampling.tail import Result, draw
 from worker.step.state import SampledRows
 
 
@@ -30,6 +31,75 @@ def forward(
     with forward_context(batch, attention, attn_plan, on_layer=on_layer):
         embedded = model.embed(batch.input_ids)
         return model.forward(embedded, batch.positions, batch.last_token_rows)
+
+
+def draw_eagerly(
+    loaded: LoadedModel,
+    forwarded: Decoded,
+    plan: Plan,
+    masks: Masks | None,
+    *,
+    ends_prompts: bool = False,
+) -> Result:
+    """Sample what a forward is followed by, op by op; see DecodeGraphs.draw.
+
+    ends_prompts: it was of chunks.
+    """
+    state, tail = loaded.state, plan.tail
+    assert forwarded.sampled is not None
+    if state.device.type == "cuda" and (plan.penalized or masks is not None):
+        # A tail that serves every batch: otherwise there would be six times as many kernels to
+        # compile, some of them for the first time while requests wait.
+        tail = TAILS[-1]
+        masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
+    sent = masks and Masks(*map(state.upload_tensor, masks))
+    changes = plan.penalized, plan.num_logprobs, sent
+    if not ends_prompts:
+        return draw_and_propose(loaded, forwarded, tail, *changes)
+    result = _draw(loaded, forwarded, tail, *changes)
+    if loaded.drafter is not None and loaded.decodes:
+        loaded.drafter.seed(forwarded.sampled.rows)
+    return result
+
+
+def draw_and_propose(
+    loaded: LoadedModel,
+    forwarded: Decoded,
+    tail: Tail,
+    penalized: bool = False,
+    num_logprobs: int = -1,
+    masks: Masks | None = None,
+) -> Result:
+    """What follows a decode step's forward: draws, and the next step's drafts. Device work only."""
+    result = _draw(loaded, forwarded, tail, penalized, num_logprobs, masks)
+    if loaded.drafter is not None:
+        assert forwarded.sampled is not None
+        loaded.drafter.advance(
+            forwarded.sampled, forwarded.hidden, result.drawn, greedy=tail == "greedy"
+        )
+    return result
+
+
+def _draw(
+    loaded: LoadedModel,
+    forwarded: Decoded,
+    tail: Tail,
+    penalized: bool,
+    num_logprobs: int,
+    masks: Masks | None,
+) -> Result:
+    assert forwarded.sampled is not None
+    return draw(
+        loaded.model,
+        loaded.state,
+        forwarded.sampled,
+        forwarded.hidden,
+        tail,
+        penalized=penalized,
+        num_logprobs=num_logprobs,
+        masks=masks,
+        simulated=loaded.simulated,
+    )
 
 
 class _Eager:
@@ -80,6 +150,8 @@ class EagerChunks(_Eager):
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         """See ChunkGraphs.launch."""
         hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
+        if self._loaded.drafter is not None:
+            self._loaded.drafter.observe(batch, hidden)
         return Forward(hidden, "eager")
 
 
@@ -88,39 +160,53 @@ class EagerDecode(_Eager):
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """Run the largest decode step; all its rows are padding.
+        """Run the largest decode steps; all their rows are padding.
 
-        Every tail runs with penalties, masks and logprobs, so that serving compiles no kernel.
+        Also the tail with penalties, masks and logprobs, for every number of rows for which the
+        kernels differ, so that serving compiles none.
         """
         loaded, device = self._loaded, self._loaded.state.device
-        rows = torch.zeros(int(loaded.config.max_num_reqs), dtype=torch.int64, device=device)
-        host = HostLengths([1] * len(rows), [loaded.max_len] * len(rows))
-        self.step(rows, loaded.max_len, "filtered", host)
-        hidden, sampled, *_ = self.step(rows, loaded.max_len, "none", host)
-        assert sampled is not None
-        words = -(-loaded.model.spec.vocab_size // 32)
-        mask = torch.full((len(rows), words), -1, dtype=torch.int32, device=device)
-        for tail in TAILS[1:]:
-            for allowed in (None, mask):
-                draw(
-                    loaded.model, loaded.state, sampled, hidden, tail,
-                    penalized=True, num_logprobs=MAX_LOGPROBS, mask=allowed,
-                )  # fmt: skip
+        most = int(loaded.config.max_num_reqs)
+        plan = Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=MAX_LOGPROBS)
+        for width in loaded.widths:
+            num_rows = max_rows(width, most)
+            rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            ones = HostLengths([1] * num_rows, [loaded.max_len] * num_rows)
+            host, bound = ones if width == 1 else None, loaded.max_len + width - 1
+            self.step(rows, bound, TAILS[-1], host, width)
+            forwarded = self.step(rows, bound, "none", host, width)
+            assert forwarded.sampled is not None
+            for num in {num_rows, *(1 << i for i in range(num_rows.bit_length()))}:
+                hidden = forwarded.hidden[: num * width]
+                first = Decoded(hidden, forwarded.sampled.first(num), None, "eager")
+                self.draw(first, plan, Masks.none(num * width, loaded.model.spec.vocab_size))
 
-    def launch(self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail) -> Decoded:
+    def launch(
+        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
+    ) -> Decoded:
         """See DecodeGraphs.launch."""
         uploaded = self._loaded.state.upload(rows, torch.int64)
-        lengths = self._loaded.buffers.decode_lengths(rows)
-        return self.step(uploaded, max_seq_len_ub, tail, lengths)
+        lengths = self._loaded.buffers.decode_lengths(rows) if width == 1 else None
+        return self.step(uploaded, max_seq_len_ub, tail, lengths, width)
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        """See DecodeGraphs.draw."""
+        return draw_eagerly(self._loaded, forwarded, plan, masks)
 
     def step(
-        self, rows: Tensor, max_seq_len_ub: int, tail: Tail, host: HostLengths | None = None
+        self,
+        rows: Tensor,
+        max_seq_len_ub: int,
+        tail: Tail,
+        host: HostLengths | None = None,
+        width: int = 1,
     ) -> Decoded:
         """As `launch`, with `rows` [n] i64 on the device. Graphs capture it with `host` None."""
         loaded = self._loaded
-        batch, sampled = loaded.buffers.decode(rows, max_seq_len_ub, host)
-        hidden = forward(loaded, batch, loaded.attention.decode)
+        batch, sampled = loaded.buffers.decode(rows, max_seq_len_ub, host, width)
+        attention = loaded.attention.decode if width == 1 else loaded.attention.spec
+        hidden = forward(loaded, batch, attention)
+        decoded = Decoded(hidden, sampled, None, "eager")
         if tail == "none":
-            return Decoded(hidden, sampled, None, "eager")
-        result = draw(loaded.model, loaded.state, sampled, hidden, tail)
-        return Decoded(hidden, None, result, "eager")
+            return decoded
+        return decoded._replace(sampled=None, result=draw_and_propose(loaded, decoded, tail))

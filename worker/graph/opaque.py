@@ -50,8 +50,9 @@ RMS_NORM = _opaque(
 )
 ADD_RMS_NORM = _opaque(
     add_rms_norm,
-    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+    # `total` is None: compiled graphs have no taps.
+    "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) -> (Tensor, Tensor)",
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
 )
 # The KV pool that `attend` writes comes from the forward context and is not an argument. Mutating
 # `out` is what keeps the op in the trace, and in order.

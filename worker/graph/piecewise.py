@@ -190,7 +190,10 @@ class PiecewiseChunks:
     def _forward(self, batch: Batch) -> Tensor:
         embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows
         if self._traced is None:
-            return self._loaded.model.forward(embedded, batch.positions, rows)
+            hidden = self._loaded.model.forward(embedded, batch.positions, rows)
+            if self._loaded.drafter is not None:  # depends on the number of tokens alone
+                self._loaded.drafter.observe(batch, hidden)
+            return hidden
         hidden = self._traced(embedded, batch.positions)
         return hidden if rows is None else hidden.index_select(0, rows)
 

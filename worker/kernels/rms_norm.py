@@ -20,19 +20,20 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to its dtype before the norm.
 
     x, residual: [..., hidden] of one dtype; neither is written.
+    total: [..., hidden], where the sum goes, rows maybe strided; None: to new memory.
     """
-    residual = x + residual
+    residual = torch.add(x, residual, out=total)
     return rms_norm_ref(residual, weight, eps), residual
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, normed, total, stride_x, stride_residual, eps,
+    x, residual, weight, normed, total, stride_x, stride_residual, stride_total, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone."""
@@ -48,7 +49,7 @@ def _rms_norm_kernel(
     if ADD:
         y += tl.load(residual + row * stride_residual + at, mask=inside, other=0.0).to(tl.float32)
         rounded = y.to(dtype)
-        tl.store(total + row * SIZE + at, rounded, mask=inside)
+        tl.store(total + row * stride_total + at, rounded, mask=inside)
         y = rounded.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
     out = y.to(dtype).to(tl.float32) * scale
@@ -60,11 +61,13 @@ def _launch(
 ) -> None:
     size = x.shape[-1]
     rows, others = x.reshape(-1, size), residual.reshape(-1, size)
-    assert rows.stride(1) == others.stride(1) == 1
+    sums = total.view(-1, size)
+    assert rows.stride(1) == others.stride(1) == sums.stride(1) == 1
     assert weight.shape == (size,)
     block = power_of_two(size)
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, others, weight, normed, total, rows.stride(0), others.stride(0), eps,
+        rows, others, weight, normed, total, rows.stride(0), others.stride(0),
+        sums.stride(0), eps,
         **overlap(
             x, SIZE=size, BLOCK=block, ADD=total is not normed,
             num_warps=min(max(block // 512, 1), 16),
@@ -80,7 +83,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See add_rms_norm_ref.
 
@@ -88,7 +91,7 @@ def add_rms_norm_triton(
     model's first residual is the embedding's output, which its caller keeps.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(normed)
+    total = torch.empty_like(normed) if total is None else total
     _launch(x, residual, weight, normed, total, eps)
     return normed, total
 
@@ -98,8 +101,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_ref(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """add_rms_norm_ref, on CUDA by one kernel."""
-    if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_ref(x, residual, weight, eps)
+    op = add_rms_norm_triton if x.is_cuda else add_rms_norm_ref
+    return op(x, residual, weight, eps, total)

@@ -43,6 +43,18 @@ class Attention(nn.Module):
         attend(qkv, positions, table, q_weight, k_weight, eps, self.layer_id, out)
         return out
 
+    def store(self, kv: Tensor, positions: Tensor) -> None:
+        """The part of forward() that fills the tokens' KV slots; no token attends.
+
+        kv: [num_tokens, 2 · num_kv_heads · head_dim]; positions: [num_tokens] i64.
+        """
+        context, (q_norm, k_norm) = current(), (self.q_norm, self.k_norm)
+        qk_rope_store(
+            kv, positions, self.rotary.table, *context.attention.kv(self.layer_id),
+            context.batch.slot_mapping, None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight, 0.0 if k_norm is None else k_norm.eps,
+        )  # fmt: skip
+
 
 def attend(
     qkv: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from worker.comm.base import Collective
 from worker.kernels.gemm.product import gated_product, product
-from worker.layers.shard import HeadSplit, Shard, split_even
+from worker.layers.shard import HeadSplit, Shard, split_even, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,15 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
         return product(x, self.weight, self.bias)
+
+    def last(self, x: Tensor, num_parts: int) -> Tensor:
+        """The last `num_parts` of forward()'s parts; the others are not computed.
+
+        x: [num_tokens, in_features] -> [num_tokens, sum of their sizes].
+        """
+        start = sum(self.part_sizes[:-num_parts])
+        bias = None if self.bias is None else self.bias[start:]
+        return product(x, self.weight[start:], bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """forward() of gate and up in one: silu(gate) · up. Two parts of one size, without bias.
@@ -124,6 +133,34 @@ class RowParallelLinear(nn.Module):
             found[f"{prefix}.{self.name}.bias"] = Shard(
                 self.bias.detach(), (rows,), (slice(0, rows),)
             )
+        return found
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x Wᵀ + b, computed whole by every rank."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        return product(x, self.weight, self.bias)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        found = {f"{prefix}.weight": whole(self.weight.detach())}
+        if self.bias is not None:
+            found[f"{prefix}.bias"] = whole(self.bias.detach())
         return found
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from worker.comm.base import Collective
 from worker.kernels.rms_norm import rms_norm
 from worker.layers.linear import empty_parameter
-from worker.layers.shard import Shard
+from worker.layers.shard import Shard, whole
 
 
 class RMSNorm(nn.Module):
@@ -32,14 +32,16 @@ class RMSNorm(nn.Module):
         """x: [..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def reduce_add(self, part: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce_add(
+        self, part: Tensor, residual: Tensor, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(normed, new residual), new residual being residual + the sum of all ranks' `part`.
 
         part, residual: [num_tokens, size]; the content of `part` is lost.
+        total: [num_tokens, size], where the new residual goes; None: to new memory.
         """
-        return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps)
+        return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""
-        size = self.weight.shape[0]
-        return {f"{prefix}.weight": Shard(self.weight.detach(), (size,), (slice(0, size),))}
+        return {f"{prefix}.weight": whole(self.weight.detach())}

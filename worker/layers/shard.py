@@ -18,6 +18,11 @@ class Shard:
     index: tuple[slice, ...]  # the part, one slice per dimension
 
 
+def whole(dest: Tensor) -> Shard:
+    """A tensor that every rank holds whole."""
+    return Shard(dest, tuple(dest.shape), tuple(slice(0, size) for size in dest.shape))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
     """This rank's attention heads. With more ranks than kv heads, ranks hold copies of one."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 # `architectures[0]` of config.json -> class; built as cls(spec, collective, device=, dtype=).
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+    "MiMoForCausalLM": "worker.models.qwen2:Qwen2ForCausalLM",  # Qwen2's, and a layer that drafts
     "Qwen2ForCausalLM": "worker.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
 }

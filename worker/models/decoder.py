@@ -19,7 +19,9 @@ from worker.layers.linear import (
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.shard import HeadSplit, Shard, split_heads
+from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
+from worker.models.taps import Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelSpec | ChainSpec,
         features: Features,
         heads: HeadSplit,
         layer_id: int,
@@ -45,10 +47,11 @@ class SelfAttention(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
         self.qkv = ColumnParallelLinear(
-            spec.hidden_size,
+            in_features or spec.hidden_size,
             qkv_parts(heads, spec.num_heads, spec.num_kv_heads, spec.head_dim),
             bias=features.qkv_bias,
             dtype=dtype,
@@ -72,12 +75,16 @@ class SelfAttention(nn.Module):
         self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape.
+        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
 
         rows: see DecoderLayer.forward.
         """
         attended = self.attention(self.qkv(hidden), positions).flatten(1)
         return self.output(attended if rows is None else attended.index_select(0, rows))
+
+    def store(self, hidden: Tensor, positions: Tensor) -> None:
+        """Only the keys and values of forward(), into the tokens' slots."""
+        self.attention.store(self.qkv.last(hidden, 2), positions)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
@@ -92,7 +99,12 @@ class FeedForward(nn.Module):
     """down(silu(gate(x)) · up(x))."""
 
     def __init__(
-        self, spec: ModelSpec, collective: Collective, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec | ChainSpec,
+        collective: Collective,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.gate_up = ColumnParallelLinear(
@@ -152,6 +164,7 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         positions: Tensor,
         rows: Tensor | None = None,
+        tap: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
@@ -159,11 +172,12 @@ class DecoderLayer(nn.Module):
         the embedded tokens. The layer's true input is residual + the ranks' sum of part.
         rows: [n] i64; only the hidden states of these rows are returned; None: of all. The KV of
         all tokens is stored and attended to either way.
+        tap: [num_tokens, hidden_size], where the true input goes; None: nowhere.
         """
         if residual is None:
             normed, residual = self.input_norm(part), part
         else:
-            normed, residual = self.input_norm.reduce_add(part, residual)
+            normed, residual = self.input_norm.reduce_add(part, residual, tap)
         part = self.attention(normed, positions, rows)
         if rows is not None:
             residual = residual.index_select(0, rows)
@@ -191,6 +205,7 @@ class Decoder(nn.Module):
 
     # Tensors that some checkpoints carry and no forward pass needs.
     ignored_suffixes = (".rotary_emb.inv_freq",)
+    ignored_prefixes = ("model.mtp_layers.",)  # of a drafter that lives in the same files
 
     def __init__(
         self,
@@ -202,6 +217,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.taps: Taps | None = None  # set where a drafter is fed with them
         self.heads = split_heads(
             spec.num_heads, spec.num_kv_heads, collective.rank, collective.size
         )
@@ -247,12 +263,14 @@ class Decoder(nn.Module):
         rows: [n] i64, the rows whose hidden states are returned; None: all.
         Returns [num_tokens, hidden_size], or [n, hidden_size].
         """
-        part, residual = hidden, None
-        for layer in self.layers:
-            kept = rows if layer is self.layers[-1] else None
-            part, residual = layer(part, residual, positions, kept)
+        part, residual, num_layers = hidden, None, len(self.layers)
+        for i, layer in enumerate(self.layers):
+            kept = rows if i + 1 == num_layers else None
+            tap = None if self.taps is None else self.taps.after(i - 1, len(positions))
+            part, residual = layer(part, residual, positions, kept, tap)
         assert residual is not None, "a model has at least one layer"
-        normed, _ = self.norm.reduce_add(part, residual)
+        tap = None if self.taps is None else self.taps.after(num_layers - 1, len(positions))
+        normed, _ = self.norm.reduce_add(part, residual, tap)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -272,4 +290,5 @@ class Decoder(nn.Module):
     def ignores(self, name: str) -> bool:
         """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         tied_head = self.head is self.embedding and name == "lm_head.weight"
-        return tied_head or name.endswith(self.ignored_suffixes)
+        ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
+        return tied_head or ignored

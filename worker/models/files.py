@@ -38,16 +38,28 @@ def check_weights(path: Path) -> None:
     Raises:
         UserError: a file is missing, cut short or broken, or lacks tensors that the index names.
     """
+    held = tensor_names(path, weight_files(path))
+    index = path / INDEX_NAME
+    if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
+        raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
+
+
+def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
+    """The names of all tensors in `files`, by default the directory's, if it has any.
+
+    Raises:
+        UserError: see `weight_files`; or a file is cut short or broken.
+    """
+    if files is None:
+        files = weight_files(path) if any(path.glob("*.safetensors")) else ()
     held: set[str] = set()
-    for file in weight_files(path):
+    for file in files:
         try:  # compares the file's size with its header
             with safe_open(file, framework="numpy") as reader:
                 held.update(reader.keys())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
-    index = path / INDEX_NAME
-    if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
-        raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
+    return held
 
 
 def listed(names: Sequence[str]) -> str:

@@ -16,10 +16,14 @@ from worker.errors import UserError
 from worker.layers.shard import Shard
 from worker.metrics import Progress, untold
 from worker.models.architectures import ARCHITECTURES
+from worker.models.chain import ChainDrafter
+from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
 from worker.models.files import listed, weight_files
 from worker.registry import resolve
+
+LoadFormat = Literal["safetensors", "dummy"]
 
 
 def load_model(
@@ -29,7 +33,7 @@ def load_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    load_format: Literal["safetensors", "dummy"] = "safetensors",
+    load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: Progress = untold,
 ) -> Decoder:
@@ -44,8 +48,7 @@ def load_model(
             missing, unexpected or of another shape (all of them are named, up to eight).
     """
     model_class = resolve("model architecture", spec.architecture, ARCHITECTURES)
-    if load_format not in ("safetensors", "dummy"):
-        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
+    _check(load_format)
     model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
     if load_format == "dummy":
         _fill(model.shards(), seed, progress)
@@ -54,7 +57,50 @@ def load_model(
     return model.eval()
 
 
-def _read(model: Decoder, path: Path, progress: Progress) -> None:
+def load_chain(
+    path: Path,
+    spec: ChainSpec,
+    target: Decoder,
+    collective: Collective,
+    *,
+    max_positions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "safetensors",
+    seed: int = 0,
+    progress: Progress = untold,
+) -> ChainDrafter:
+    """This rank's part of the drafter in directory `path`, beside `target`; see load_model.
+
+    max_positions: of the served length. "dummy" gives a reduced vocabulary evenly spread ids.
+
+    Raises:
+        ValueError: as load_model; or the drafter's ids do not fit the target's.
+    """
+    _check(load_format)
+    drafter = ChainDrafter(
+        spec, target, collective, max_positions=max_positions, device=device, dtype=dtype
+    )
+    if load_format == "dummy":
+        tables = drafter.ids.shards()
+        # Names of its own: a part that is called as one of the target's is not to equal it.
+        own = {
+            f"draft.{name}": each for name, each in drafter.shards().items() if name not in tables
+        }
+        _fill(own, seed, progress)
+        drafter.ids.spread()
+    else:
+        _read(drafter, Path(path), progress)
+    drafter.ids.settle(Path(path))
+    return drafter.eval()
+
+
+def _check(load_format: str) -> None:
+    if load_format not in ("safetensors", "dummy"):
+        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
+
+
+def _read(model: Decoder | ChainDrafter, path: Path, progress: Progress) -> None:
     shards = model.shards()
     missing = set(shards)
     unexpected: list[str] = []
@@ -104,7 +150,7 @@ def _fill(shards: dict[str, Shard], seed: int, progress: Progress) -> None:
         generator = torch.Generator(shard.dest.device)
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         whole = torch.randn(shard.full_shape, generator=generator, device=shard.dest.device)
-        if name.endswith("norm.weight"):
+        if whole.dim() == 1 and "norm" in name:
             whole = 1 + 0.1 * whole
         elif whole.dim() == 1:
             whole *= 0.02

@@ -291,7 +291,7 @@ class Fetch:
         landed = self._landed_groups
         for number in each.ready.numbers:
             landed[number] = landed.get(number, 0) | _bits(each.ready.groups)
-        all_groups = _bits(range(context.layout.regions[0].num_groups))
+        all_groups = _bits(range(context.layout.num_groups))
         while landed.get(self.num_landed_pages, 0) == all_groups:
             self.num_landed_pages += 1
 

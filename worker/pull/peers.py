@@ -1,8 +1,9 @@
 """PrefillPeers: the prefill workers that a decode worker knows, and the links to pull over.
 
 Each peer is dialled in a thread of its own, before a request needs it: the transport connects,
-probes and warms up, and the link's rate is measured. A peer with another KV layout or transport is
-never used, and a warning is logged. A lost peer that is still a member is dialled again.
+probes and warms up, and the link's rate is measured. A peer with another model, KV layout or
+transport is never used, and a warning is logged. A lost peer that is still a member is dialled
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from worker.api import Candidate, Member, PeerId, PullPath
-from worker.cache.layout import KVLayout
+from worker.cache.layout import Identity, KVLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
 from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
@@ -72,6 +73,7 @@ class PrefillPeers:
         self,
         transport: KVTransport,
         layout: KVLayout,
+        identity: Identity,
         num_pool_pages: int,
         timeout_s: float,
         post: Callable[[object], None],
@@ -80,6 +82,7 @@ class PrefillPeers:
     ) -> None:
         self._transport = transport
         self._layout = layout
+        self._identity = identity
         self._num_pool_pages = num_pool_pages  # ours, page 0 included
         self._timeout_s = timeout_s
         self._post = post
@@ -213,15 +216,12 @@ class PrefillPeers:
         """A new connection, and how many pages the two sides have.
 
         Raises:
-            TransferError: it cannot be reached, or its KV layout is another.
+            TransferError: it cannot be reached, or its model or KV layout is another.
             OSError: no descriptor or memory is left.
         """
-        if member.layout_hash != self._layout.hash:
-            raise Incompatible(
-                f"its KV layout is {member.layout_hash}, ours {self._layout.hash}: "
-                "served model name, model shape, dtype, page_size, num_groups and the version "
-                "of the KV layout must be the same"
-            )
+        identity = Identity(member.model, member.digest, member.layout_hash)
+        if identity.layout_hash != self._identity.layout_hash:
+            raise Incompatible(self._identity.explain(identity))
         endpoint = _decode_endpoint(member.endpoint)
         pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
         return self._transport.connect(endpoint, self._timeout_s), pool_pages

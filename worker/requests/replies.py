@@ -16,6 +16,7 @@ from worker.api import (
     PeerId,
     TokenChunk,
     TokenLogprob,
+    Window,
 )
 from worker.schedule.req import Req
 
@@ -44,19 +45,24 @@ class Replies:
         """Final chunks that a router has not confirmed."""
         return len(self._finals)
 
-    def token(
+    def tokens(
         self,
         req: Req,
         now: float,
         reason: FinishReason | None = None,
         error: Error | None = None,
-        logprob: TokenLogprob | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        num: int = 1,
+        window: Window | None = None,
     ) -> None:
-        """Queue the last of req.tokens, which has just come; with the first one go its stages."""
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if logprob is not None and req.sampling.logprobs >= 0:
-            top = logprob.top[: req.sampling.logprobs]
-            logprobs = (msgspec.structs.replace(logprob, top=top),)
+        """Queue the last `num` of req.tokens, just settled; with the first go its stages."""
+        most = req.sampling.logprobs
+        if logprobs and most < 0:  # others of the batch asked for them
+            logprobs = ()
+        elif logprobs:
+            logprobs = tuple(
+                msgspec.structs.replace(each, top=each.top[:most]) for each in logprobs[:num]
+            )
         stages = None
         if not req.marks.first_token_at:
             req.marks.first_token_at = now
@@ -64,13 +70,14 @@ class Replies:
         chunk = TokenChunk(
             req.req_id,
             req.dispatch,
-            len(req.tokens) - 1,
-            (req.tokens[-1],),
+            len(req.tokens) - num,
+            tuple(req.tokens[-num:]),
             reason,
             error,
             req.num_cached_tokens,
             logprobs,
             stages,
+            window,
         )
         self.add(req.router, chunk)
 

@@ -7,15 +7,18 @@ consumes its output. Masks are computed while the forward runs (`DecodeLoop.turn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import llguidance.numpy as bitmask
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
 from worker.api import GRAMMAR_PARAM
 from worker.errors import KvlaneError, Unsupported, UserError, contained
+from worker.kernels.step.logits import Masks
 
 
 class Matcher:
@@ -36,11 +39,21 @@ class Matcher:
         """Advance by `token`, which the mask allowed."""
         self._run(lambda: self._matcher.consume_token(token))
 
-    def fill(self, masks: Tensor, index: int) -> None:
-        """masks[index] = what may follow. Once at an end, all: the request's token is not used."""
-        self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, masks.numpy(), index))
+    def fill(self, masks: Tensor, index: int, drafts: Sequence[int] = ()) -> None:
+        """masks[index] = what may follow, and masks[index + j] what may behind drafts[: j].
+
+        Once at an end, all: the request's token is not used. All, too, behind a draft that may not
+        follow, which is never accepted.
+        """
+        lines = masks[index : index + 1 + len(drafts)].numpy()
+        if drafts:
+            path = [(self._matcher, 0, list(drafts))]
+            fill = bitmask.fill_next_token_bitmask_par_with_draft_tokens
+            self._run(lambda: fill(_executor(), path, lines))
+        else:
+            self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, lines))
         if self.error is not None:
-            masks[index] = -1
+            lines[:] = -1
 
     def _run(self, step: Callable[[], object]) -> None:
         """Take a step of the matcher, unless it is at an end."""
@@ -53,6 +66,12 @@ class Matcher:
                 self.stopped = self._matcher.is_stopped()
         except KvlaneError as error:
             self.error = error
+
+
+@cache
+def _executor() -> LLExecutor:
+    """One thread: masks are made while the forward computes."""
+    return LLExecutor(1)
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -107,10 +126,23 @@ class Grammars:
         except (OSError, ValueError) as error:
             raise Unsupported(f"no grammars for this model: {error}", GRAMMAR_PARAM) from error
 
-    def masks(self, matchers: Sequence[Matcher | None]) -> Tensor:
-        """Make [len(matchers), ceil(vocab / 32)] i32 for `sampler.sample`; None: all allowed."""
-        masks = torch.full((len(matchers), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
-        for index, matcher in enumerate(matchers):
+    def masks(
+        self, matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]] = ()
+    ) -> Masks:
+        """Make the masks of rows with these matchers, on the host; None: all is allowed.
+
+        drafts: of each row's window, width - 1 ids, -1 = none; without, the width is 1.
+        """
+        width = len(drafts[0]) + 1 if drafts else 1
+        line = [0] * (width * len(matchers))
+        words = -(-self._vocab_size // 32)
+        num_masks = width * sum(matcher is not None for matcher in matchers)
+        masks = torch.full((1 + num_masks, words), -1, dtype=torch.int32)
+        last = 0
+        for row, matcher in enumerate(matchers):
             if matcher is not None:
-                matcher.fill(masks, index)
-        return masks
+                first, last = last + 1, last + width
+                line[row * width : (row + 1) * width] = range(first, last + 1)
+                path = takewhile(lambda draft: draft >= 0, drafts[row] if drafts else ())
+                matcher.fill(masks, first, tuple(path))
+        return Masks(masks, torch.tensor(line))

@@ -15,21 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.kernels.step.draw import DrawParams, draw_triton
+from worker.kernels.step.draw import draw_triton
 from worker.kernels.step.gather_rows import gather_rows
+from worker.kernels.step.logits import Changes, DrawParams, Masks
 from worker.kernels.step.philox import gumbel_ref
 from worker.plan import Tail
-from worker.step.state import FloatColumns, PenaltyTables, StepState
+from worker.step.state import FloatColumns, StepState
 
 
 @dataclass(slots=True, frozen=True)
 class SamplingRows(DrawParams):
-    """Parameters of the rows whose logits are given; index i belongs to logits[i]."""
-
-    presence_penalty: Tensor  # [n] f32
-    frequency_penalty: Tensor  # [n] f32
-    repetition_penalty: Tensor  # [n] f32
-    penalty_slot: Tensor  # [n] i64; index into StepState.penalties, 0 = neutral
+    """Parameters of the rows whose logits are given, from the step state."""
 
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
@@ -50,11 +46,7 @@ class SamplingRows(DrawParams):
 
 
 def sample(
-    logits: Tensor,
-    rows: SamplingRows,
-    tail: Tail,
-    penalties: PenaltyTables | None = None,
-    mask: Tensor | None = None,
+    logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None = None
 ) -> Tensor:
     """Draw one token for each row.
 
@@ -63,33 +55,22 @@ def sample(
         rows: parameters of the n rows.
         tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered"; not
             "none".
-        penalties: tables of penalties and logit bias; None when no row has a penalty slot.
-        mask: [n, ceil(vocab / 32)] i32, bit v % 32 of word v // 32 set iff the grammar allows token
-            v; None when no row has a grammar.
+        changes: penalties, biases and masks; None when no row has any.
 
     Returns:
-        [n] i64. A row's token is the same under every tail that serves it.
+        [n] i64. A row's token is the same under every tail that serves it, and with `changes` that
+        do not concern it.
     """
-    if penalties is not None:
-        logits = penalize(logits.float(), rows, penalties)
-    if mask is not None:
-        logits = logits.float()
-        logits = apply_mask(mask, ban_early_stops(logits, rows), logits)
-    ban_stops = mask is None  # with a mask, apply_mask has banned them
     if logits.is_cuda:
-        return draw_triton(logits, rows, filtered=tail == "filtered", stops=ban_stops)
-    return draw_ref(logits, rows, tail, stops=ban_stops)
+        return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes)
+    return draw_ref(logits, rows, tail, changes)
 
 
-def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = True) -> Tensor:
-    """The twin of draw_triton, which defines its result.
-
-    logits: [n, vocab]; rows and tail: see `sample`; stops: ban stop ids below min_len.
-    Returns [n] i64.
-    """
-    logits = logits.float()
-    if stops:
-        logits = ban_early_stops(logits, rows)
+def draw_ref(
+    logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None = None
+) -> Tensor:
+    """The twin of draw_triton, which defines its result; see `sample`."""
+    logits = change(logits, rows, changes)
     if tail == "greedy":
         return logits.argmax(-1)
     greedy = rows.temperature == 0
@@ -98,6 +79,16 @@ def draw_ref(logits: Tensor, rows: SamplingRows, tail: Tail, *, stops: bool = Tr
         scaled = keep_likely(scaled, rows)
     perturbed = scaled + gumbel_ref(rows.seed, rows.position, logits.shape[1])
     return torch.where(greedy[:, None], logits, perturbed).argmax(-1)
+
+
+def change(logits: Tensor, rows: SamplingRows, changes: Changes | None) -> Tensor:
+    """What a draw sees of logits [n, vocab], in f32: the twin of `kernels/step/logits.py`."""
+    logits = logits.float()
+    if changes is None:
+        return ban_early_stops(logits, rows)
+    logits = penalize(logits, rows, changes)
+    banned = ban_early_stops(logits, rows)
+    return banned if changes.masks is None else apply_masks(changes.masks, banned, logits)
 
 
 def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -110,54 +101,50 @@ def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
     return logits.masked_fill(banned[:, :vocab_size], float("-inf"))
 
 
-def penalize(logits: Tensor, rows: SamplingRows, penalties: PenaltyTables) -> Tensor:
+def penalize(logits: Tensor, rows: SamplingRows, changes: Changes) -> Tensor:
     """Apply bias, then repetition, frequency and presence penalty; neutral rows keep their bits.
 
     Repetition: Keskar et al., "CTRL", 2019 (divide positive logits, multiply negative ones), over
     prompt and output; frequency and presence: OpenAI's definition, over the output.
     """
     slot = rows.penalty_slot
-    counts = penalties.counts[slot]
-    logits = logits + penalties.bias[slot]
-    repeated = penalties.in_prompt[slot] | (counts > 0)
+    counts = changes.counts[slot]
+    if changes.drafts is not None:
+        counts = counts + drafted(changes.drafts, logits.shape[1])
+    logits = logits + changes.bias[slot]
+    repeated = changes.in_prompt[slot] | (counts > 0)
     factor = torch.where(repeated, rows.repetition_penalty[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     logits = logits - rows.frequency_penalty[:, None] * counts
     return logits - rows.presence_penalty[:, None] * (counts > 0)
 
 
-def apply_mask(mask: Tensor, banned: Tensor, logits: Tensor) -> Tensor:
-    """Set what the grammar forbids to -inf in `banned`, which is `logits` without early stops.
+def drafted(drafts: Tensor, vocab_size: int) -> Tensor:
+    """How often each token is among the drafts before each row of a window.
+
+    drafts: [m, width - 1] i64, -1 = none. Returns [m * width, vocab_size] i64: row j of a window
+    counts its first j drafts.
+    """
+    once = torch.nn.functional.one_hot(drafts + 1, vocab_size + 1)[..., 1:]
+    none = once.new_zeros(len(drafts), 1, vocab_size)
+    return torch.cat((none, once), 1).cumsum(1).flatten(0, 1)
+
+
+def apply_masks(masks: Masks, banned: Tensor, logits: Tensor) -> Tensor:
+    """Set what grammars forbid to -inf in `banned`, which is `logits` without early stops.
 
     A grammar that allows only stop tokens wins over min_len: such rows come from `logits`.
     """
-    forbidden = ~unpack(mask, logits.shape[1])
+    forbidden = ~unpack(masks.words[masks.line], logits.shape[1])
     left = banned.masked_fill(forbidden, float("-inf"))
-    stuck = left.amax(-1, keepdim=True) == float("-inf")
-    return torch.where(stuck, logits.masked_fill(forbidden, float("-inf")), left)
+    stuck = (left.amax(-1) == float("-inf")) & (masks.line > 0)
+    return torch.where(stuck[:, None], logits.masked_fill(forbidden, float("-inf")), left)
 
 
 def unpack(mask: Tensor, vocab_size: int) -> Tensor:
     """Unpack [n, words] i32 of 32 bits, lowest first, into [n, vocab_size] bool."""
     bits = (mask[:, :, None] >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(1)[:, :vocab_size].bool()
-
-
-def logprobs(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits.
-
-    Args:
-        logits: [n, vocab], of the model's dtype.
-        token: [n] i64, the drawn ones.
-        num_top: number of likeliest tokens.
-
-    Returns:
-        Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
-    """
-    all_values = logits.float().log_softmax(-1)
-    own = all_values.gather(1, token[:, None])
-    top, ids = all_values.topk(num_top, dim=-1)
-    return torch.cat((own, top), 1), torch.cat((token[:, None], ids), 1)
 
 
 def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from worker.api import TokenLogprob
-from worker.kernels.step.step_rows import leave_rows
+from worker.kernels.step.accept_rows import NUM_COUNTS, accept_rows
+from worker.kernels.step.logits import Masks
+from worker.kernels.step.logprobs import logprobs
 from worker.models.decoder import Decoder
 from worker.plan import Drawn, Tail
-from worker.sampling.sampler import SamplingRows, logprobs, sample
+from worker.sampling.sampler import SamplingRows, sample
+from worker.sampling.simulated import SimulatedAcceptance
 from worker.step.state import SampledRows, StepState
 
 
@@ -19,9 +22,18 @@ from worker.step.state import SampledRows, StepState
 class Result:
     """What a tail has drawn, on its way to the host."""
 
-    drawn: Tensor  # [num sampled rows, 3] i64 of (token, valid, finished)
-    values: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] f32
-    ids: Tensor | None = None  # [num sampled rows, 1 + num_logprobs] i64
+    drawn: Tensor  # [n, 2 * width + 1] i64, see accept_rows_ref; n sampled rows
+    values: Tensor | None = None  # [n * width, 1 + num_logprobs] f32
+    ids: Tensor | None = None  # [n * width, 1 + num_logprobs] i64
+
+    def first(self, num_rows: int, num_logprobs: int) -> Result:
+        """The first rows of it, with so many alternatives; -1 = no logprobs."""
+        if self.values is None or self.ids is None or num_logprobs < 0:
+            return Result(self.drawn[:num_rows])
+        columns = slice(1 + num_logprobs)
+        num_draws = num_rows * (self.drawn.shape[1] // 2)
+        values, ids = self.values[:num_draws, columns], self.ids[:num_draws, columns]
+        return Result(self.drawn[:num_rows], values.contiguous(), ids.contiguous())
 
     def to_host(self) -> Result:
         """Enqueue copies to pinned memory on the current stream."""
@@ -38,14 +50,34 @@ class Result:
 
     def read(self) -> list[Drawn]:
         """Read one entry for each sampled row; only once the device has finished."""
-        logprobs: list[TokenLogprob | None] = [None] * len(self.drawn)
+        lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
         if self.values is not None and self.ids is not None:
-            pairs = zip(self.values.tolist(), self.ids.tolist(), strict=True)
-            logprobs = [TokenLogprob(v[0], tuple(zip(i[1:], v[1:], strict=True))) for v, i in pairs]
-        return [
-            Drawn(token, bool(valid), bool(finished), logprob)
-            for (token, valid, finished), logprob in zip(self.drawn.tolist(), logprobs, strict=True)
-        ]
+            return self._with_logprobs(lines, width)
+        if width == 1:
+            return [
+                Drawn((token,) if is_valid else (), bool(ended)) for token, is_valid, ended in lines
+            ]
+        return [_drawn(line, width) for line in lines]
+
+    def _with_logprobs(self, lines: list[list[int]], width: int) -> list[Drawn]:
+        assert self.values is not None
+        assert self.ids is not None
+        values, ids = self.values.tolist(), self.ids.tolist()
+        found = []
+        for i, line in enumerate(lines):
+            kept = range(i * width, i * width + line[width])
+            told = tuple(
+                TokenLogprob(values[j][0], tuple(zip(ids[j][1:], values[j][1:], strict=True)))
+                for j in kept
+            )
+            found.append(_drawn(line, width, told))
+        return found
+
+
+def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ()) -> Drawn:
+    """Of one line of what accept_rows returned."""
+    num, ended = line[width], line[width + 1]
+    return Drawn(tuple(line[:num]), bool(ended), logprobs, tuple(line[width + NUM_COUNTS :]))
 
 
 def draw(
@@ -57,32 +89,46 @@ def draw(
     *,
     penalized: bool = False,
     num_logprobs: int = -1,
-    mask: Tensor | None = None,
+    masks: Masks | None = None,
+    simulated: SimulatedAcceptance | None = None,
 ) -> Result:
-    """Draw one token for each of `sampled` and advance its row in the step state. Never waits.
+    """Draw a window of tokens for each of `sampled` and advance its row by those that count.
+
+    Enqueues device work only.
 
     Args:
         model: has the head.
         state: of the rows; changed.
         sampled: rows to draw for, with their positions.
-        hidden: [n, hidden] after the final norm.
+        hidden: [n * width, hidden] after the final norm.
         tail: which kernels are needed, see `sampler.sample`.
         penalized: whether some row has a penalty slot.
         num_logprobs: likeliest alternatives to report; -1 = no logprobs.
-        mask: what grammars allow, [n, words] i32, on the device.
+        masks: what grammars allow in each of n * width draws, on the device.
+        simulated: says how many drafts are accepted, instead of the draws.
     """
-    rows, position = sampled.rows, sampled.position
+    width, position = sampled.width, sampled.position
+    rows = sampled.rows
+    if width > 1:
+        rows = rows.repeat_interleave(width)
     params = SamplingRows.gather(state, rows, position)
     logits = model.logits(hidden)
-    penalties = state.penalties if penalized else None
-    token = sample(logits, params, tail, penalties, mask)
-    drawn = leave_rows(
-        rows, position, sampled.valid, token, params.stop_ids, params.min_len, state.columns
-    )
-    if penalties is not None:
+    changes = None
+    if penalized or masks is not None:
+        drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
+        changes = state.penalties.changes(masks, drafts)
+    draws = sample(logits, params, tail, changes)
+    forced = None if simulated is None or width == 1 else simulated.num_accepted(position)
+    drawn = accept_rows(
+        sampled.rows, position, sampled.valid, draws, params.stop_ids, params.min_len,
+        state.columns, forced,
+    )  # fmt: skip
+    if penalized:
         # No two rows share a slot but 0, whose counts are never read.
-        penalties.counts[params.penalty_slot, token] += 1
+        kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]
+        at = params.penalty_slot, draws
+        state.penalties.counts.index_put_(at, kept.view(-1).int(), accumulate=True)
     result = Result(drawn)
     if num_logprobs >= 0:
-        result.values, result.ids = logprobs(logits, token, num_logprobs)
+        result.values, result.ids = logprobs(logits, draws, num_logprobs)
     return result

@@ -5,8 +5,9 @@ free pages as it grows. When none is left, the youngest row is preempted: it giv
 is admitted again later with prompt + output as its prompt. Its tokens do not change, because each
 depends only on the text before it, the seed and its position.
 
-Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. Each step in flight may
-add one, so the host's bound of the KV length on the device is n - 1 + num_in_flight.
+Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. Each step in flight adds
+at least one and may add its width, so the host's bound of the KV length on the device is
+n - 1 + num_slots_in_flight.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import TypeAlias
 
 from worker.api import FinishReason
 from worker.cache.book import PageBook
@@ -22,8 +24,15 @@ from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
 from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.rows import RowTable
+from worker.schedule.width import WidthPolicy
 
 ARRIVAL = attrgetter("arrival")
+DISAGREE = "device and host disagree"
+
+
+# What a step did for one request: what was drawn, how many of its tokens count (the last ones of
+# req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
+Settled: TypeAlias = tuple[Req, Drawn, int, FinishReason | None]
 
 
 class DecodeScheduler:
@@ -40,6 +49,7 @@ class DecodeScheduler:
         eos_ids: frozenset[int],
         on_preempt: Callable[[Req], None] = lambda req: None,
         on_row: Callable[[Req, float], None] = lambda req, now: None,
+        widths: WidthPolicy | None = None,
     ) -> None:
         self.book = book
         self.local: deque[Req] = deque()
@@ -50,18 +60,14 @@ class DecodeScheduler:
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
         self._on_row = on_row  # told just before a request whose KV is here gets a row
+        self.widths = widths or WidthPolicy((1,))
         self._rows = RowTable(int(engine.max_num_reqs), int(engine.penalty_rows))
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> the requests it samples, and those of its chunks if it is a prefill step.
-        self._launched: dict[int, tuple[list[Req], list[Req]]] = {}
+        # Step number -> the requests it samples, those of its chunks if it has any, its width.
+        self._launched: dict[int, tuple[list[Req], list[Req], int]] = {}
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens of local prefills that are not yet in a step."""
-        return sum(len(req.tokens) - req.num_planned_tokens for req in self.local)
 
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
@@ -113,6 +119,10 @@ class DecodeScheduler:
                 continue  # no penalty slot is free: requests that need none may go first
             self.ready.remove(req)
             self._on_row(req, now)
+            assert req.hold is not None
+            # With the slot of the last token: a drafter's row is there before the first decode step
+            # is planned. Reserved at admission: cannot fail.
+            self.book.bind(req.hold, len(req.tokens))
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
             req.phase = Phase.RUNNING
@@ -124,33 +134,34 @@ class DecodeScheduler:
 
     def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
         """Return the requests that unsettled step `step` samples, and those of its chunks."""
-        return self._launched[step]
+        return self._launched[step][:2]
 
-    def settle(self, step: int, drawn: list[Drawn]) -> list[tuple[Req, Drawn, FinishReason | None]]:
-        """Append the tokens of finished step `step`; returns (request, drawn, reason to end).
+    def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
+        """Append the tokens of finished step `step`; the caller calls `finish` if one has a reason.
 
-        Requests that ended meanwhile are left out. The caller calls `finish` if there is a reason.
+        Requests that ended meanwhile are left out.
         """
         self.book.settled(step)
-        results: list[tuple[Req, Drawn, FinishReason | None]] = []
-        sampled, from_chunk = self._launched.pop(step)
+        results: list[Settled] = []
+        sampled, from_chunk, width = self._launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
+            req.num_slots_in_flight -= width
             if req.phase is Phase.FINISHED:
                 continue
-            assert result.valid, f"{req.key} drew from an inactive row"
-            req.tokens.append(result.token)
-            if req.matcher is not None:
-                req.matcher.consume(result.token)
-            req.num_computed_tokens = len(req.tokens) - 1
+            num = len(result.tokens)
+            assert num, f"{req.key} drew from an inactive row"
+            if num == 1 and req.matcher is None:  # most rows of most steps
+                req.tokens.append(result.tokens[0])
+                reason = finish_reason(req, self._eos_ids)
+                assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
+                req.num_computed_tokens = len(req.tokens) - 1
+            else:
+                num, reason = _append(req, result, self._eos_ids)
             if from_chunk:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
-            reason = finish_reason(req, self._eos_ids)
-            assert (reason is not None) == result.finished, f"{req.key}: device and host disagree"
-            if req.matcher is not None and req.matcher.stopped:
-                reason = FinishReason.STOP  # the grammar is complete: STOP wins over LENGTH
-            results.append((req, result, reason))
+            results.append((req, result, num, reason))
             if self._leaving and req in self._leaving:
                 self._leaving.discard(req)
                 if reason is None:
@@ -189,9 +200,10 @@ class DecodeScheduler:
                 self._rows.enter(req, now, active=False)
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
-            self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            self._rows.queue_pages(req)
             last = end == len(req.tokens)
+            # As above: with the slot of the token to be drawn.
+            self.book.bind(req.hold, end + last)
+            self._rows.queue_pages(req)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
             computed.append(req)
             req.num_planned_tokens = end
@@ -209,19 +221,40 @@ class DecodeScheduler:
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
+        width = self.widths.choose(len(self.running))
+        found = self._with_slots(width) if width > 1 else None
+        if found is None:
+            width, found = 1, self._with_slots(1)
+        assert found is not None
+        chosen, lengths = found
+        if not chosen:
+            return None
+        rows = tuple(req.row for req in chosen)
+        return self._launch(chosen, lengths, [], decode=rows, width=width)
+
+    def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
+        """Rows of a step of windows of `width`, with pages for all that it stores; preempts.
+
+        The slots of the next step are bound one step early. Returns also the bounds of their KV
+        behind the step. None, for windows wider than 1: there are too few pages.
+        """
         chosen: list[Req] = []
         lengths: list[int] = []
         for req in sorted(self.running.values(), key=ARRIVAL):
-            num_tokens = len(req.tokens) + req.num_in_flight
-            if num_tokens >= req.max_len or req in self._leaving:
+            if len(req.tokens) + req.num_in_flight >= req.max_len or req in self._leaving:
                 continue  # its last token is in flight, or it is being preempted
             # Making room for an older request may just have preempted this one.
-            if req.hold is None or (num_tokens >= req.hold.num_slots and not self._bind_slot(req)):
+            if req.hold is None:
+                continue
+            bound = len(req.tokens) - 1 + req.num_slots_in_flight
+            if bound + 2 * width > req.hold.num_slots and not self._bind(req, bound, width):
+                if width > 1:
+                    return None
                 continue
             chosen.append(req)
-            lengths.append(num_tokens)
-        rows = tuple(req.row for req in chosen)
-        return self._launch(chosen, lengths, [], decode=rows) if rows else None
+            # A row that is active has less than max_len tokens of KV, whatever the host's bound.
+            lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
+        return chosen, lengths
 
     def _launch(
         self,
@@ -231,11 +264,13 @@ class DecodeScheduler:
         *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
+        width: int = 1,
     ) -> Plan:
         self._step += 1
         for req in sampled:
             req.num_in_flight += 1
-        self._launched[self._step] = sampled, computed
+            req.num_slots_in_flight += width
+        self._launched[self._step] = sampled, computed, width
         self.book.launched(self._step)
         draws = {req.draw for req in sampled}
         return Plan(
@@ -248,25 +283,23 @@ class DecodeScheduler:
             penalized=any(draw.penalized for draw in draws),
             num_logprobs=max((draw.num_logprobs for draw in draws), default=-1),
             masked=any(draw.masked for draw in draws),
+            width=width,
             num_keys=sum(lengths),
         )
 
-    def _bind_slot(self, req: Req) -> bool:
-        """Bind a page for the token that this step draws; preempt if need be.
-
-        The step itself stores KV of the token before it. The slot of the drawn token is used by the
-        next step and is bound one step early. The youngest request is preempted.
+    def _bind(self, req: Req, bound: int, width: int) -> bool:
+        """Bind pages for two windows; at width 1 preempt the youngest request if need be.
 
         False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
-        become free only when its step in flight settles.
+        become free only when its step in flight settles, or windows of `width` are too wide.
         """
         assert req.hold is not None
-        num_slots = len(req.tokens) + req.num_in_flight + 1
+        num_slots = _num_slots(bound, width, req.max_len)
         while True:
             try:
                 self.book.bind(req.hold, num_slots)
             except OutOfPages:
-                if self._leaving:
+                if width > 1 or self._leaving:
                     return False
                 victim = max(self.running.values(), key=lambda r: r.arrival)
                 self._on_preempt(victim)
@@ -297,6 +330,43 @@ class DecodeScheduler:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
+
+
+def num_queued_tokens(scheduler: DecodeScheduler) -> int:
+    """Prompt tokens of local prefills that are not yet in a step."""
+    return sum(len(req.tokens) - req.num_planned_tokens for req in scheduler.local)
+
+
+def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
+    """Append what counts of a step's tokens; how many do, and why the request ends if it does.
+
+    All do but those behind the end of a grammar, of which the device does not know.
+    """
+    tokens, matcher = req.tokens, req.matcher
+    num_before, reason = len(tokens), None
+    for token in result.tokens:
+        assert reason is None, f"{req.key}: {DISAGREE}"
+        tokens.append(token)
+        reason = finish_reason(req, eos_ids)
+        if matcher is not None:
+            matcher.consume(token)
+            if matcher.stopped or matcher.error is not None:
+                # The grammar is complete: STOP wins over LENGTH.
+                reason = FinishReason.STOP if matcher.stopped else reason
+                break
+    else:
+        assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
+    num_after = len(tokens)
+    req.num_computed_tokens = num_after - 1
+    return num_after - num_before, reason
+
+
+def _num_slots(bound: int, width: int, max_len: int) -> int:
+    """Slots of a row that has KV of up to `bound` tokens, for this window and the next.
+
+    A window may pass the end of the text; what lies there is computed and never used.
+    """
+    return min(bound + 2 * width, max_len + width - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:

@@ -41,6 +41,12 @@ class Pace:
     kv_bytes_per_token: int
     max_tokens: int  # of one step
     num_layers: int
+    beside: float = 0.0  # share of a page's bytes in regions that travel with the last layer group
+
+    @property
+    def last_share(self) -> float:
+        """Share of a page's bytes that is announced with the last layer group."""
+        return (1 - self.beside) / self.num_groups + self.beside
 
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
         """Choose how many tokens the next step may have, given `num_queued` waiting tokens.
@@ -61,7 +67,7 @@ class Pace:
                 all_s += padded.whole_s
             last_s = self._pull_s(rest or each.num_tokens, link_bytes_per_s)
             if self.announce_groups(rest or each.num_tokens, link_bytes_per_s):
-                last_s /= self.num_groups
+                last_s *= self.last_share
             if all_s + last_s < best_s:
                 best, best_s = each.num_tokens, all_s + last_s
         return best
@@ -71,7 +77,8 @@ class Pace:
 
         All groups but the last are pulled while the step computes; that hides at most the step's
         time. The last is announced once the last layer has stored its KV, before that layer's
-        attention. Returns True if the link's rate is not known and there are several groups.
+        attention; where other regions travel with it, at the end of the step. Returns True if the
+        link's rate is not known and there are several groups.
         """
         if self.num_groups == 1 or not link_bytes_per_s:
             return self.num_groups > 1
@@ -80,10 +87,10 @@ class Pace:
         costs_s = (self.num_groups - 1) * ANNOUNCE_S
         if step is not None:
             hidden_s = min(hidden_s, step.grouped_s)
-            if step.num_tokens < LONG_STEP_TOKENS:
+            if step.num_tokens < LONG_STEP_TOKENS and not self.beside:
                 early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
-        return (1 - 1 / self.num_groups) * hidden_s + early_s > costs_s
+        return (1 - self.last_share) * hidden_s + early_s > costs_s
 
     def _padded(self, num_tokens: int) -> StepTime | None:
         """The shortest measured step that holds `num_tokens`."""

@@ -131,7 +131,7 @@ class PrefillScheduler:
             result = next(results) if chunk.sample else None
             if not req.dropped:
                 req.num_computed_tokens = chunk.start + len(chunk.tokens)
-                req.token = None if result is None else result.token
+                req.token = None if result is None else result.tokens[0]
                 computed.append(req)
         return computed
 

@@ -108,7 +108,8 @@ class Req:
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
-    num_in_flight: int = 0  # launched steps that draw a token for it and have not settled
+    num_in_flight: int = 0  # launched steps that draw for it and have not settled
+    num_slots_in_flight: int = 0  # tokens that these may add at most: the sum of their widths
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text

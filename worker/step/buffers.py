@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.forward.batch import Batch, HostLengths
-from worker.kernels.attention.paged_attention import SHORT_KEYS
+from worker.forward.batch import Batch, DraftRows, HostLengths
+from worker.kernels.attention.paged_tiles import SHORT_KEYS
 from worker.kernels.gemm.product import MAX_STREAMED_ROWS
 from worker.kernels.launch import power_of_two
 from worker.kernels.step.chunk_rows import (
+    DRAFT_LINES,
     NUM_LINES,
+    TOKEN_LINES,
     NewPages,
     SentChunks,
     chunk_rows,
@@ -40,14 +42,27 @@ class BatchBuffers:
         state: of all rows.
         page_size: tokens a page.
         max_chunk_tokens: of one step.
+        drafts: batches of chunks have `DraftRows`.
+        all_hidden: hidden states are wanted of all tokens of a prompt, however long the step.
     """
 
-    def __init__(self, state: StepState, page_size: int, max_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        page_size: int,
+        max_chunk_tokens: int,
+        *,
+        drafts: bool = False,
+        all_hidden: bool = False,
+    ) -> None:
         self._state = state
         self._page_size = page_size
-        capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its 3 rows are 16-byte aligned
-        # Token ids, positions and slots of the latest batch of chunks, where graphs read them.
-        self._chunk = torch.zeros(3, capacity, dtype=torch.int64, device=state.device)
+        self._all_hidden = all_hidden
+        capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its lines are 16-byte aligned
+        # Token ids, positions and slots of the latest batch of chunks (then its draft rows), where
+        # graphs read them.
+        num_lines = DRAFT_LINES if drafts else TOKEN_LINES
+        self._chunk = torch.zeros(num_lines, capacity, dtype=torch.int64, device=state.device)
         num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
         # Filled by one upload for each batch of chunks, see SentChunks. Fixed-shape graphs read
         # query_start and seq_lens from this memory.
@@ -60,7 +75,9 @@ class BatchBuffers:
         self._tables = torch.zeros_like(state.page_table[: self.fixed_reqs, :num_pages])
         self._fixed_batches: dict[int, Batch] = {}  # by padded tokens; all over the same buffers
         self._last_token_rows = self._chunk.new_zeros(MAX_LAST_TOKEN_ROWS)
-        self._one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
+        ends = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
+        max_width = state.columns.drafts.shape[1] + 1
+        self._window_starts = [ends * width for width in range(max_width + 1)]  # by width
 
     def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
         """Build the batch of a prefill plan, and write the plan's pages to the page table.
@@ -99,7 +116,8 @@ class BatchBuffers:
 
     def max_reqs(self, padded_tokens: int) -> int:
         """Most requests that a graph of `padded_tokens` tokens can serve."""
-        return MAX_LAST_TOKEN_ROWS if padded_tokens >= LONG_STEP_TOKENS else padded_tokens
+        long = padded_tokens >= LONG_STEP_TOKENS and not self._all_hidden
+        return MAX_LAST_TOKEN_ROWS if long else padded_tokens
 
     def blank_chunk(self, num_tokens: int) -> Batch:
         """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
@@ -132,7 +150,7 @@ class BatchBuffers:
     def _of_chunks(
         self, num_tokens: int, query_start: Tensor, seq_lens: Tensor, **rest: Any
     ) -> Batch:
-        ids, positions, slots = self._chunk[:, :num_tokens]
+        ids, positions, slots, *draft = self._chunk[:, :num_tokens]
         return Batch(
             input_ids=ids,
             positions=positions,
@@ -142,13 +160,15 @@ class BatchBuffers:
             num_reqs=len(seq_lens),
             num_tokens=num_tokens,
             last_token_rows=self._last_tokens(num_tokens, query_start),
+            draft=DraftRows(*draft) if draft else None,
             **rest,
         )
 
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
         """Fill `Batch.last_token_rows`, which is of the same length for any number of requests."""
         num_reqs = len(query_start) - 1
-        if num_tokens < LONG_STEP_TOKENS or num_reqs > MAX_LAST_TOKEN_ROWS:
+        long = num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
+        if not long or num_reqs > MAX_LAST_TOKEN_ROWS:
             return None
         self._last_token_rows.zero_()
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
@@ -188,28 +208,32 @@ class BatchBuffers:
         return new
 
     def decode(
-        self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None
+        self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None, width: int = 1
     ) -> tuple[Batch, SampledRows]:
-        """Build the batch of one token for each of `rows` [n] i64. Enqueues device work only.
+        """Build the batch of a window for each of `rows` [n] i64. Enqueues device work only.
 
-        Rows that are inactive on the device, and row 0, are padding. `host` goes into the batch.
+        Rows that are inactive on the device, and row 0, are padding. `host` goes into the batch;
+        nobody knows it for steps wider than 1.
         """
         num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
-        read = read_rows(rows, self._state.columns, self._page_size, num_pages)
+        read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
         batch = Batch(
             input_ids=read.input_ids,
             positions=read.positions,
             slot_mapping=read.slots,
-            query_start=self._one_each[: num_rows + 1],
+            query_start=self._window_starts[width][: num_rows + 1],
             seq_lens=read.seq_lens,
             page_table=read.table,
             num_reqs=num_rows,
-            num_tokens=num_rows,
-            max_query_len=1,
+            num_tokens=num_rows * width,
+            max_query_len=width,
             max_seq_len_ub=max_seq_len_ub,
             host=host,
         )
-        return batch, SampledRows(read.live, read.next_positions, read.valid)
+        sampled = SampledRows(
+            read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
+        )
+        return batch, sampled
 
     def decode_lengths(self, rows: Sequence[int]) -> HostLengths:
         """HostLengths of a decode batch of `rows`, whose plan has been applied to the state."""

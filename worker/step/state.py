@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
+from worker.kernels.step.logits import Changes, Masks
 from worker.kernels.step.step_rows import RowColumns
 from worker.plan import Plan, RowPages, RowStart
 
@@ -53,12 +54,16 @@ class SampledRows:
     """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
 
     rows: Tensor  # [n] i64; 0 = padding
-    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
+    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
+    position: Tensor
     valid: Tensor  # [n] bool; False = padding
+    width: int = 1  # see Plan.width
+    max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
 
     def first(self, n: int) -> SampledRows:
         """The first n of them."""
-        return SampledRows(self.rows[:n], self.position[:n], self.valid[:n])
+        position = self.position[: n * self.width]
+        return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
 
 
 def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
@@ -87,6 +92,7 @@ class StepState:
         device: of all tensors.
         num_penalty_slots: rows at a time that may have penalties or a logit bias.
         vocab_size: width of the penalty tables.
+        max_width: tokens of the widest verify window.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class StepState:
         *,
         num_penalty_slots: int,
         vocab_size: int,
+        max_width: int = 1,
     ) -> None:
         n = num_rows + 1
         self.device = device
@@ -117,7 +124,8 @@ class StepState:
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
         # KV length of each row after the last step applied, counted on the host from plans. Equal
-        # to the device's for rows active there; too high for rows that ended and are not settled.
+        # to the device's for rows active there, if no step was wider than 1; too high for rows that
+        # ended and are not settled.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active,
@@ -125,6 +133,7 @@ class StepState:
             self.ints.last_token,
             self.ints.max_len,
             self.page_table,
+            torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
         self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
         self.reset()
@@ -136,6 +145,7 @@ class StepState:
         self.floats.top_p.fill_(1.0)
         self.floats.repetition_penalty.fill_(1.0)
         self.stop_ids.fill_(-1)
+        self.columns.drafts.fill_(-1)
         self.seq_len_ub = [0] * len(self.seq_len_ub)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
@@ -145,9 +155,11 @@ class StepState:
 
     def upload_tensor(self, host: Tensor) -> Tensor:
         """Copy a host tensor to the device, without a host sync."""
-        if self._pin:
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return self.pinned(host).to(self.device, non_blocking=True)
+
+    def pinned(self, host: Tensor) -> Tensor:
+        """On CUDA, a copy in pinned memory, from which copies to the device do not wait."""
+        return host.pin_memory() if self._pin else host
 
     def apply(self, plan: Plan) -> None:
         """Apply all changes of `plan`, ordered on the current stream."""
@@ -189,7 +201,7 @@ class StepState:
         for chunk in plan.chunks:
             self.seq_len_ub[chunk.row] = chunk.start + len(chunk.tokens)
         for row in plan.decode:
-            self.seq_len_ub[row] += 1
+            self.seq_len_ub[row] += plan.width
 
     def _start(self, starts: Sequence[RowStart]) -> None:
         ints, floats = zip(*map(column_values, starts), strict=True)
@@ -208,6 +220,8 @@ class StepState:
         self.active.index_copy_(0, rows, active.bool())
         self._ints.index_copy_(1, rows, sent[1].view(-1, len(starts)))
         self.stop_ids.index_copy_(0, rows, sent[2].view(len(starts), -1))
+        if self.columns.drafts.shape[1]:
+            self.columns.drafts.index_fill_(0, rows, -1)
         self._floats.index_copy_(1, rows, sent[3].view(torch.float32).view(-1, len(starts)))
         for start in starts:
             if start.penalty_slot:
@@ -231,6 +245,11 @@ class PenaltyTables:
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
         self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
+        """What draws read: these tables, and `masks` and `drafts` as `Changes` describes them."""
+        return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
 
     def fill(
         self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
@@ -239,6 +258,7 @@ class PenaltyTables:
         slot = start.penalty_slot
         for table in (self.in_prompt, self.counts, self.bias):
             table[slot].zero_()
+        self.biased[slot].fill_(bool(start.sampling.logit_bias))
         if start.prompt:
             self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
         drawn = Counter(start.output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import KVLayout, KVRegion, rank_heads
 from worker.errors import Incompatible
 from worker.transfer.base import Endpoint, Run
 
@@ -66,23 +66,6 @@ def merge_pages(pairs: Pages) -> list[PageRun]:
     return runs
 
 
-def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
-    """The model's kv heads that `rank` of `tp_size` holds: its share, or a copy of one head.
-
-    Raises:
-        ValueError: neither of num_kv_heads and tp_size divides the other, or no such rank.
-    """
-    if not 0 <= rank < tp_size:
-        raise ValueError(f"no rank {rank} among {tp_size}")
-    if num_kv_heads % tp_size == 0:
-        share = num_kv_heads // tp_size
-        return range(rank * share, (rank + 1) * share)
-    if tp_size % num_kv_heads == 0:
-        head = rank // (tp_size // num_kv_heads)
-        return range(head, head + 1)
-    raise ValueError(f"{num_kv_heads} kv heads cannot be shared by {tp_size} ranks")
-
-
 def rank_plan(
     num_kv_heads: Sequence[int], local_tp: int, local_rank: int, remote_tp: int
 ) -> dict[int, tuple[HeadRange | None, ...]]:
@@ -126,15 +109,15 @@ def plan_runs(
         layout: ours.
         pairs: (local page, remote page), each local page once.
         pool_pages: of the two sides; no page of `pairs` is beyond them.
-        groups: layer groups of the first region, None for all. A region with a single group, such
-            as a drafter's, goes with the last group, so it must be final when that is announced.
+        groups: layer groups of the first region, None for all. The other regions, such as a
+            drafter's, go with the last group, so they must be final when that is announced.
         remote: the peer's layout, None if it is the same.
         heads: for each region the heads to copy, None for no heads. Without `heads` all are
             copied, and both sides must hold the same.
     """
     remote = remote or layout
     assert len(remote.regions) == len(layout.regions)
-    num_groups = layout.regions[0].num_groups
+    num_groups = layout.num_groups
     wanted = range(num_groups) if groups is None else groups
     assert wanted.step == 1, wanted
     assert 0 <= wanted.start <= wanted.stop <= num_groups, wanted
@@ -158,7 +141,6 @@ def _region_groups(region: KVRegion, num_groups: int, wanted: range) -> range:
     """`wanted` groups of the first region, as groups of `region`."""
     if region.num_groups == num_groups:
         return wanted
-    assert region.num_groups == 1, f"{region.name} has neither one group nor {num_groups}"
     return range(1) if num_groups - 1 in wanted else range(0)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention of ragged query rows over the paged KV cache, for decode, verify and prefill.
+"""Attention of ragged query rows over the paged KV cache, for decode, verify, draft and prefill.
 
 Rows are (token, query head) pairs. For each kv head, those of one request form tiles of `block_m`
 rows. The keys that a tile sees are cut into splits. `plan_items` lists all items (tile, split) of a
@@ -6,8 +6,12 @@ batch on the device, once for all layers. So no launch depends on a length that 
 know, and no program starts for an empty split.
 
 How a tile is cut depends on its own length and on the batch's padded shape alone (for prompts also
-on whether the bound of the keys is above SHORT_KEYS). So a row's result has the same bits whatever
-the other rows are. The last program to finish a tile adds up its splits in order.
+on whether the bound of the keys is above SHORT_KEYS; see `paged_tiles`). So a row's result has the
+same bits whatever the other rows are. The last program to finish a tile adds its splits up in
+order.
+
+A KeyMask says which keys a row sees, by constants. All blocks of a mask with first_key or window
+compare every key: such batches are short queries of drafters, so far.
 
 The twin in plain torch is `worker.attention.reference`.
 """
@@ -15,12 +19,13 @@ The twin in plain torch is `worker.attention.reference`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from worker.kernels.attention.mask import CAUSAL, KeyMask
+from worker.kernels.attention.paged_tiles import MAX_SPLITS, PagedTiles
 from worker.kernels.jit import (
     HAS_TRITON,
     INTERPRETED,
@@ -29,12 +34,9 @@ from worker.kernels.jit import (
     tl,
     triton,
 )
-from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.launch import overlap
 
-MAX_SPLITS = 64
-SHORT_KEYS = 2048
 FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
-_TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
 
 
 @triton.jit
@@ -55,10 +57,28 @@ def _cut(num_keys, shortest, most, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _num_keys(tile, query_len, seq_len, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-    """Keys that the last query row of a tile sees."""
-    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
-    return tl.maximum(seq_len - query_len + last + 1, 0)
+def _num_keys(
+    tile, query_len, seq_len, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the keys end that the last query row of a tile sees."""
+    if CAUSAL:
+        last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+        return tl.maximum(seq_len - query_len + last + 1, 0)
+    else:
+        return tl.maximum(seq_len, 0)
+
+
+@triton.jit
+def _first_key(
+    tile, query_len, seq_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A multiple of BLOCK_N before which no row of a tile sees a key."""
+    if WINDOW:
+        position = seq_len - query_len + tile * BLOCK_M // GROUP
+        return tl.maximum(position - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
+    else:
+        return 0
 
 
 @triton.jit(do_not_specialize=["max_tiles", "shortest", "most", "stride_table"])
@@ -66,7 +86,7 @@ def _plan_kernel(
     query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests,): each writes its own items behind those of all requests before it."""
     req = tl.program_id(0)
@@ -79,7 +99,8 @@ def _plan_kernel(
         other_seq_len = tl.load(seq_lens + others, mask=earlier, other=0)
         other_len = other_end - other_start
         for tile in range(bound_of(max_tiles, INTERPRETED)):
-            num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP)
+            num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP, CAUSAL)
+            num_keys -= _first_key(tile, other_len, other_seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
             num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
             before += tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
     item = tl.sum(before, 0)
@@ -92,11 +113,12 @@ def _plan_kernel(
     table = page_table + req.to(tl.int64) * stride_table
     num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
     for tile in range(bound_of(num_tiles, INTERPRETED)):
-        num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP)
-        num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
+        num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP, CAUSAL)
+        first = _first_key(tile, query_len, seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
+        num_splits, length = _cut(num_keys - first, shortest, most, BLOCK_N)
         at = items + (item + split) * FIELDS
         listed = split < num_splits
-        begin = split * length
+        begin = first + split * length
         page = tl.load(table + begin // PAGE, mask=listed & (begin < num_keys), other=0)
         tl.store(at, tl.zeros_like(split) + start, mask=listed)
         tl.store(at + 1, tl.zeros_like(split) + query_len * GROUP, mask=listed)
@@ -117,7 +139,10 @@ def _combine(
     partial, stats, first_slot, num_splits, here, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, HEAD_DIM] f32: the splits of one tile, added in their order."""
+    """[BLOCK_M, HEAD_DIM] f32: the splits of one tile, added in their order.
+
+    A row that sees no key is that of slot 0, and the keys of its tile are too few to be split.
+    """
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -187,10 +212,11 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _blocks(
     acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
-    scale, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
+    limit, scale, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
+    WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the blocks of keys begin..stop - 1.
+    """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
     Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
     the block after the last is returned. Keys from `end` on have no page.
@@ -205,6 +231,8 @@ def _blocks(
             spot = page * stride_page + (block % PAGE) * HEAD_DIM
         if MASKED:
             inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
+            if FIRST_KEY:
+                inside &= (keys >= FIRST_KEY)[:, None]
             k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
             v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
         else:
@@ -216,7 +244,12 @@ def _blocks(
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
-            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+            seen = keys[None, :] <= limit[:, None]
+            if FIRST_KEY:
+                seen &= (keys >= FIRST_KEY)[None, :]
+            if WINDOW:
+                seen &= keys[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = higher
         if MASKED:
@@ -234,9 +267,9 @@ def _blocks(
 
 @triton.jit
 def _online(
-    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, scale,
+    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, limit, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    MANY: tl.constexpr, INTERPRETED: tl.constexpr,
+    MANY: tl.constexpr, FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score."""
     block = tl.arange(0, BLOCK_N)
@@ -250,16 +283,16 @@ def _online(
     masked = begin
     # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
     # the pipeline of loads, so short queries have one loop only.
-    if MANY:
-        masked += tl.maximum(tl.min(position, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    if MANY and not (FIRST_KEY or WINDOW):
+        masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
         acc, weight, top, page = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
-            tl.minimum(masked, end), end, position, scale, False, BLOCK_N, HEAD_DIM, PAGE,
-            INTERPRETED,
+            tl.minimum(masked, end), end, position, limit, scale, False, BLOCK_N, HEAD_DIM, PAGE,
+            FIRST_KEY, WINDOW, INTERPRETED,
         )  # fmt: skip
     acc, weight, top, page = _blocks(  # type: ignore[misc]
         acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
-        position, scale, True, BLOCK_N, HEAD_DIM, PAGE, INTERPRETED,
+        position, limit, scale, True, BLOCK_N, HEAD_DIM, PAGE, FIRST_KEY, WINDOW, INTERPRETED,
     )  # fmt: skip
     return acc, weight, top
 
@@ -270,7 +303,8 @@ def _attend_kernel(
     num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-    FIELDS: tl.constexpr, MANY: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
@@ -305,6 +339,9 @@ def _attend_kernel(
         here = rows < num_r
         column = rows // GROUP
         position = past + column
+        limit = position
+        if not CAUSAL:
+            limit = tl.zeros_like(column) + (past + num_r // GROUP - 1)
         table = page_table + req.to(tl.int64) * stride_table
         row = (start + column).to(tl.int64)
         within = (head * GROUP + rows % GROUP) * HEAD_DIM
@@ -314,8 +351,8 @@ def _attend_kernel(
             q_tile = q_tile.to(tl.float32)
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
-            stride_page, begin, end, position, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE, MANY,
-            INTERPRETED,
+            stride_page, begin, end, position, limit, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE,
+            MANY, FIRST_KEY, WINDOW, INTERPRETED,
         )  # fmt: skip
 
         out_at = out + (row * (KV_HEADS * GROUP * HEAD_DIM) + within)[:, None] + dims[None, :]
@@ -349,123 +386,12 @@ def _attend_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class PagedTiles:
-    """How batches of one padded shape are cut into tiles and splits, and upper bounds of both."""
-
-    block_m: int
-    block_n: int
-    rows: int  # of a tile that can be used
-    max_tiles: int  # of one request
-    max_splits: int  # of one tile
-    max_items: int  # of the batch
-    shortest: int  # keys that are worth a split of their own
-    most: int  # splits of a tile, however long
-    programs: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None  # of a thread; None = the compiler decides
-    early: bool  # start while the kernel before it still ends
-
-
-@lru_cache(4096)
-def choose(
-    num_reqs: int,
-    num_tokens: int,
-    max_query_len: int,
-    max_seq_len: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    item_bytes: int,
-    num_sms: int,
-) -> PagedTiles:
-    """The tiles for a batch's host bounds and its (query, kv) heads, by rule and without a search.
-
-    `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
-    high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
-    A long row gets several splits in any decode batch, so that the other rows do not wait for it.
-    """
-    group = heads[0] // heads[1]
-    rows = max_query_len * group
-    widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
-    block_n = min(64, _TILE_BYTES // (head_dim * item_bytes))
-    highest = min(max(16, power_of_two(rows)), widest)
-    # Small tiles read the keys more often, which costs little while there are few keys, and they
-    # fill the device: 64 tokens alone take 3.9 us a layer in tiles of 16 rows, 5.9 in tiles of 128.
-    lowest = 16 if max_query_len >= 16 and max_seq_len <= SHORT_KEYS else highest
-    block_m, max_tiles, tiles = _tiles(
-        num_reqs, rows, num_tokens * group, highest, lowest, wanted=7 * num_sms // (8 * heads[1])
-    )
-    programs = tiles * heads[1]
-    shortest, most = _splits(programs, rows <= 64, num_sms)
-    max_splits = max(1, min(most, -(-max_seq_len // shortest)))
-    # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
-    # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
-    one_wave = block_m == 16 and 3 * num_sms < programs <= 4 * num_sms
-    if one_wave:
-        block_n = min(block_n, 32)
-    return PagedTiles(
-        block_m=block_m,
-        block_n=block_n,
-        # Prompts use all rows: otherwise each length below a tile would need a kernel of its own.
-        rows=block_m if max_query_len > 1 else rows,
-        max_tiles=max_tiles,
-        max_splits=max_splits,
-        max_items=tiles * max_splits,
-        shortest=shortest,
-        most=most,
-        programs=min(programs * max_splits, 16 * num_sms),
-        num_warps=4 if block_m * head_dim <= 8192 else 8,
-        num_stages=3,
-        max_registers=128 if one_wave else None,
-        # Programs that start early spread unevenly over the SMs: 256 take 28 us a layer instead of
-        # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.
-        early=programs <= num_sms or programs > 3 * num_sms,
-    )
-
-
-def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
-    """(keys that are worth a split of their own, most splits of a tile) for so many (tile, head).
-
-    The figures are microseconds a layer on an H200.
-    """
-    if few_rows:
-        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 43 in 16
-        # splits and 58 in 64; 64 programs 248 in 12 and 263 in 33.
-        most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
-    else:
-        most = min(-(-4 * num_sms // programs), MAX_SPLITS)
-    # 576 keys, unsplit and in splits of 320, 192 and 128: 8 programs 11.5, 9.1, 7.4, 7.2;
-    # 64 programs 12.4, 10.9, 10.9, 12.4; 128 programs 13.9, 18.7, 15.8, 19.1.
-    if 3 * programs <= num_sms:
-        return 128, most
-    if 2 * programs <= num_sms:
-        return 256, most
-    # 256 programs take 252 over 8192 keys in 6 splits, 256 in 8; 512 over 4096 251 in 3, 254 in 4.
-    return (1408 if few_rows else 1024), most
-
-
-def _tiles(
-    num_reqs: int, rows: int, all_rows: int, highest: int, lowest: int, wanted: int
-) -> tuple[int, int, int]:
-    """(rows of a tile, most tiles of a request, most tiles of the batch).
-
-    Halves the tile from `highest` rows down until there are `wanted` tiles or `lowest` is reached.
-    """
-    block_m = highest
-    while True:
-        max_tiles = -(-rows // block_m)
-        tiles = min(num_reqs * max_tiles, -(-all_rows // block_m) + num_reqs)
-        if tiles >= wanted or block_m == lowest:
-            return block_m, max_tiles, tiles
-        block_m //= 2
-
-
-@dataclass(frozen=True, slots=True)
 class PagedPlan:
     """One batch cut into items. The layers of a pass run one after the other and share it all."""
 
     tiles: PagedTiles
     heads: tuple[int, int]  # query, kv
+    mask: KeyMask
     page_table: Tensor  # [num_reqs, max_pages] i32
     items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
     counts: Tensor  # [2] i32: items, query rows
@@ -482,6 +408,7 @@ def plan_items(
     heads: tuple[int, int],
     head_dim: int,
     page_size: int,
+    mask: KeyMask = CAUSAL,
 ) -> PagedPlan:
     """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
 
@@ -495,6 +422,7 @@ def plan_items(
     plan = PagedPlan(
         tiles=tiles,
         heads=heads,
+        mask=mask,
         page_table=page_table,
         items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
@@ -505,7 +433,7 @@ def plan_items(
     constants: dict[str, Any] = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP": heads[0] // kv_heads,
         "PAGE": page_size, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS, "FIELDS": FIELDS,
-        "INTERPRETED": INTERPRETED,
+        "CAUSAL": mask.causal, "WINDOW": mask.window or 0, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     _plan_kernel[(seq_lens.shape[0],)](
         query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
@@ -522,7 +450,7 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each row's attention to its request's keys up to its own position; padded rows are zero.
+    """Each row's attention to those of its request's keys that it sees; padded rows are zero.
 
     q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
     [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim],
@@ -547,13 +475,17 @@ def paged_attention(
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
         plan.page_table.stride(0), scale * 1.4426950408889634,
-        **constants_of(tiles, plan.heads, head_dim, page_size), **options,
+        **constants_of(tiles, plan.heads, head_dim, page_size, plan.mask), **options,
     )  # fmt: skip
     return out
 
 
 def constants_of(
-    tiles: PagedTiles, heads: tuple[int, int], head_dim: int, page_size: int
+    tiles: PagedTiles,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    mask: KeyMask = CAUSAL,
 ) -> dict[str, Any]:
     """The compile-time constants of _attend_kernel, except PDL."""
     return {
@@ -567,5 +499,6 @@ def constants_of(
         "UNROLL": 4 if tiles.block_m <= 32 else 1,
         "FIELDS": FIELDS,
         "MANY": tiles.max_tiles > 1,
+        **mask.constants(),
         "INTERPRETED": INTERPRETED,
     }

@@ -23,12 +23,12 @@ from torch import Tensor
 from worker.kernels.attention.paged_attention import (
     FIELDS,
     PagedPlan,
-    PagedTiles,
     bound_of,
     item_at,
     plan_items,
     zero_padding,
 )
+from worker.kernels.attention.paged_tiles import PagedTiles
 from worker.kernels.jit import INTERPRETED, tl, triton
 from worker.kernels.launch import has_dependent_launch
 

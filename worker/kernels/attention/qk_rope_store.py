@@ -31,7 +31,7 @@ def qk_rope_store_ref(
 
     Args:
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] of the cache's dtype, each
-            row contiguous: the heads of q, then of k, then of v.
+            row contiguous: the heads of q, then of k, then of v. num_heads may be 0.
         positions: [num_tokens] i64.
         table: see rope_table.
         k_cache: see store_kv_ref; written, like v_cache.
@@ -47,7 +47,7 @@ def qk_rope_store_ref(
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     kv_width = num_kv_heads * head_dim
     parts = qkv.split([qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=-1)
-    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
+    q, k, v = (part.view(len(qkv), part.shape[1] // head_dim, head_dim) for part in parts)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm_ref(q, q_weight, eps), rms_norm_ref(k, k_weight, eps)
     q, k = rope_ref(q, k, positions, table)

@@ -16,6 +16,7 @@ from worker.plan import Chunk
 
 BLOCK = 128
 NUM_LINES = 6
+TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
 
 
 class NewPages(NamedTuple):
@@ -106,8 +107,9 @@ def chunk_rows_ref(
         sent: the chunks.
         page_table: [rows, max_pages] i32, rows contiguous; row 0 gets no pages.
         page_size: tokens a page.
-        out: [3, capacity] i64, contiguous: token ids, positions, slots (page * page_size + offset)
-            fill the first `num_rows` columns; those beyond the tokens are padding, all zero.
+        out: [3 or 6, capacity] i64, contiguous: token ids, positions, slots (page * page_size +
+            offset) fill the first `num_rows` columns; those beyond the tokens are padding, all
+            zero. The other three are the fields of `forward.batch.DraftRows`.
         num_rows: of the padded batch, at least num_tokens; slot 0 is the sink's.
         tables: [num_reqs or more, num_pages] i32, contiguous; padded requests get row 0's table.
     """
@@ -124,6 +126,13 @@ def chunk_rows_ref(
     out[0, :n] = words[NUM_LINES * sent.width :][:n]
     out[1, :n] = positions
     out[2, :n] = page * page_size + positions % page_size
+    if len(out) == DRAFT_LINES:
+        begins = at == query_start[owner]
+        before = page_table[rows[owner], (positions - 1).clamp(min=0) // page_size].to(torch.int64)
+        out[3, :n] = torch.where(begins, -1 - before * (positions > 0), at - 1)
+        out[4, :n] = out[2, :n] * (positions > 0)
+        ends = (at + 1 == query_start[owner + 1]) | (positions % page_size == page_size - 1)
+        out[5, :n] = page * ends
     out[:, n:num_rows] = 0
     tables.copy_(page_table[rows[: len(tables)], : tables.shape[1]])
 
@@ -152,7 +161,8 @@ def _chunk_rows_kernel(
     words, page_table, out, tables,
     num_tokens, num_rows, num_reqs, width, page_blocks, num_pages,
     stride_table, stride_out,
-    NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of batch rows, then for each request blocks of its pages."""
     if PDL:
@@ -181,6 +191,19 @@ def _chunk_rows_kernel(
         tl.store(out + at, token, mask=inside)
         tl.store(out + stride_out + at, position.to(tl.int64), mask=inside)
         tl.store(out + 2 * stride_out + at, tl.where(real, slot, 0), mask=inside)
+        if DRAFTS:
+            begins = at == tl.load(words + width + low)
+            later = real & (position > 0)
+            before, _, _ = _pages_of(
+                words, page_table, low, (position - 1) // PAGE_SIZE, width, stride_table,
+                begins & later,
+            )  # fmt: skip
+            source = tl.where(begins, -1 - tl.where(later, before, 0), at - 1)
+            ends = real & ((at + 1 == stop) | (position % PAGE_SIZE == PAGE_SIZE - 1))
+            more = out + 3 * stride_out + at
+            tl.store(more, tl.where(real, source, 0).to(tl.int64), mask=inside)
+            tl.store(more + stride_out, tl.where(later, slot, 0), mask=inside)
+            tl.store(more + 2 * stride_out, tl.where(ends, page, 0).to(tl.int64), mask=inside)
     else:
         line = (program - row_blocks) // page_blocks
         at = (program - row_blocks) % page_blocks * BLOCK + within
@@ -203,7 +226,10 @@ def chunk_rows_triton(
         sent.words, page_table, out, tables,
         sent.num_tokens, num_rows, sent.num_reqs, sent.width,
         page_blocks, num_pages, page_table.stride(0), out.stride(0),
-        **overlap(out, NUM_LINES=NUM_LINES, PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4),
+        **overlap(
+            out, NUM_LINES=NUM_LINES, PAGE_SIZE=page_size, BLOCK=BLOCK,
+            DRAFTS=len(out) == DRAFT_LINES, num_warps=4,
+        ),
     )  # fmt: skip
 
 

@@ -4,16 +4,23 @@ The torch twin is `worker.sampling.sampler.draw_ref`, which defines the result. 
 blocks of the vocabulary. Each pass runs over all blocks of all rows:
 
   best      the largest logit of each block
+  try       the draw without top_p, for rows that have nothing else to search for
+  check     whether that token is one that top_p keeps. Then it is the row's, as the largest of all
+            is the largest of those kept; the passes until `winner` skip the row. For a row whose
+            top_p is p this is so with probability p or more
   search    four bits of a threshold: the smallest logit such that all tokens above it weigh less
             than the target. First each token weighs 1 and the target is top_k. Then a token weighs
             its probability and the target is top_p of their sum.
   ties      how many tokens of each block have exactly the threshold's logit
   draw      the largest perturbed logit among the tokens that are left, by block, then by row
 
+What logits are before all that (penalties, bias, masks) is in `step/logits.py`.
+
 The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
-passes), otherwise 32 (8 passes). Of the tokens with the threshold's logit those with the lowest ids
-stay, as many as the target leaves room for. Every sum has a fixed order, and a row's result depends
-on that row alone.
+passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without them
+needs no more than its first 4 passes. Of the tokens with the threshold's logit those with the
+lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a row's
+result depends on that row alone.
 
 The tokens kept may differ from the twin's in two cases. The probability before a token is within
 f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two logits differ
@@ -23,55 +30,31 @@ id. top_k and min_p are exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.step.draw_rows import list_rows, new_lists, rows_at_once, tries
+from worker.kernels.step.logits import Changes, DrawParams, changed_logits, rules_of
 from worker.kernels.step.philox import gumbel_block, natural_log
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
 RADIX_BITS = 4
-
-
-@dataclass(slots=True, frozen=True)
-class DrawParams:
-    """Sampling parameters; index i belongs to logits[i]. One number a row, except stop_ids."""
-
-    position: Tensor  # [n] i64; index in prompt + output of the token to be drawn
-    seed: Tensor  # [n] i64
-    temperature: Tensor  # [n] f32; 0 = greedy
-    top_k: Tensor  # [n] i64; 0 = off
-    top_p: Tensor  # [n] f32; 1 = off
-    min_p: Tensor  # [n] f32; 0 = off
-    min_len: Tensor  # [n] i64
-    stop_ids: Tensor  # [n, num_stops] i64; -1 = unused; not drawn at positions below min_len
-
-
-@triton.jit
-def _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS: tl.constexpr):
-    """Logits of `tokens` in f32; -inf beyond the vocabulary and for stop ids below min_len.
-
-    STOPS: stop ids of a row; 0: none is forbidden.
-    """
-    inside = tokens < vocab
-    x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == 0.0, 0.0, x)  # -0 and 0 are equal, their bits are not
-    if STOPS > 0:  # noqa: SIM102 (the one is known at compile time)
-        if tl.load(position + row) < tl.load(min_len + row):
-            for i in range(STOPS):
-                x = tl.where(tokens == tl.load(stop_ids + row * STOPS + i), float("-inf"), x)
-    return x
+# Left alone, the compiler takes up to 255, and then two programs run at a time where three could.
+BEST_REGISTERS, WALK_REGISTERS = 128, 168
+TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
 
 
 @triton.jit
 def _key_of(x, BITS: tl.constexpr):
-    """Signed integers in the order of x. BITS = 16 keeps the upper half, which is all of a bf16."""
+    """Signed integers in the order of x, which is not -0.
+
+    BITS = 16 keeps the upper half. It is all of a bf16: the lower half is 0.
+    """
     bits = x.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     if BITS == 16:
         key = key >> 16
     return key
@@ -81,8 +64,8 @@ def _key_of(x, BITS: tl.constexpr):
 def _value_of(key, BITS: tl.constexpr):
     """The f32 that has this key."""
     if BITS == 16:
-        key = (key << 16) | ((key >> 31) & 0xFFFF)
-    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+        key = key << 16
+    bits = tl.where(key < 0, -key | -2147483648, key)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -148,25 +131,87 @@ def _reaches(digit, least, EXACT: tl.constexpr):
     return tl.where(digit >= least, 1.0, 0.0)
 
 
+@triton.jit
+def _winner(values, ids, row, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
+    """The lowest id among the blocks' largest values."""
+    at = tl.arange(0, BLOCKS_2)
+    inside = at < BLOCKS
+    value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
+    token = tl.load(ids + row * BLOCKS + at, mask=inside, other=vocab - 1)
+    return tl.min(tl.where(value == tl.max(value, 0), token, vocab - 1), 0)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _best_kernel(
-    logits, position, min_len, stop_ids, best, keys, arrivals, n, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, rules, temperatures, best, keys, arrivals, kept, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows). Also resets both searches: the lowest key, no arrivals."""
+    """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS)
-    tl.store(best + row * BLOCKS + block, tl.max(x, 0))
     if block == 0:
         lowest = -32768 if BITS == 16 else -2147483648
         tl.store(keys + row, lowest)
         tl.store(keys + n + row, lowest)
         tl.store(arrivals + row, 0)
+        tl.store(kept + row, 0)
+    if tl.load(temperatures + row) == 0.0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    tl.store(best + row * BLOCKS + block, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _check_kernel(
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
+    best, keys, sums, partial, arrivals, values, ids, kept, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, DRAW_BLOCKS: tl.constexpr,
+    DRAW_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows at once): the weight before the token that was tried, and of all.
+
+    The last block compares them.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        token = _winner(values, ids, row, vocab, DRAW_BLOCKS, DRAW_BLOCKS_2)
+        few = tl.arange(0, 16)
+        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        its = tl.max(tl.where(few == 0, near, float("-inf")), 0)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        highest, temperature = _best_of(best, row, BLOCKS, BLOCKS_2), tl.load(temperatures + row)
+        weight = _weights(
+            x, _key_of(x, BITS), row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
+            True, EXACT,
+        )  # fmt: skip
+        to = partial + (row * BLOCKS + block) * RADIX
+        tl.store(to, tl.sum(tl.where(x > its, weight, 0.0), 0))
+        tl.store(to + 1, tl.sum(weight, 0))
+        tl.store(to + 2, tl.sum(tl.where((x == its) & (tokens < token), 1.0, 0.0), 0))
+        tl.debug_barrier()  # as in the search
+        arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == BLOCKS - 1:
+            blocks = tl.arange(0, BLOCKS_2)
+            here, at = blocks < BLOCKS, partial + (row * BLOCKS + blocks) * RADIX
+            above = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            ties = tl.sum(tl.load(at + 2, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            before = above + ties * _probability(its, highest, temperature)
+            is_kept = before < tl.maximum(tl.load(top_p + row) * total, 1e-30)
+            tl.store(kept + row, is_kept.to(tl.uint8))
+            tl.store(arrivals + row, 0)
+        i += tl.num_programs(1)
 
 
 @triton.jit
@@ -207,48 +252,48 @@ def _narrow(
 
 @triton.jit(do_not_specialize=["n", "shift"])
 def _search_kernel(
-    logits, position, min_len, stop_ids, temperatures, top_k, top_p, min_p,
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
     best, keys, sums, partial, arrivals, n, vocab, stride, shift,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
-    BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the weight at or above each of RADIX keys; the last block runs _narrow.
+    """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
 
-    PROBABLE: the search for top_p; else for top_k. Rows without that filter return at once.
+    The last block runs _narrow. PROBABLE: the search for top_p; else for top_k.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    if PROBABLE:
-        limit = tl.load(top_p + row)
-        if (temperature == 0.0) | (limit >= 1.0):
-            return
-    else:
-        limit = tl.load(top_k + row)
-        if (temperature == 0.0) | (limit <= 0) | (limit >= vocab):
-            return
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS)
-    key = _key_of(x, BITS)
-    highest = _best_of(best, row, BLOCKS, BLOCKS_2)
-    weight = _weights(
-        x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE, EXACT
-    )
-    prefix = tl.load(keys + PROBABLE * n + row)
-    digit = ((key - prefix).to(tl.uint32, bitcast=True) >> shift).to(tl.float32)
-    digit = tl.where(key < prefix, -1.0, digit)
-    to = partial + (row * BLOCKS + block) * RADIX
-    for least in tl.static_range(RADIX):
-        tl.store(to + least, tl.sum(weight * _reaches(digit, least, EXACT), 0))
-    tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
-    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == BLOCKS - 1:
-        first = shift == BITS - RADIX_BITS
-        _narrow(partial, row, n, limit, keys, sums, shift, first, PROBABLE, RADIX, BLOCKS, BLOCKS_2)
-        tl.store(arrivals + row, 0)
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        temperature = tl.load(temperatures + row)
+        limit = tl.load((top_p if PROBABLE else top_k) + row)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        key = _key_of(x, BITS)
+        highest = _best_of(best, row, BLOCKS, BLOCKS_2)
+        weight = _weights(
+            x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE, EXACT
+        )
+        prefix = tl.load(keys + PROBABLE * n + row)
+        digit = ((key - prefix).to(tl.uint32, bitcast=True) >> shift).to(tl.float32)
+        digit = tl.where(key < prefix, -1.0, digit)
+        to = partial + (row * BLOCKS + block) * RADIX
+        for least in tl.static_range(RADIX):
+            tl.store(to + least, tl.sum(weight * _reaches(digit, least, EXACT), 0))
+        tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
+        arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == BLOCKS - 1:
+            first = shift == BITS - RADIX_BITS
+            _narrow(
+                partial, row, n, limit, keys, sums, shift, first,
+                PROBABLE, RADIX, BLOCKS, BLOCKS_2,
+            )  # fmt: skip
+            tl.store(arrivals + row, 0)
+        i += tl.num_programs(1)
 
 
 @triton.jit
@@ -284,53 +329,68 @@ def _cut(
 
 @triton.jit(do_not_specialize=["n"])
 def _ties_kernel(
-    logits, position, min_len, stop_ids, temperatures, top_k, top_p, min_p,
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
     best, keys, sums, ties, n, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr,
-    SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): how many tokens of each block are at the threshold."""
+    """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    if temperature == 0.0:
-        return
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS)
-    highest = _best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
-    threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
-    likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
-    here = likely & (_key_of(x, BITS) == threshold[0])
-    tl.store(ties + row * BLOCKS + block, tl.sum(here.to(tl.int32), 0))
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        temperature = tl.load(temperatures + row)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        highest = _best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
+        threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
+        likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+        here = likely & (_key_of(x, BITS) == threshold[0])
+        tl.store(ties + row * BLOCKS + block, tl.sum(here.to(tl.int32), 0))
+        i += tl.num_programs(1)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "least"])
 def _draw_kernel(
-    logits, seed, position, temperatures, top_k, top_p, min_p, min_len, stop_ids,
-    best, keys, sums, ties, values, ids, n, vocab, stride,
+    logits, rules, seed, temperatures, top_k, top_p, min_p, least,
+    best, keys, sums, ties, kept, values, ids, n, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
     SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
-    BITS: tl.constexpr, FILTERED: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it."""
+    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
+
+    FILTERED: some row may have filters. TRY: without top_p, for rows that try; else all but those
+    whose token was kept.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if TRY:
+        k, p = tl.load(top_k + row), tl.load(top_p + row)
+        if not tries(tl.load(temperatures + row), k, p, vocab, least):
+            return
+    elif FILTERED:  # noqa: SIM102
+        if tl.load(kept + row) != 0:
+            return
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _logits(logits, row, tokens, vocab, stride, position, min_len, stop_ids, STOPS)
+    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
     temperature = tl.load(temperatures + row)
     if temperature != 0.0:
         if FILTERED:
-            key = _key_of(x, BITS)
             highest = _best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
-            threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
-            cut, room = threshold[0], threshold[1]
             likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
             x = tl.where(likely, x, float("-inf"))
+        if FILTERED and not TRY:
+            key = _key_of(x, BITS)
+            threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
+            cut, room = threshold[0], threshold[1]
             x = tl.where(key >= cut, x, float("-inf"))
             blocks = tl.arange(0, BLOCKS_2)
             at = ties + row * BLOCKS + blocks
@@ -344,7 +404,8 @@ def _draw_kernel(
         if tl.max(x, 0) > float("-inf"):
             x = tl.div_rn(x, temperature)
             start = block * BLOCK
-            x += gumbel_block(tl.load(seed + row), tl.load(position + row), start, BLOCK, EXACT)
+            position = tl.load(rules.position + row)
+            x += gumbel_block(tl.load(seed + row), position, start, BLOCK, EXACT)
     most = tl.max(x, 0)
     tl.store(values + row * BLOCKS + block, most)
     tl.store(ids + row * BLOCKS + block, tl.min(tl.where(x == most, tokens, vocab - 1), 0))
@@ -354,77 +415,127 @@ def _draw_kernel(
 def _winner_kernel(
     values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program a row: the lowest id among the blocks' largest values."""
+    """One program a row."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS_2)
-    inside = at < BLOCKS
-    value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
-    token = tl.load(ids + row * BLOCKS + at, mask=inside, other=vocab - 1)
-    first = tl.min(tl.where(value == tl.max(value, 0), token, vocab - 1), 0)
-    tl.store(out + row, first.to(tl.int64))
+    token = _winner(values, ids, row, vocab, BLOCKS, BLOCKS_2)
+    tl.store(out + row, token.to(tl.int64))
 
 
-class _Filters:
-    """Scratch of one call's searches, and their launches."""
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, keys, sums, ties, kept
 
-    def __init__(self, logits: Tensor, params: DrawParams, stops: int) -> None:
+
+class _Draw:
+    """Scratch of one call, and the launches of its passes."""
+
+    def __init__(self, logits: Tensor, params: DrawParams, changes: Changes | None) -> None:
         n, vocab = logits.shape
-        self.logits, self.params, self.stops = logits, params, stops
-        self.blocks = -(-vocab // SEARCH_BLOCK)
-        self.bits = 16 if logits.dtype == torch.bfloat16 else 32
-
-        def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=logits.device)
-
-        self.best = scratch(n, self.blocks, dtype=torch.float32)
-        self.partial = scratch(n, self.blocks, 1 << RADIX_BITS, dtype=torch.float32)
-        self.sums = scratch(2, 3, n, dtype=torch.float32)
-        self.keys = scratch(2, n, dtype=torch.int32)
-        self.arrivals = scratch(n, dtype=torch.int32)
-        self.ties = scratch(n, -(-vocab // DRAW_BLOCK), dtype=torch.int32)
-
-    def run(self) -> None:
-        """Launch every pass that comes before the draw."""
-        params, (n, vocab), stride = self.params, self.logits.shape, self.logits.stride(0)
-        rows = self.logits, params.position, params.min_len, params.stop_ids
-        limits = params.temperature, params.top_k, params.top_p, params.min_p
-        grid, exact = (self.blocks, n), self.logits.is_cuda
-        common = dict(
-            BLOCK=SEARCH_BLOCK, BLOCKS=self.blocks, STOPS=self.stops, BITS=self.bits,
-            num_warps=SEARCH_WARPS,
+        self.logits, self.params, self.rules = logits, params, rules_of(logits, params, changes)
+        self.sizes = n, vocab, logits.stride(0)
+        self.limits = params.temperature, params.top_k, params.top_p, params.min_p
+        short = logits.dtype == torch.bfloat16 and changes is None
+        self.bits = 16 if short else 32
+        # Only these rows have keys of more than 16 bits; None: all may have, or none has.
+        bf16 = logits.dtype == torch.bfloat16
+        self.long_slots = self.rules.slot if bf16 and changes is not None else None
+        self.shared = dict(
+            STOPS=params.stop_ids.shape[1], WIDTH=1 if changes is None else changes.width,
+            BITS=self.bits, EXACT=logits.is_cuda,
         )  # fmt: skip
-        blocks_2 = power_of_two(self.blocks)
-        _best_kernel[grid](
-            *rows, self.best, self.keys, self.arrivals, n, vocab, stride,
-            **overlap(self.logits, **common),
-        )  # fmt: skip
-        for probable in (False, True):
-            for shift in range(self.bits - RADIX_BITS, -1, -RADIX_BITS):
-                _search_kernel[grid](
-                    *rows, *limits,
-                    self.best, self.keys, self.sums, self.partial, self.arrivals, n, vocab, stride,
-                    shift,
-                    **overlap(
-                        self.logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS,
-                        RADIX_BITS=RADIX_BITS, PROBABLE=probable, EXACT=exact, **common,
-                    ),
-                )  # fmt: skip
-        draw_blocks = self.ties.shape[1]
-        _ties_kernel[(draw_blocks, n)](
-            *rows, *limits, self.best, self.keys, self.sums, self.ties, n, vocab, stride,
+        self.blocks, self.search_blocks = -(-vocab // DRAW_BLOCK), -(-vocab // SEARCH_BLOCK)
+        self.values = self._scratch(n, self.blocks, dtype=torch.float32)
+        self.ids = self._scratch(n, self.blocks, dtype=torch.int32)
+
+    def _scratch(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.logits.device)
+
+    def run(self, *, filtered: bool) -> Tensor:
+        """Launch every pass."""
+        n, vocab, _ = self.sizes
+        if filtered:
+            self._filter()
+        else:  # no tensor of the filters is read
+            unread = self.values
+            self._draw((unread, unread, unread, unread, unread), FILTERED=False, TRY=False)
+        out = self._scratch(n, dtype=torch.int64)
+        _winner_kernel[(n,)](
+            self.values, self.ids, out, vocab,
             **overlap(
-                self.logits, BLOCK=DRAW_BLOCK, BLOCKS=draw_blocks, SEARCH_BLOCKS=self.blocks,
-                SEARCH_BLOCKS_2=blocks_2, STOPS=self.stops, BITS=self.bits, EXACT=exact,
-                num_warps=DRAW_WARPS,
+                self.logits, BLOCKS=self.blocks, BLOCKS_2=power_of_two(self.blocks), num_warps=1
+            ),
+        )  # fmt: skip
+        return out
+
+    def _draw(self, found: Found, **constants: int) -> None:
+        n, vocab, stride = self.sizes
+        _draw_kernel[(self.blocks, n)](
+            self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
+            self.values, self.ids, n, vocab, stride,
+            **overlap(
+                self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
+                BLOCKS_2=power_of_two(self.blocks), SEARCH_BLOCKS=self.search_blocks,
+                SEARCH_BLOCKS_2=power_of_two(self.search_blocks), num_warps=DRAW_WARPS,
+                **constants, **self.shared,
             ),
         )  # fmt: skip
 
+    def _filter(self) -> None:
+        n, vocab, stride = self.sizes
+        logits, rules, limits, blocks = self.logits, self.rules, self.limits, self.search_blocks
+        best = self._scratch(n, blocks, dtype=torch.float32)
+        partial = self._scratch(n, blocks, 1 << RADIX_BITS, dtype=torch.float32)
+        sums = self._scratch(2, 3, n, dtype=torch.float32)
+        keys = self._scratch(2, n, dtype=torch.int32)
+        arrivals = self._scratch(n, dtype=torch.int32)
+        kept = self._scratch(n, dtype=torch.uint8)
+        ties = self._scratch(n, self.blocks, dtype=torch.int32)
+        lists = new_lists(n, logits.device)
+        try_rows, rows_left, *search_rows = lists
+        found = best, keys, sums, ties, kept
+        grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
+        common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
+        walks = common | {"maxnreg": WALK_REGISTERS}
+        _best_kernel[(blocks, n)](
+            logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
+            **overlap(logits, maxnreg=BEST_REGISTERS, **common),
+        )  # fmt: skip
+        self._draw(found, FILTERED=True, TRY=True)
+        list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=False)
+        _check_kernel[grid](
+            try_rows, logits, rules, *limits,
+            best, keys, sums, partial, arrivals, self.values, self.ids, kept, n, vocab, stride,
+            **overlap(
+                logits, BLOCKS_2=blocks_2, DRAW_BLOCKS=self.blocks,
+                DRAW_BLOCKS_2=power_of_two(self.blocks), RADIX=1 << RADIX_BITS, **walks,
+            ),
+        )  # fmt: skip
+        list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=True)
+        for probable in (False, True):
+            for shift in range(self.bits - RADIX_BITS, -1, -RADIX_BITS):
+                is_long = self.long_slots is not None and shift < 16
+                rows = search_rows[2 * is_long + probable]
+                _search_kernel[grid](
+                    rows, logits, rules, *limits,
+                    best, keys, sums, partial, arrivals, n, vocab, stride, shift,
+                    **overlap(
+                        logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS,
+                        RADIX_BITS=RADIX_BITS, PROBABLE=probable, **walks,
+                    ),
+                )  # fmt: skip
+        _ties_kernel[(self.blocks, rows_at_once(n, self.blocks))](
+            rows_left, logits, rules, *limits, best, keys, sums, ties, n, vocab, stride,
+            **overlap(
+                logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks, SEARCH_BLOCKS=blocks,
+                SEARCH_BLOCKS_2=blocks_2, num_warps=DRAW_WARPS, **self.shared,
+            ),
+        )  # fmt: skip
+        self._draw(found, FILTERED=True, TRY=False)
+
 
 def draw_triton(
-    logits: Tensor, params: DrawParams, *, filtered: bool, stops: bool = True
+    logits: Tensor, params: DrawParams, *, filtered: bool, changes: Changes | None = None
 ) -> Tensor:
     """Draw one token a row; no host sync, and fit for a CUDA graph.
 
@@ -432,37 +543,11 @@ def draw_triton(
         logits: [n, vocab] bf16, f16 or f32, rows contiguous; not written.
         params: of the n rows, each tensor contiguous.
         filtered: some row may have top_k, top_p or min_p; else they are not read.
-        stops: whether stop ids are forbidden below min_len.
+        changes: None: no row has a penalty slot or a mask. A row without either draws the same
+            token with them and with None.
 
     Returns:
         [n] i64; of equal values the lowest id.
     """
-    n, vocab = logits.shape
     assert logits.stride(1) == 1
-    num_stops = params.stop_ids.shape[1] if stops else 0
-    blocks = -(-vocab // DRAW_BLOCK)
-    values = torch.empty(n, blocks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(n, blocks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(n, dtype=torch.int64, device=logits.device)
-    found = (values, ids, values, ids)  # not read without filters
-    search_blocks = -(-vocab // SEARCH_BLOCK)
-    if filtered:
-        filters = _Filters(logits, params, num_stops)
-        filters.run()
-        found = (filters.best, filters.keys, filters.sums, filters.ties)
-    _draw_kernel[(blocks, n)](
-        logits, params.seed, params.position, params.temperature, params.top_k, params.top_p,
-        params.min_p, params.min_len, params.stop_ids, *found, values, ids,
-        n, vocab, logits.stride(0),
-        **overlap(
-            logits, BLOCK=DRAW_BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
-            SEARCH_BLOCKS=search_blocks, SEARCH_BLOCKS_2=power_of_two(search_blocks),
-            STOPS=num_stops, BITS=16 if logits.dtype == torch.bfloat16 else 32,
-            FILTERED=filtered, EXACT=logits.is_cuda, num_warps=DRAW_WARPS,
-        ),
-    )  # fmt: skip
-    _winner_kernel[(n,)](
-        values, ids, out, vocab,
-        **overlap(logits, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
-    )  # fmt: skip
-    return out
+    return _Draw(logits, params, changes).run(filtered=filtered)

@@ -57,7 +57,6 @@ def _gather_rows_kernel(
 
 def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
     """See gather_rows_ref; one launch."""
-    assert all(each.is_contiguous() for each in (*ints, *floats, table, rows))
     n, width = len(rows), table.shape[1]
     out_ints = torch.empty(len(ints), n, dtype=torch.int64, device=rows.device)
     out_floats = torch.empty(len(floats), n, dtype=torch.float32, device=rows.device)
@@ -71,5 +70,6 @@ def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) 
 
 def gather_rows(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
     """gather_rows_ref, on CUDA by one kernel."""
+    assert all(each.is_contiguous() for each in (*ints, *floats, table, rows))
     op = gather_rows_triton if rows.is_cuda else gather_rows_ref
     return op(ints, floats, table, rows)

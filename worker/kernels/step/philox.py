@@ -80,6 +80,22 @@ def natural_log(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def gumbel_at(seed, position, ids, EXACT: tl.constexpr):
+    """gumbel_ref's noise of one row for the tokens `ids`, in f32; four times gumbel_block's work.
+
+    seed, position: i64 scalars; ids: i64, any block of token ids.
+    """
+    block = (ids // 4).to(tl.uint32)
+    zero = block * 0
+    words = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
+    word = ids % 4
+    low, high = tl.where(word == 0, words[0], words[1]), tl.where(word == 2, words[2], words[3])
+    bits = tl.where(word < 2, low, high)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+    return -natural_log(-natural_log(uniform, EXACT), EXACT)
+
+
+@triton.jit
 def gumbel_block(seed, position, start, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     """gumbel_ref's noise of one row for the tokens start .. start + BLOCK - 1, as [BLOCK] f32.
 

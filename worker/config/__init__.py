@@ -10,24 +10,49 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from worker.config.engine import (
+    PLANNED_ON_HOST,
+    AttentionConfig,
+    Auto,
+    EngineConfig,
+    Fraction,
+    GraphConfig,
+    Section,
+)
+from worker.config.spec import SpecConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.config")
 
-Auto = Literal["auto"]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+__all__ = [
+    "MAX_AUTO_REQS",
+    "MEMORY_FRACTION",
+    "MIN_AUTO_REQS",
+    "AttentionConfig",
+    "Auto",
+    "DisaggregationConfig",
+    "EngineConfig",
+    "Fraction",
+    "GraphConfig",
+    "KVConfig",
+    "LeaseConfig",
+    "Machine",
+    "ModelConfig",
+    "Note",
+    "PingConfig",
+    "Section",
+    "SpecConfig",
+    "TracingConfig",
+    "TransportConfig",
+    "WorkerConfig",
+    "log_choice",
+]
+
 Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, why
 MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
 MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
@@ -38,18 +63,13 @@ def log_choice(path: str, value: object, why: str) -> None:
     log.debug("%s = %s (%s)", path, value, why)
 
 
-class Section(BaseModel):
-    """A part of the tree."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
-    )
+TINY, TINY_DRAFTER = "tiny", "tiny-chain"  # the model that comes with kvlane, and its drafter
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
-    path: str = "tiny"
+    path: str = TINY
     """The bundled "tiny", a Hugging Face model directory, or a model's name on the hub, as
     "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
     revision: str = ""
@@ -68,8 +88,8 @@ class ModelConfig(Section):
     @property
     def directory(self) -> Path:
         """Where config.json, weights and tokenizer lie."""
-        if self.path == "tiny":
-            return Path(__file__).parent / "assets" / "tiny"
+        if self.path == TINY:
+            return Path(__file__).parents[1] / "assets" / TINY
         return Path(self.path).expanduser()
 
     @property
@@ -87,96 +107,6 @@ class KVConfig(Section):
     """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
     CUDA the largest number up to 4 that divides the layers, and steps announce them one by one
     where that pays."""
-
-
-class AttentionConfig(Section):
-    """Attention backends by kind of batch; a bare string stands for all three of them.
-
-    Values are `auto` or names of worker.attention.backends.ATTENTION.
-    """
-
-    prefill: Auto | str = "auto"
-    """Backend of chunks of prompts, on either role; auto: reference on CPU, triton on CUDA."""
-    decode: Auto | str = "auto"
-    """Backend of decode steps, one token of each row; auto as for prefill."""
-    spec: Auto | str = "auto"
-    """Backend of verify and draft passes; it is built and checked, nothing runs on it yet."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_for_all(cls, given: object) -> object:
-        return dict.fromkeys(cls.model_fields, given) if isinstance(given, str) else given
-
-
-ChunkGraph = Literal["eager", "piecewise", "compiled"]
-
-
-class GraphConfig(Section):
-    """CUDA graphs by kind of step: `full` replays decode steps, `piecewise` and `compiled` chunks.
-
-    The graphs of `compiled` hold what torch.compile made of the layers; `eager` has no graphs. A
-    bare name stands for the kind that knows it, and the other kind is then eager.
-    """
-
-    prefill: Auto | ChunkGraph = "auto"
-    """Of chunks of prompts, on either role; auto: eager on CPU, piecewise on CUDA."""
-    decode: Auto | Literal["eager", "full"] = "auto"
-    """Of decode steps; auto: full on CUDA if the worker decodes, else eager."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_name(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        kinds = dict.fromkeys(get_args(ChunkGraph), "prefill") | {"full": "decode"}
-        if given == "eager" or given not in kinds:
-            return dict.fromkeys(cls.model_fields, given)
-        return dict.fromkeys(cls.model_fields, "eager") | {kinds[given]: given}
-
-
-class EngineConfig(Section):
-    """One engine: its memory, its batch limits, its backends."""
-
-    device: Auto | Literal["cpu", "cuda"] = "auto"
-    """auto: what the worker's machine has."""
-    threads: Auto | int = "auto"
-    """Threads of one operation on CPU; auto: the CPUs that Ray gave the worker."""
-    num_pages: Auto | int = "auto"
-    """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
-    memory_fraction: Auto | Fraction = "auto"
-    """Of the GPU's whole memory; auto: 0.85 of what the worker reserves of a GPU."""
-    cpu_pool_bytes: int = Field(default=512 << 20, gt=0)
-    """Upper limit of the KV pool on CPU."""
-    max_num_reqs: Auto | PositiveInt = "auto"
-    """Requests of one batch (rows); auto: 64 on CPU; on CUDA as many as the memory beside the
-    weights holds with 1024 tokens each, 64 at least and 256 at most."""
-    max_waiting: int = Field(default=256, ge=0)
-    """Admitted requests beyond those that run."""
-    max_prefill_tokens: Auto | PositiveInt = "auto"
-    """Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
-    prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096."""
-    growth_tokens: int = Field(default=64, ge=1)
-    """Output tokens for which a request reserves KV pages at admission."""
-    penalty_rows: Auto | PositiveInt = "auto"
-    """Requests with penalties or logit bias at a time; auto: 16, or max_num_reqs if the model's
-    generation_config.json has a repetition penalty, be it that routers ignore that file."""
-    prefix_cache: bool = True
-    """Keep the KV of finished requests for prompts that begin alike."""
-    attention: AttentionConfig = AttentionConfig()
-    graph: GraphConfig = GraphConfig()
-    step_log: str = ""
-    """Directory on the worker's host for a file of JSON lines, one for each step: where its time
-    went. Empty: none."""
-    strict: bool = False
-    """A graph that differs from eager at the start is an error, not a metric."""
-
-    @model_validator(mode="after")
-    def _positive(self) -> EngineConfig:
-        for name in ("threads", "num_pages"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise ValueError(f"{name} must be at least 1 or auto")
-        return self
 
 
 class TransportConfig(Section):
@@ -282,11 +212,21 @@ class WorkerConfig(Section):
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
     engine: EngineConfig = EngineConfig()
+    spec: SpecConfig = SpecConfig()
     transport: TransportConfig = TransportConfig()
     lease: LeaseConfig = LeaseConfig()
     ping: PingConfig = PingConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     tracing: TracingConfig = TracingConfig()
+
+    @property
+    def drafter_directory(self) -> Path:
+        """Where the drafter's config.json and weights lie, if there is a drafter."""
+        path = self.spec.path
+        if path:
+            return Path(path).expanduser()
+        directory = self.model.directory
+        return directory.with_name(TINY_DRAFTER) if self.model.path == TINY else directory
 
     def resolved(
         self,
@@ -320,8 +260,11 @@ class WorkerConfig(Section):
             ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
             ("engine", "max_prefill_tokens"): _chunk(self.role, cpu),
             ("engine", "memory_fraction"): (MEMORY_FRACTION, "a GPU to itself, or none"),
-            **{("engine", "attention", kind): attention for kind in AttentionConfig.model_fields},
+            ("engine", "attention", "prefill"): attention,
+            ("engine", "attention", "decode"): attention,
+            ("engine", "attention", "spec"): _spec(self.engine.attention.decode, attention),
             **{("engine", "graph", kind): why for kind, why in _graphs(self.role, cpu).items()},
+            ("spec", "widths"): _widths(self.spec),
             ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
         }
         if cpu:
@@ -345,6 +288,20 @@ class WorkerConfig(Section):
                 "model.max_model_len",
             )
         return WorkerConfig.model_validate(tree)
+
+
+def _widths(asked: SpecConfig) -> tuple[list[int], str]:
+    """Widths that `auto` means, and why."""
+    if asked.drafter != "none":
+        return [1, 2, 4, 8], f"drafts of {asked.drafter}"
+    if asked.simulate_accept_len:
+        return [1, 2, 4, 8], "drafts are simulated"
+    return [1], "nothing proposes drafts"
+
+
+def _spec(decode: str, auto: tuple[str, str]) -> tuple[str, str]:
+    """The attention backend of windows beside a `decode` that is configured, maybe "auto"."""
+    return auto if decode == "auto" or decode in PLANNED_ON_HOST else (decode, "that of decode")
 
 
 def _chunk(role: str, cpu: bool) -> tuple[int, str]:

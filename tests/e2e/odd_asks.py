@@ -1,22 +1,22 @@
-"""A model whose template raises and whose tokenizer knows no grammars: its cluster goes on."""
+"""What a request may bring to a model whose template raises and whose tokenizer knows no grammars:
+no process of its cluster ends."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.e2e.shared import Clusters, identity
-from tests.support.odd_models import raising, unknown_decoder
+from tests.e2e.harness import Serve
+from tests.e2e.shared import identity
 from tests.support.patience import HANG_S
 
 PROBLEM: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def test_what_a_request_brings_ends_no_process(clusters: Clusters, tmp_path: Path) -> None:
-    serve = clusters.fresh("--model", str(unknown_decoder(raising(tmp_path / "odd"))))
+def check_odd_asks(serve: Serve) -> None:
+    """`serve` serves such a model, of tests/support/odd_models.py."""
     url = f"{serve.url}/v1/chat/completions"
 
     def ask(**more: Any) -> tuple[int, str]:

@@ -1,0 +1,249 @@
+"""A chain drafter proposes the same, and leaves the same in the pages, whatever serves a request.
+
+Every window of every request is compared with the plain-torch reference (SPECULATION 13.1 to 13.3).
+So traces of one request are equal in all cases, and right in all of them. Texts equal those of
+plain decode. At the end draft rows and tails of all pages in the prefix trees are compared, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.support import fitted_drafters
+from tests.support.any_width import AnyWidth
+from tests.support.chain_audit import audit, trace_is_right
+from tests.support.chain_cases import NUM, Known, reference_of, serve, speculation, warm
+from tests.support.chain_reference import ChainReference
+from tests.support.chain_workers import workers
+from tests.support.delay_mix import differing, mix
+from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.pairwise import every, pairwise, whole
+from worker.api import Sampling
+from worker.plan import Drawn
+from worker.schedule.decode import DecodeScheduler, Settled
+
+WIDTH = 5
+EVERY = 9  # steps after which a row has to go
+FACTORS: dict[str, Any] = {
+    "form": fitted_drafters.FORMS,
+    "graph": (False, True),
+    "chunks": ("eager", "pieces", "whole"),
+    "overlap": (True, False),
+    "page_size": (16, 1, 64),
+    "hit": (False, True),
+    "chunk": (512, 23),
+    "place": ("local", "pulled", "pulled in groups"),
+    "company": ("others", "alone", "preempting"),
+    "drawn": ("greedy", "seeded"),
+}
+Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
+CASES = every(FACTORS) if whole else pairwise(FACTORS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other on a busy core take twenty times as long as one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    return Known.made(tmp_path_factory.mktemp("drafters"))
+
+
+def preempt_now_and_then(scheduler: DecodeScheduler) -> None:
+    """From now on the youngest row has to go at times, as if pages were short."""
+    settle, steps = scheduler.settle, count(1)
+
+    def settled(step: int, drawn: list[Drawn]) -> list[Settled]:
+        results = settle(step, drawn)
+        ended = [req for req, _, _, reason in results if reason is not None]
+        rows = [each for each in scheduler.running.values() if each not in ended]
+        if next(steps) % EVERY == 0 and rows and not scheduler._leaving:
+            victim = max(rows, key=lambda req: req.arrival)
+            scheduler._on_preempt(victim)
+            if victim.num_in_flight:
+                scheduler._leaving.add(victim)
+            else:
+                scheduler._preempt(victim)
+        return results
+
+    scheduler.settle = settled
+
+
+def num_stays(windows: Sequence[Window]) -> int:
+    return len({id(window.hold) for window in windows})
+
+
+def inside(trace: Sequence[Step], max_len: int) -> list[Step]:
+    """Without drafts for positions at which nothing is drawn."""
+    return [(at, drafts[: max_len - at - 1], num) for at, drafts, num in trace]
+
+
+def only_trace(
+    text: Sequence[int], num_prompt: int, sampling: Sampling, reference: ChainReference
+) -> list[Step]:
+    """The trace of a request that nobody has preempted."""
+    found: list[Step] = []
+    at, drafts = num_prompt, (-1,) * (WIDTH - 1)  # the entry step has none
+    while at < len(text) - 1:
+        num = 1
+        while num < WIDTH and at + num + 1 < len(text) and drafts[num - 1] == text[at + num]:
+            num += 1
+        found.append((at, drafts, num))
+        at += num
+        if at < len(text) - 1:
+            drafts = tuple(reference.drafts(text, at, WIDTH, sampling))
+    return found
+
+
+@pytest.mark.parametrize(tuple(FACTORS), CASES)
+def test_whatever_serves_a_request_its_trace_is_the_right_one(
+    form: str,
+    graph: bool,
+    chunks: str,
+    overlap: bool,
+    page_size: int,
+    hit: bool,
+    chunk: int,
+    place: str,
+    company: str,
+    drawn: str,
+    known: Known,
+) -> None:
+    asked, wanted, texts = known.asked[drawn], known.answers[drawn], known.texts(drawn)
+    reference = reference_of(known.directory(form))
+    made = workers(
+        num_prefill=place != "local",
+        page_size=page_size,
+        num_groups=2 if place == "pulled in groups" else 1,
+        overlap=overlap,
+        graph=graph,
+        chunks=chunks,
+        max_prefill_tokens=chunk,
+        spec=speculation(known.directory(form), WIDTH),
+    )
+    if hit:
+        warm(made, asked)
+    if company == "preempting":
+        preempt_now_and_then(made.decode._scheduler)
+    answers, traces = serve(made, asked, alone=company == "alone")
+    num_compared = 0
+    for number, (ask, text, trace) in enumerate(zip(asked, texts, traces, strict=True)):
+        assert answers[number].tokens == wanted[number].tokens
+        sampling, max_len = ask.sampling, len(ask.prompt) + ask.sampling.max_tokens
+        num_compared += trace_is_right(trace, text, reference, sampling, max_len)
+        if company != "preempting":
+            right = only_trace(text, len(ask.prompt), sampling, reference)
+            found = [(each.position, each.drafts, each.num) for each in trace]
+            assert inside(found, max_len) == inside(right, max_len)
+    assert num_compared > 10 * NUM
+    metrics = made.engines[DECODE].metrics
+    num_preempted = metrics.preemptions._value.get()
+    num_again = sum(map(num_stays, traces)) - len(asked)
+    assert 0 <= num_again <= num_preempted
+    assert (num_preempted > 0) == (company == "preempting")
+    assert not hit or metrics.cached_tokens._value.get() > 0
+    kept = {window.num for trace in traces for window in trace}
+    assert max(kept) >= 3, "few drafts were right"
+    for engine in made.engines.values():
+        assert audit(engine, reference) > 0
+    made.close()
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_requests_of_every_kind_with_widths_that_change(num_prefill: int, known: Known) -> None:
+    """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
+    asked = [
+        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
+        for number, ask in enumerate(mix())
+    ]
+    base = workers(num_prefill=num_prefill, num_tokens=800)
+    wanted = base.serve(asked)
+    base.close()
+    directory, widths = known.directory("eagle3"), (1, 2, 4, 8)
+    made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
+    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    found = made.serve(asked)
+    assert not differing(asked, found, wanted, exact=False)
+    num_compared = 0
+    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
+        if ask.cut is None and ask.abort is None:
+            num_compared += trace_is_right(
+                made.windows[number],
+                [*ask.prompt, *answer.tokens],
+                reference_of(directory),
+                ask.sampling,
+                len(ask.prompt) + ask.sampling.max_tokens,
+            )
+    assert num_compared > 60
+    for engine in made.engines.values():
+        assert audit(engine, reference_of(directory)) > 0
+    made.close()
+
+
+def check_against(made: Lockstep, asked: Sequence[Ask], directory: Path) -> None:
+    """Serve them; texts are those of plain decode, traces those of the reference."""
+    base = workers()
+    wanted = base.serve(asked)
+    base.close()
+    answers, reference = made.serve(asked), reference_of(directory)
+    assert [each.tokens for each in answers] == [each.tokens for each in wanted]
+    for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):
+        text, max_len = [*ask.prompt, *answer.tokens], len(ask.prompt) + ask.sampling.max_tokens
+        trace_is_right(made.windows[number], text, reference, ask.sampling, max_len)
+    for engine in made.engines.values():
+        assert audit(engine, reference) > 0
+
+
+@pytest.mark.parametrize("form", fitted_drafters.FORMS)
+@pytest.mark.parametrize(("num_prefill", "page_size"), [(0, 1), (1, 1), (0, 16), (1, 16)])
+def test_a_hit_of_every_number_of_pages(
+    num_prefill: int, page_size: int, form: str, known: Known
+) -> None:
+    first, directory = known.asked["greedy"][0], known.directory(form)
+    made = workers(
+        num_prefill=num_prefill,
+        page_size=page_size,
+        spec=speculation(directory, WIDTH),
+    )
+    made.serve([first])
+    made.windows.clear()
+    cached = made.engines[DECODE].metrics.cached_tokens._value
+    before = cached.get()
+    short = Sampling(6, temperature=0.0, ignore_eos=True)
+    step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 24))
+    asked = [
+        Ask((*first.prompt[:num], 900 + num // step, *first.prompt[:9]), short, num // step)
+        for num in range(step, len(first.prompt), step)
+    ]
+    check_against(made, asked, directory)
+    assert cached.get() - before == sum(len(ask.prompt) - 10 for ask in asked)
+    made.close()
+
+
+@pytest.mark.parametrize("form", fitted_drafters.FORMS)
+def test_chunks_with_every_border(form: str, known: Known) -> None:
+    """A prompt in chunks of 1, 2, 3, ... tokens; other tokens begin it each time."""
+    text, directory = known.texts("seeded")[0], known.directory(form)
+    made = workers(max_prefill_tokens=64, spec=speculation(directory, WIDTH))
+    scheduler = made.decode._scheduler
+    for size in range(1, 41, 1 if whole else 4):
+        limit = {"max_prefill_tokens": size}
+        scheduler._engine = scheduler._engine.model_copy(update=limit)
+        sampling = Sampling(6, temperature=0.7, seed=size, ignore_eos=True)
+        made.windows.clear()
+        check_against(made, [Ask((800 + size, *text[:40]), sampling)], directory)
+    made.close()

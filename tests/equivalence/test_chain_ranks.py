@@ -1,0 +1,70 @@
+"""A chain drafter that is divided among two ranks drafts as the whole one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.chain_checkpoints import write_chain
+from tests.support.processes import run_ranks
+from tests.unit.test_chain_forms import CASES, CPU, NUM_PAGES, PAGE_SIZE, TARGET, run
+from worker.attention.reference import ReferenceAttention
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.comm.base import Collective
+from worker.comm.gloo import GlooCollective
+from worker.comm.single import SingleCollective
+from worker.kernels.attention.mask import KeyMask
+from worker.models.chain_config import read_chain_spec
+from worker.models.loader import load_chain, load_model
+
+DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
+
+
+@torch.inference_mode()
+def drafted(path: Path, collective: Collective) -> list[Tensor]:
+    """g of six tokens, then of one behind them, what the head takes, and its logits."""
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+    target = load_model(Path(), TARGET, collective, load_format="dummy", **options)
+    spec = read_chain_spec(path, TARGET)
+    drafter = load_chain(path, spec, target, collective, max_positions=64, **options)
+    heads = drafter.heads
+    region = KVRegion("draft", 1, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32")
+    pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)
+    attention = ReferenceAttention(
+        pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
+        KeyMask(first_key=1), "draft",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    taps = torch.randn(7, spec.num_features * TARGET.hidden_size, generator=generator)
+    ids = torch.randint(TARGET.vocab_size, (8,), generator=generator)
+    g = drafter.features(taps)
+    run(drafter, attention, 1, ids[1:7], g[:6], store=True)
+    found = run(drafter, attention, 7, ids[7:], g[6:], store=False)
+    assert found is not None
+    pool.close()
+    return [g, *found, drafter.logits(found[1])]
+
+
+def run_rank(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    for case in DIVIDED:
+        group = GlooCollective(rank, 2, CPU, f"file://{root}/{case}-rendezvous")
+        torch.save(drafted(root / case, group), root / f"{case}-{rank}.pt")
+        group.close()
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    for case in DIVIDED:
+        form, flags = CASES[case]
+        write_chain(tmp_path / case, form, TARGET, **flags)
+    run_ranks(run_rank, tmp_path, num_ranks=2)
+    for case in DIVIDED:
+        expected = drafted(tmp_path / case, SingleCollective())
+        for rank in (0, 1):
+            found = torch.load(tmp_path / f"{case}-{rank}.pt")
+            for got, wanted in zip(found, expected, strict=True):
+                assert torch.allclose(got, wanted, atol=1e-4), case

@@ -1,0 +1,137 @@
+"""Simulated acceptance, from the client to the worker: the figures fit, and nothing hides it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks import steps
+from router.app import RouterServer
+from router.config import RouterConfig
+from tests.fault.router_doubles import num_live, wait_until
+from tests.support.engines import running
+from tests.support.patience import HANG_S
+from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
+from worker.config import ModelConfig, PingConfig
+from worker.engine.step_log import StepLine
+
+ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
+
+
+@dataclass
+class Served:
+    """What a cluster said that has served NUM_REQS requests, and is gone."""
+
+    choices: list[Any]  # with their accept traces
+    metrics: dict[str, dict[str, float]]  # by role
+    model: dict[str, Any]
+    notes: list[str]
+    warnings: list[str]  # of decode workers' logs
+    step_log: Path
+
+    @property
+    def trace(self) -> list[Any]:
+        """The steps of all choices."""
+        return [step for choice in self.choices for step in choice["kvlane_trace"]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """By a router, a prefill worker, and a decode worker that pulls from it."""
+    place, warnings = tmp_path_factory.mktemp("steps"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = logging.getLogger("kvlane.decode")
+    logger.addHandler(handler)
+    config: dict[str, Any] = {
+        "model": {"path": str(shallow())},
+        "engine": {"device": "cpu", "threads": 1, "num_pages": 400, "step_log": str(place)},
+        "spec": {"widths": [WIDTH], "simulate_accept_len": ACCEPT_LEN},
+        "disaggregation": {"mode": "always"},
+    }  # fmt: skip
+    body = {"prompt": problem_ids(NUM_REQS), "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    with running(config) as cluster:
+        router = RouterServer(
+            RouterConfig(), ModelConfig(path=str(shallow()), served_name="small"), PingConfig(),
+            name="router-0", incarnation="r", host="127.0.0.1", port=0, shown={},
+        )  # fmt: skip
+        member = router.start()
+        url = member.address
+        try:
+            router.update_members([member, *cluster.members])
+            wait_until(lambda: num_live(url) == len(cluster.members))
+            answer = httpx.post(
+                f"{url}/v1/completions", json=body | {"return_trace": True}, timeout=HANG_S
+            ).json()
+            assert answer["usage"]["completion_tokens"] == NUM_REQS * MAX_TOKENS
+            metrics = {each.role: samples(each.metrics_address) for each in cluster.members}
+            (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+            notes = httpx.get(f"{url}/config").json()["notes"]
+        finally:
+            router.stop()
+            logger.removeHandler(handler)
+    return Served(answer["choices"], metrics, model, notes, warnings, place / "decode-0.jsonl")
+
+
+def samples(address: str) -> dict[str, float]:
+    """All of kvlane_spec_* that a worker exports; those by position have it in their names."""
+    text = httpx.get(f"http://{address}/metrics").text
+    return {
+        sample.name.removeprefix("kvlane_spec_") + sample.labels.get("position", ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("kvlane_spec_") and "le" not in sample.labels
+    }
+
+
+def test_steps_yield_as_many_tokens_as_asked_for(served: Served) -> None:
+    """A whole number of drafts below or above the mean, but where the request ends."""
+    kept = []
+    for choice in served.choices:
+        trace = choice["kvlane_trace"]
+        assert {step["width"] for step in trace} == {WIDTH}
+        assert sum(step["num_accepted"] + 1 for step in trace) == MAX_TOKENS - 1, "1 of a prefill"
+        assert len(trace) < MAX_TOKENS - 1
+        kept += [step["num_accepted"] for step in trace[:-1]]
+    assert set(kept) == {int(ACCEPT_LEN) - 1, int(ACCEPT_LEN)}
+    assert sum(kept) / len(kept) + 1 == pytest.approx(ACCEPT_LEN, abs=0.2)
+
+
+def test_metrics_and_the_step_log_count_the_same(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, trace = served.metrics["decode"], served.trace
+    num_tokens = NUM_REQS * (MAX_TOKENS - 1)
+    assert found["steps_total"] == len(trace) < num_tokens
+    assert found["accepted_tokens_total"] == num_tokens - len(trace)
+    for place in range(1, WIDTH):
+        expected = sum(step["num_accepted"] >= place for step in trace)
+        assert found[f"accepted_at_position_total{place}"] == expected
+    assert found["width_sum"] == WIDTH * found["width_count"]
+    texts = served.step_log.read_bytes().splitlines()
+    lines = [msgspec.json.decode(text, type=StepLine) for text in texts]
+    assert all(line.width == (WIDTH if line.rows else 1) for line in lines)
+    assert sum(line.kept for line in lines) == num_tokens
+    # Steps of which all requests had ended when they settled are in the log only.
+    assert found["width_count"] == sum(line.kept > 0 for line in lines)
+    assert steps.main([str(served.step_log)]) == 0
+    title = capsys.readouterr().out.splitlines()[1].split()
+    assert title[:4] == ["rows", "width", "kept", "steps"]
+
+
+def test_it_is_told_everywhere(served: Served) -> None:
+    (warning,) = served.warnings
+    assert "simulate_accept_len is 2.5" in warning
+    assert "SIMULATED" in warning
+    assert served.metrics["decode"]["simulated"] == 1
+    assert served.metrics["prefill"]["simulated"] == 0
+    assert served.model["simulated_accept_len"] == ACCEPT_LEN
+    assert any("SIMULATED" in note for note in served.notes)

@@ -1,0 +1,114 @@
+"""A cluster that drafts: sums over all steps are equal as integers, whatever serves the requests.
+
+Means would hide a small loss of drafts. The model and its drafter are those that come with kvlane.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.e2e.harness import Serve
+from tests.e2e.shared import Clusters
+from tests.support.patience import HANG_S
+from tests.support.prompts import problem_ids
+
+NUM, WIDTH, MAX_TOKENS = 24, 5, 160
+ARGUMENTS = (
+    "--spec", "chain", "--prefill", "2", "--decode", "1",
+    "--set", f"spec.widths=[{WIDTH}]",
+    "--set", "decode.engine.strict=true",
+    # A prompt that is all there has its first token drawn in a window, others before their first.
+    "--set", "decode.engine.prefix_cache=false",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of all requests; the texts beside them."""
+
+    num_steps: int
+    num_accepted: int
+    texts: tuple[tuple[str, str], ...]  # and finish reasons
+
+    @classmethod
+    def of(cls, answers: list[dict[str, Any]]) -> Totals:
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        steps = [step for choice in choices for step in choice["kvlane_trace"]]
+        assert {step["width"] for step in steps} == {WIDTH}
+        return cls(
+            len(steps),
+            sum(step["num_accepted"] for step in steps),
+            tuple((choice["text"], choice["finish_reason"]) for choice in choices),
+        )
+
+    @property
+    def accept_len(self) -> float:
+        """Tokens of a step on average."""
+        return 1 + self.num_accepted / self.num_steps
+
+
+def ask(pool: ThreadPoolExecutor, url: str) -> list[Future[dict[str, Any]]]:
+    """Problems that the model has not seen, of kinds that it was trained for; some are sampled."""
+
+    def one(number: int, prompt: tuple[int, ...]) -> dict[str, Any]:
+        body = {"prompt": list(prompt), "max_tokens": MAX_TOKENS, "return_trace": True}
+        body |= {"temperature": 0.4 * (number % 3), "seed": number, "model": "tiny"}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return [pool.submit(one, number, prompt) for number, prompt in enumerate(problem_ids(NUM))]
+
+
+def totals(serve: Serve, *, kill: bool = False) -> Totals:
+    """kill: one of the prefill workers, as soon as some requests have ended."""
+    with ThreadPoolExecutor(NUM) as pool:
+        asked = ask(pool, serve.url)
+        if kill:
+            deadline = time.monotonic() + HANG_S
+            while not any(each.done() for each in asked):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.kill(serve.status()["prefill-0"]["pid"], signal.SIGKILL)
+        found = Totals.of([each.result() for each in asked])
+    if kill:
+        serve.wait_status("prefill-0", restarts=1, state="ready")
+    return found
+
+
+def counted(serve: Serve) -> tuple[int, int]:
+    """Windows and accepted drafts, as the decode worker counts them."""
+    (group,) = (
+        each for each in httpx.get(f"{serve.url}/metrics/targets").json()
+        if each["labels"]["worker"] == "decode-0"
+    )  # fmt: skip
+    lines = httpx.get(f"http://{group['targets'][0]}/metrics").text.splitlines()
+    names = "kvlane_spec_steps_total{", "kvlane_spec_accepted_tokens_total{"
+    steps, accepted = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names
+    )
+    return int(steps), int(accepted)
+
+
+def test_totals_are_equal_with_overlap_and_without_local_pulled_and_after_a_kill(
+    clusters: Clusters,
+) -> None:
+    serve = clusters.fresh(*ARGUMENTS, "--set", "disaggregation.mode=always")
+    pulled = totals(serve)
+    print(f"{pulled.num_steps} steps, {pulled.accept_len:.2f} of {WIDTH} tokens each")
+    assert counted(serve) == (pulled.num_steps, pulled.num_accepted)
+    assert pulled.accept_len > 2
+    assert totals(serve, kill=True) == pulled
+    assert totals(serve) == pulled, "by its successor"
+    serve = clusters.fresh(
+        *ARGUMENTS, "--set", "disaggregation.mode=never", "--set", "spec.overlap=false"
+    )
+    assert totals(serve) == pulled
+    assert counted(serve) == (pulled.num_steps, pulled.num_accepted)

@@ -1,0 +1,131 @@
+"""Chain drafters on a GPU: kernels, graphs and pulls leave what plain torch on the CPU says."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.chain_audit import audit, trace_is_right
+from tests.support.chain_reference import ChainReference
+from tests.support.engines import running
+from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.prompts import TINY, problem_ids
+from worker.api import Sampling
+
+DRAFTER = TINY.with_name("tiny-chain")
+NUM, WIDTHS = 8, [1, 2, 5, 8]
+NEAR = 2e-3  # of a row's length: float32 on a GPU against a CPU, over some layers
+
+
+def requests() -> list[Ask]:
+    greedy = Sampling(60, temperature=0.0, ignore_eos=True)
+    drawn = msgspec.structs.replace(greedy, temperature=0.8, top_p=0.9, top_k=50)
+    return [
+        Ask(prompt, msgspec.structs.replace(drawn if i % 2 else greedy, seed=50 + i), i)
+        for i, prompt in enumerate(problem_ids(NUM))
+    ]
+
+
+def workers(
+    dtype: str, graph: str, widths: Sequence[int] = (), *, num_prefill: int = 0
+) -> Lockstep:
+    """widths: none, no speculation."""
+    spec = {"drafter": "chain", "widths": list(widths)} if widths else {}
+    sections: dict[str, dict[str, object]] = {
+        "model": {"dtype": dtype},
+        "kv": {"page_size": 16, "num_groups": 2},
+        "engine": {
+            "device": "cuda", "graph": graph, "num_pages": 400, "max_num_reqs": NUM,
+            "max_prefill_tokens": 256, "strict": True,
+        },
+        "spec": spec,
+        "transport": {"name": "mooncake", "kind": "tcp"},
+        "disaggregation": {"mode": "always" if num_prefill else "never"},
+    }  # fmt: skip
+    return Lockstep(sections, num_prefill=num_prefill)
+
+
+def served(made: Lockstep) -> tuple[list[list[int]], list[list[Window]]]:
+    answers = made.serve(requests())
+    return [each.tokens for each in answers], [made.windows[i] for i in range(NUM)]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_graph_equals_eager_with_a_drafter(dtype: str) -> None:
+    """Bit for bit, as engine.strict demands: drafts, draft rows and tails are compared too."""
+    made = workers(dtype, "auto", WIDTHS, num_prefill=1)
+    for engine in made.engines.values():
+        assert engine.checks
+        assert all(check.equal for check in engine.checks)
+    made.close()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("graph", ["eager", "auto"])
+def test_traces_and_pages_are_the_reference_s(graph: str, num_prefill: int) -> None:
+    plain = workers("float32", "eager")
+    wanted, _ = served(plain)
+    plain.close()
+    made = workers("float32", graph, [5], num_prefill=num_prefill)
+    texts, traces = served(made)
+    assert texts == wanted
+    reference, num_compared = ChainReference(TINY, DRAFTER), 0
+    for ask, text, trace in zip(requests(), texts, traces, strict=True):
+        whole, max_len = [*ask.prompt, *text], len(ask.prompt) + ask.sampling.max_tokens
+        num_compared += trace_is_right(trace, whole, reference, ask.sampling, max_len)
+    assert num_compared > 400
+    for engine in made.engines.values():
+        assert audit(engine, reference, NEAR) > 0
+    assert max(window.num for trace in traces for window in trace) == 5
+    made.close()
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_that_drafts_never_waits_for_the_device() -> None:
+    import torch
+
+    config: dict[str, Any] = {
+        "kv": {"page_size": 16},
+        "engine": {"device": "cuda", "num_pages": 400, "max_num_reqs": NUM},
+        "spec": {"drafter": "chain", "widths": [1, 4]},
+        "disaggregation": {"mode": "never"},
+    }
+    prompts, sampling = problem_ids(NUM), Sampling(40, temperature=0.7, seed=3)
+    with running(config, num_prefill=0) as cluster:
+        cluster.client.generate(prompts, sampling)  # warm: allocator, kernels
+        runner = cluster.workers["decode-0"].engine.runner
+        run = runner._run
+
+        def strict(step: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return run(step)
+            except BaseException:
+                traceback.print_exc()  # the engine ends the process next
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner._run = strict
+        answers = cluster.client.generate(prompts, sampling)
+    assert all(answer.error is None for answer in answers)
+
+
+@pytest.mark.gpu(1)
+def test_totals_are_equal_in_graphs_and_eager() -> None:
+    found = []
+    for graph in ("eager", "auto"):
+        made = workers("float32", graph, [5], num_prefill=1)
+        _, traces = served(made)
+        nums = [window.num for trace in traces for window in trace]
+        found.append((len(nums), sum(nums)))
+        assert made.engines[DECODE].metrics.spec_steps._value.get() == len(nums)
+        made.close()
+    assert found[0] == found[1]

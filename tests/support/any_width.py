@@ -1,0 +1,19 @@
+"""Widths of verify windows that change at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from worker.schedule.width import WidthPolicy
+
+
+class AnyWidth(WidthPolicy):
+    """Another of `widths` for every step."""
+
+    def __init__(self, widths: Sequence[int], rng: random.Random) -> None:
+        super().__init__(widths)
+        self._random = rng
+
+    def choose(self, num_rows: int) -> int:
+        return self._random.choice(self._widths)

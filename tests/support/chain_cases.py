@@ -1,0 +1,106 @@
+"""Requests, their plain answers, and chain drafters that are fitted to those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from tests.support import fitted_drafters
+from tests.support.chain_reference import ChainReference
+from tests.support.chain_workers import TARGET, VOCAB_SIZE, workers
+from tests.support.engines import Answer
+from tests.support.lockstep import Ask, Lockstep, Window
+from tests.support.prompts import problem_ids
+from worker.api import Sampling
+
+NUM, NUM_TOKENS = 6, 32
+
+
+@dataclass(frozen=True)
+class Known:
+    """Requests and their answers without speculation, and drafters that are fitted to those."""
+
+    asked: dict[str, list[Ask]]  # by FACTORS["drawn"]
+    answers: dict[str, list[Answer]]
+    root: Path
+
+    @classmethod
+    def made(cls, root: Path) -> Known:
+        """Serve them plainly; drafters are fitted as they are asked for."""
+        ids, longest = problem_ids(2 * NUM), Sampling(NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        prompts = [ids[2 * number] + ids[2 * number + 1] for number in range(NUM)]
+        greedy = [
+            Ask(prompt, msgspec.structs.replace(longest, seed=number), number)
+            for number, prompt in enumerate(prompts)
+        ]
+        filters = {}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}
+        seeded = [
+            replace(
+                ask,
+                sampling=msgspec.structs.replace(
+                    longest, temperature=0.7, seed=(number + 1 << 35) + 5, **filters[number % 3]
+                ),
+            )
+            for number, ask in enumerate(greedy)
+        ]
+        asked, made = {"greedy": greedy, "seeded": seeded}, workers()
+        answers = {drawn: made.serve(each) for drawn, each in asked.items()}
+        made.close()
+        return cls(asked, answers, root)
+
+    def directory(self, form: str) -> Path:
+        """Of a drafter; EAGLE-3 with a draft vocabulary."""
+        path = self.root / form
+        if not path.exists():
+            texts = [text for drawn in self.asked for text in self.texts(drawn)]
+            options = {}
+            if form == "eagle3":
+                options["d2t"] = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
+            fitted_drafters.write(path, TARGET, form, **options)
+            fitted_drafters.fit(path, TARGET, texts)
+        return path
+
+    def texts(self, drawn: str) -> list[list[int]]:
+        both = zip(self.asked[drawn], self.answers[drawn], strict=True)
+        return [[*ask.prompt, *answer.tokens] for ask, answer in both]
+
+
+@cache
+def reference_of(directory: Path) -> ChainReference:
+    return ChainReference(TARGET, directory)
+
+
+def speculation(directory: Path, *widths: int) -> dict[str, object]:
+    """The section of the workers' configuration."""
+    return {"drafter": "chain", "path": str(directory), "widths": list(widths)}
+
+
+def warm(made: Lockstep, asked: Sequence[Ask]) -> None:
+    """Serve beginnings of the prompts, of other lengths each, some on the decode worker alone."""
+    short, num = Sampling(1, temperature=0.0, ignore_eos=True), len(asked)
+    made.serve(
+        [
+            Ask(ask.prompt[: len(ask.prompt) * (number + 1) // num], short, local=number % 2 == 0)
+            for number, ask in enumerate(asked)
+        ]
+    )
+    made.windows.clear()
+
+
+def serve(
+    made: Lockstep, asked: Sequence[Ask], *, alone: bool
+) -> tuple[list[Answer], list[list[Window]]]:
+    """(answers, windows) of each, all at once or one after the other."""
+    if not alone:
+        answers = made.serve(asked)
+        return answers, [made.windows[number] for number in range(len(asked))]
+    answers, traces = [], []
+    for ask in asked:
+        made.windows.clear()
+        answers += made.serve([replace(ask, at=0)])
+        traces.append(made.windows[0])
+    return answers, traces

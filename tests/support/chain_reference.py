@@ -1,0 +1,321 @@
+"""What a chain drafter must propose and store: recomputed from the whole text, in plain torch.
+
+Written from the published checkpoint forms alone. The target is run by `transformers`, in float32
+and without a cache. The drafter is one layer over pairs: slot t holds (token t, feature of token
+t - 1), so slot 0 has none, and nothing attends to it. Nothing here is shared with the worker but
+the definition of the noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import embedding, linear, silu
+
+from worker.api import Sampling
+from worker.kernels.step.philox import gumbel_ref
+
+MTP_PREFIX = "model.mtp_layers.0."
+QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP layers
+
+
+def draw(
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    seed: Tensor,
+    position: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Draw drafts: no filters, penalties or masks; the target's noise, at the target's ids.
+
+    Args:
+        logits: [n, num] f32.
+        ids: [num] i64; the target's id of each.
+        temperature: 0: the likeliest.
+        seed: [n] i64, of the requests.
+        position: [n] i64; index in prompt + output of the token to be drawn.
+        vocab_size: of the target.
+
+    Returns:
+        The drafts, [n], and by how much each was the likeliest, [n].
+    """
+    if temperature > 0:
+        logits = logits / temperature + gumbel_ref(seed, position, vocab_size)[:, ids]
+    best, second = logits.topk(2).values.unbind(1)
+    return ids[logits.argmax(1)], best - second
+
+
+def tapped_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Layers of the target behind which an EAGLE-3 drafter taps the residual, counted from 0."""
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if inner is not None:
+        return list(inner)
+    inputs = config.get("eagle_aux_hidden_state_layer_ids")
+    if inputs is None:
+        inputs = [2, num_layers // 2, num_layers - 3]
+    return [layer - 1 for layer in inputs]
+
+
+def short_name(name: str) -> str:
+    """A tensor's name without what differs between the forms."""
+    for prefix in (MTP_PREFIX, "model.", "midlayer.", "layers.0.", "self_attn.", "mlp."):
+        name = name.removeprefix(prefix)
+    return name.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is known of a text."""
+
+    features: Tensor  # [n, hidden]
+    keys: Tensor  # [n, num_kv_heads, head_dim]; row 0 is NaN
+    values: Tensor  # as keys
+
+
+class Layer:
+    """The drafter's tensors, and what it computes of single rows; `attend` is all that mixes rows.
+
+    Args:
+        directory: of the checkpoint: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2,
+            or MTP as MiMo has it.
+        num_layers: of the target.
+    """
+
+    def __init__(self, directory: Path, num_layers: int) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        self.config = config | (config.get("transformer_layer_config") or {})
+        found: dict[str, Tensor] = {}
+        for file in directory.glob("*.safetensors"):
+            found |= load_file(file)
+        self.kind = "mtp" if any(name.startswith(MTP_PREFIX) for name in found) else "eagle"
+        if self.kind == "mtp":
+            found = {name: found[name] for name in found if name.startswith(MTP_PREFIX)}
+        self.weights = {
+            short_name(name): each.float() if each.is_floating_point() else each
+            for name, each in found.items()
+        }
+        if "hidden_norm" in self.weights:
+            self.kind = "eagle3"
+        self.taps = tapped_layers(self.config, num_layers) if self.kind == "eagle3" else []
+        if not (self.config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
+            self.taps = []
+        hidden, self.num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
+        self.num_kv_heads = self.config.get("num_key_value_heads") or self.num_heads
+        self.head_dim = self.config.get("head_dim") or hidden // self.num_heads
+        self._rotary = _rotary(self.config, self.head_dim)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """RMSNorm over the last dimension."""
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return x * (mean + self.config.get("rms_norm_eps", 1e-6)).rsqrt() * self.weights[name]
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """A linear layer, with its bias if it has one."""
+        return linear(x, self.weights[name], self.weights.get(f"{name}.bias"))
+
+    def features(self, taps: Sequence[Tensor], last: Tensor) -> Tensor:
+        """Features of tokens: taps: residuals behind the tapped layers; last: normed output."""
+        if not taps:
+            return last
+        if "fc_norm.0" in self.weights:
+            taps = [self.norm(f"fc_norm.{i}", each) for i, each in enumerate(taps)]
+        joined = torch.cat(list(taps), -1)
+        if "input_norm" in self.weights:
+            joined = self.norm("input_norm", joined)
+        return self.project("fc", joined)
+
+    def inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(input of q, k and v, residual) of pairs, one in each row."""
+        if self.kind == "eagle3":
+            normed = self.norm("hidden_norm", features)
+            joined = torch.cat((self.norm("input_layernorm", embedded), normed), -1)
+            return joined, normed if self.config.get("norm_before_residual") else features
+        if self.kind == "eagle":
+            mixed = self.project("fc", torch.cat((embedded, features), -1))
+            return mixed, mixed
+        hidden, token = (
+            self.norm("hidden_layernorm", features),
+            self.norm("token_layernorm", embedded),
+        )
+        mixed = self.project("input_proj", torch.cat((hidden, token), -1))
+        return self.norm("input_layernorm", mixed), mixed
+
+    def heads(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, heads, head_dim] of "q", "k" or "v"; q and k are rotated."""
+        out = self.project(f"{name}_proj", x).unflatten(-1, (-1, self.head_dim))
+        if name == "v":
+            return out
+        if f"{name}_norm" in self.weights:
+            out = self.norm(f"{name}_norm", out)
+        cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
+        one, two = out.chunk(2, -1)
+        return out * cos + torch.cat((-two, one), -1) * sin
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
+        group = self.num_heads // self.num_kv_heads
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+        scores = torch.einsum("nhd,mhd->hnm", query, keys) * self.head_dim**-0.5
+        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
+
+    def outputs(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the head is applied to, what is fed back as the next row's feature)."""
+        hidden = residual + self.project("o_proj", attended)
+        normed = self.norm("post_attention_layernorm", hidden)
+        gated = silu(self.project("gate_proj", normed)) * self.project("up_proj", normed)
+        hidden = hidden + self.project("down_proj", gated)
+        if self.kind == "eagle":
+            return hidden, hidden
+        normed = self.norm("norm" if self.kind == "eagle3" else "final_layernorm", hidden)
+        return normed, normed if self.kind == "mtp" or self.config.get("norm_output") else hidden
+
+
+class ChainReference:
+    """A target and its chain drafter.
+
+    Args:
+        target: directory of the target, as `transformers` reads it.
+        drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
+    """
+
+    def __init__(self, target: Path, drafter: Path) -> None:
+        self.target = _load(target)
+        self.layer = Layer(drafter, self.target.config.num_hidden_layers)
+        weights = self.layer.weights
+        own = weights.get("embed_tokens")
+        self.embedding = self.target.get_input_embeddings().weight if own is None else own
+        own = weights.get("lm_head")
+        self.head = self.target.get_output_embeddings().weight if own is None else own
+        self.vocab_size = self.target.config.vocab_size
+        self.ids = torch.arange(len(self.head)) + weights.get("d2t", 0)
+        self._texts: dict[tuple[int, ...], Text] = {}
+        self._drawn: dict[tuple, list[tuple[int, float]]] = {}
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """[n, hidden]: what the drafter makes of the target's features of each token."""
+        return self._of(tokens).features[: len(tokens)]
+
+    def draft_rows(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]; row 0 is NaN."""
+        text = self._of(tokens)
+        return text.keys[: len(tokens)], text.values[: len(tokens)]
+
+    def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
+        """Number of each page of the text -> feature of its last token; all have target KV."""
+        features, num = self.features(tokens), len(tokens)
+        starts = range(0, num, page_size)
+        return {start // page_size: features[min(start + page_size, num) - 1] for start in starts}
+
+    def drafts(
+        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
+    ) -> list[int]:
+        """Drafts for positions length + 1 .. length + width - 1, as target ids.
+
+        Args:
+            tokens: of which those behind `length` do not count.
+            length: of the row's KV, at least 1; tokens[length] has been drawn.
+            width: of the window.
+            sampling: of the request.
+        """
+        return [draft for draft, _ in self.drawn(tokens, length, width, sampling)]
+
+    def drawn(
+        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
+    ) -> list[tuple[int, float]]:
+        """See `drafts`: each with its margin, see `draw`."""
+        assert 0 < length < len(tokens)
+        key = tuple(tokens[: length + 1]), width, sampling.temperature, sampling.seed
+        if key not in self._drawn:
+            self._drawn[key] = self._propose(tokens, length, width, sampling)
+        return self._drawn[key]
+
+    @torch.no_grad()
+    def _propose(
+        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
+    ) -> list[tuple[int, float]]:
+        layer, text, found = self.layer, self._of(tokens), []
+        token, feature = tokens[length], text.features[length - 1 : length]
+        keys, values = text.keys[1:length], text.values[1:length]
+        seed = torch.tensor([sampling.seed])
+        for slot in range(length, length + width - 1):
+            at = torch.tensor([slot])
+            x, residual = layer.inputs(self.embedding[token][None], feature)
+            keys = torch.cat((keys, layer.heads("k", x, at)))
+            values = torch.cat((values, layer.heads("v", x, at)))
+            mask = torch.ones(1, len(keys), dtype=torch.bool)
+            attended = layer.attend(layer.heads("q", x, at), keys, values, mask)
+            normed, feature = layer.outputs(attended, residual)
+            draft, margin = draw(
+                linear(normed, self.head), self.ids, sampling.temperature, seed, at + 1,
+                self.vocab_size,
+            )  # fmt: skip
+            token = int(draft)
+            found.append((token, float(margin)))
+        return found
+
+    def _of(self, tokens: Sequence[int]) -> Text:
+        """Of a text that begins so; one forward for each that is new."""
+        known = tuple(tokens)
+        for text, found in self._texts.items():
+            if text[: len(known)] == known:
+                return found
+        self._texts[known] = self._read(known)
+        return self._texts[known]
+
+    @torch.no_grad()
+    def _read(self, tokens: Sequence[int]) -> Text:
+        layer, ids, raw = self.layer, torch.tensor(tokens), []
+        body, num_layers = self.target.base_model, self.target.config.num_hidden_layers
+        hook = body.norm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
+        out = body(ids[None], use_cache=False, output_hidden_states=True)
+        hook.remove()
+        # hidden_states[i] is the input of layer i; the last one of them is normed.
+        behind = [*out.hidden_states[1:num_layers], raw[0]]
+        taps = [behind[layer_id][0] for layer_id in layer.taps]
+        features = layer.features(taps, out.last_hidden_state[0])
+        keys = torch.full((len(ids), layer.num_kv_heads, layer.head_dim), float("nan"))
+        values = keys.clone()
+        x, _ = layer.inputs(embedding(ids[1:], self.embedding), features[:-1])
+        positions = torch.arange(1, len(ids))
+        keys[1:] = layer.heads("k", x, positions)
+        values[1:] = layer.heads("v", x, positions)
+        return Text(features, keys, values)
+
+
+def _load(directory: Path) -> Any:
+    """The target, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # takes seconds
+
+    kind = json.loads((directory / "config.json").read_text()).get("model_type")
+    read = Qwen2Config if kind == QWEN2_LIKE else AutoConfig
+    config = read.from_pretrained(directory)
+    options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
+
+
+def _rotary(config: Mapping[str, Any], head_dim: int) -> Any:
+    """The rotary embedding of `transformers`: (cos, sin) of positions."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = {"rope_type": scaling.get("type", "default")} | scaling
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config["hidden_size"],
+            num_attention_heads=config["num_attention_heads"],
+            head_dim=head_dim,
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            rope_parameters=scaling | {"rope_theta": theta},
+        )
+    )

@@ -1,0 +1,175 @@
+"""The digest of configuration and weights: what changes it, and what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from worker.comm.single import SingleCollective
+from worker.config import ModelConfig
+from worker.layers.shard import Shard
+from worker.models.config import read_model_spec
+from worker.models.digest import (
+    NOT_OF_KV,
+    combined,
+    dummy_digest,
+    model_digest,
+    tensor_sum,
+    weights_digest,
+)
+from worker.models.loader import load_model
+
+CPU = torch.device("cpu")
+TINY = ModelConfig().directory
+SPEC = read_model_spec(TINY)
+NAME = "model.layers.3.mlp.down_proj.weight"
+
+
+def whole(tensor: Tensor) -> Shard:
+    return Shard(tensor, tuple(tensor.shape), tuple(slice(0, n) for n in tensor.shape))
+
+
+def total(tensor: Tensor) -> int:
+    return int(tensor_sum(whole(tensor)))
+
+
+def digest_of(directory: Path, dtype: torch.dtype = torch.float32) -> str:
+    model = load_model(directory, SPEC, SingleCollective(), device=CPU, dtype=dtype)
+    return weights_digest(model.shards())
+
+
+def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of the bundled model with `change` made to its tensors."""
+    shutil.copytree(TINY, directory, dirs_exist_ok=True)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def flip_one_bit(tensors: dict[str, Tensor]) -> None:
+    tensors[NAME].view(torch.int16).view(-1)[4321] ^= 1
+
+
+def swap_two_layers(tensors: dict[str, Tensor]) -> None:
+    other = NAME.replace(".3.", ".4.")
+    tensors[NAME], tensors[other] = tensors[other], tensors[NAME]
+
+
+def swap_two_rows(tensors: dict[str, Tensor]) -> None:
+    tensors[NAME] = tensors[NAME][[1, 0, *range(2, len(tensors[NAME]))]].contiguous()
+
+
+@pytest.mark.parametrize("change", [flip_one_bit, swap_two_layers, swap_two_rows])
+def test_a_changed_checkpoint_has_another_digest(tmp_path: Path, change) -> None:
+    assert digest_of(changed(tmp_path, change)) != digest_of(TINY)
+
+
+def test_the_same_tensors_in_other_files_have_the_same_digest(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    tensors = list(load_file(tmp_path / "model.safetensors").items())
+    for number in (1, 2):
+        save_file(dict(tensors[number % 2 :: 2]), tmp_path / f"part-{number}.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    assert digest_of(tmp_path) == digest_of(TINY)
+
+
+def test_the_dtype_of_serving_is_part_of_the_digest() -> None:
+    assert digest_of(TINY, torch.bfloat16) != digest_of(TINY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (700, 900), (3, 4, 6)])
+def test_every_element_its_sign_and_its_place_count(dtype: torch.dtype, shape) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(shape, generator=generator).to(dtype)
+    flat, sums = tensor.view(-1), {total(tensor)}
+    places = torch.randint(len(flat), (20,), generator=generator).unique().tolist()
+    for place in places:
+        flat[place] *= -1
+        sums.add(total(tensor))
+        flat[place] *= -1
+    assert len(sums) == len(places) + 1
+    signs = total(-tensor)
+    assert signs not in sums
+    first, last = flat[0].clone(), flat[-1].clone()
+    flat[0], flat[-1] = last, first
+    assert total(tensor) not in {*sums, signs}
+
+
+def test_the_sums_of_parts_add_up_to_that_of_the_whole() -> None:
+    """So ranks, each with its rows or columns, can make the digest that one rank makes."""
+    tensor = torch.randn(96, 1000, generator=torch.Generator().manual_seed(1))
+    for dim, cuts in ((0, [0, 32, 96]), (1, [0, 1, 500, 1000])):
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            index = [slice(0, 96), slice(0, 1000)]
+            index[dim] = slice(start, stop)
+            part = tensor[tuple(index)].contiguous()
+            parts.append(tensor_sum(Shard(part, (96, 1000), tuple(index))))
+        assert int(torch.stack(parts).sum()) == total(tensor)
+
+
+def test_the_sum_is_the_one_that_its_docstring_says() -> None:
+    """In Python's integers, so that a device, or a torch, that adds otherwise is noticed."""
+    mask = (1 << 64) - 1
+
+    def factor(number: int, kind: int) -> int:
+        x = (number * 0x9E3779B97F4A7C15 + kind * 2862933555777941757) & mask
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31 | 1
+
+    tensor = torch.tensor([[1.5, -2.0], [0.0, -1e30], [3.0, 1e-40]])
+    bits = tensor.view(torch.int32).tolist()
+    expected = sum(
+        bits[row][column] * factor(row, 1) * factor(column, 2)
+        for row in range(3)
+        for column in range(2)
+    )
+    assert total(tensor) & mask == expected & mask
+
+
+def test_of_the_configuration_what_kv_depends_on_counts() -> None:
+    digests = {model_digest(SPEC, "w"), model_digest(SPEC, "v")}
+    for field in dataclasses.fields(SPEC):
+        value = getattr(SPEC, field.name)
+        match value:
+            case str():
+                other: object = value + "x"
+            case tuple():
+                other = (7,)
+            case None:
+                other = "another"
+            case _:
+                other = 2 * value + 1
+        digest = model_digest(dataclasses.replace(SPEC, **{field.name: other}), "w")
+        assert (digest == model_digest(SPEC, "w")) == (field.name in NOT_OF_KV), field.name
+        digests.add(digest)
+    assert len(digests) == 2 + len(dataclasses.fields(SPEC)) - len(NOT_OF_KV)
+
+
+def test_noise_follows_from_seed_dtype_and_device() -> None:
+    cuda = torch.device("cuda")
+    digests = [
+        dummy_digest(0, torch.float32, CPU),
+        dummy_digest(1, torch.float32, CPU),
+        dummy_digest(0, torch.bfloat16, CPU),
+        dummy_digest(0, torch.float32, cuda),
+    ]
+    assert len(set(digests)) == 4
+    assert digests[0] == dummy_digest(0, torch.float32, CPU)
+
+
+def test_a_drafter_joins_the_digest_by_its_name() -> None:
+    alone = combined({"target": "a"})
+    assert combined({"target": "a", "draft": "b"}) == combined({"draft": "b", "target": "a"})
+    assert len({alone, combined({"target": "a", "draft": "b"}), combined({"target": "b"})}) == 3

@@ -1,0 +1,166 @@
+"""Where a chain drafter's rows go, and how it draws: twins and kernels against plain loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from worker.kernels.jit import HAS_TRITON
+from worker.kernels.step import draft_draws, draft_rows
+from worker.kernels.step.philox import gumbel_ref
+from worker.kernels.step.step_rows import RowColumns
+
+PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 9, 12
+
+
+def columns_of(generator: torch.Generator) -> RowColumns:
+    """Rows of a state in the middle of things; some have ended."""
+
+    def drawn(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (NUM_ROWS + 1,), generator=generator)
+
+    table = torch.randperm((NUM_ROWS + 1) * NUM_PAGES, generator=generator) + 1
+    table = table.view(NUM_ROWS + 1, NUM_PAGES).int()
+    table[0] = 0
+    max_len = drawn(20, PAGE_SIZE * NUM_PAGES + 1)
+    seq_len = torch.minimum(drawn(0, PAGE_SIZE * NUM_PAGES), max_len - 1)
+    active = drawn(0, 4) > 0
+    active[0], seq_len[0], max_len[0] = False, 0, 0
+    drafts = torch.full((NUM_ROWS + 1, 7), -1)
+    return RowColumns(active, seq_len, drawn(3, 97), max_len, table, drafts)
+
+
+def step_of(columns: RowColumns, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(rows, position, valid, drawn) of a step that has just led to `columns`; row 0 is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(NUM_ROWS, generator=generator)[:7] + 1
+    rows[3] = 0
+    valid = rows > 0
+    num = torch.randint(1, width + 1, (7,), generator=generator)
+    num = torch.minimum(num, columns.seq_len[rows].clamp(min=1)) * valid
+    first = columns.seq_len[rows] - num + 1  # position of the first draw
+    position = (first[:, None] + torch.arange(width)).view(-1)
+    draws = torch.randint(3, 97, (7, width), generator=generator)
+    ended = (~columns.active[rows]).long()
+    drafts = torch.full((7, width - 1), -1)
+    return rows, position, valid, torch.cat((draws, num[:, None], ended[:, None], drafts), 1)
+
+
+def expected(
+    columns: RowColumns, step: tuple[Tensor, Tensor, Tensor, Tensor], num_drafts: int
+) -> dict[str, list[Any]]:
+    """draft_rows, number by number."""
+    rows, position, valid, drawn = step
+    width = len(position) // len(rows)
+    found: dict[str, list[Any]] = {name: [] for name in draft_rows.DraftSteps._fields}
+    ahead: list[list[tuple[int, int, int]]] = []
+    for i, row in enumerate(rows.tolist()):
+        pages, longest = columns.page_table[row].tolist(), int(columns.max_len[row])
+        num = int(drawn[i, width])
+        for j in range(width):
+            at = int(position[i * width + j])
+            counts = bool(valid[i]) and j < num and at > 0
+            own = counts and at < longest
+            page = pages[at // PAGE_SIZE] if own else 0
+            found["tokens"].append(int(drawn[i, j]))
+            found["positions"].append(at if own else 0)
+            found["slots"].append(page * PAGE_SIZE + at % PAGE_SIZE if own else 0)
+            is_end = counts and (j == num - 1 or (at - 1) % PAGE_SIZE == PAGE_SIZE - 1)
+            found["tail_pages"].append(pages[(at - 1) // PAGE_SIZE] if is_end else 0)
+        found["last"].append(i * width + max(num - 1, 0))
+        line = []
+        for k in range(num_drafts):
+            at = int(columns.seq_len[row]) + k
+            if columns.active[row] and at + 1 < longest:
+                line.append((at, pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE, at + 1))
+            else:
+                line.append((0, 0, 1))
+        ahead.append(line)
+    for at, name in enumerate(("draft_positions", "draft_slots", "draft_lens")):
+        found[name] = [[line[k][at] for line in ahead] for k in range(num_drafts)]
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
+    columns = columns_of(torch.Generator().manual_seed(100 + seed))
+    step = step_of(columns, width, seed)
+    wanted = expected(columns, step, width - 1)
+    op = draft_rows.draft_rows_triton if INTERPRETED else draft_rows.draft_rows_ref
+    found = op(*step, columns, PAGE_SIZE, width - 1)
+    for name, value in found._asdict().items():
+        assert value.tolist() == wanted[name], name
+        assert value.is_contiguous(), name
+    assert sum(wanted["slots"]) > 0
+    assert sum(wanted["tail_pages"]) > 0
+
+
+def draws_case(num_ids: int, mapped: bool) -> tuple[Any, ...]:
+    """Arguments of draw_drafts for five rows: greedy and not, one without a draft."""
+    generator = torch.Generator().manual_seed(num_ids)
+    logits = 3 * torch.randn(5, num_ids, generator=generator)
+    rows, position = torch.tensor([4, 1, 2, 0, 3]), torch.tensor([9, 80, 0, 0, 33])
+    slots = torch.tensor([5, 17, 1, 0, 0])
+    seed = torch.tensor([0, 7, 1 << 40, -3, 12])
+    temperature = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.25])
+    ids = None
+    if mapped:
+        ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
+    return logits, rows, position, slots, seed, temperature, ids
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("num_ids", [1, 97, 2500])
+def test_drafts_are_drawn_with_the_targets_noise(num_ids: int, mapped: bool) -> None:
+    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped)
+    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    drafts = torch.full((6, 3), 5)
+    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1])
+    own = list(range(num_ids)) if ids is None else ids.tolist()
+    for i, row in enumerate(rows.tolist()):
+        noise = gumbel_ref(seed[row : row + 1], position[i : i + 1] + 1, own[-1] + 1)[0, own]
+        scale = float(temperature[row])
+        values = logits[i] / scale + noise if scale else logits[i]
+        wanted = own[int(values.argmax())] if slots[i] else 0
+        assert int(found[i]) == wanted
+        assert int(drafts[row, 1]) == (wanted if slots[i] else -1)
+    assert (drafts[:, ::2] == 5).all()
+    assert (drafts[5] == 5).all()
+
+
+def test_equal_logits_draw_the_lowest_id() -> None:
+    _, rows, position, slots, seed, _, ids = draws_case(97, True)
+    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
+    for seeds in (seed, None):
+        found = op(logits, rows, position, slots, seeds, greedy, ids, drafts[:, 0])
+        assert found[:3].tolist() == [int(ids[0])] * 3
+
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    def test_the_kernels_compile_for_hopper_without_one() -> None:
+        i64 = dict.fromkeys(
+            ("rows", "position", "drawn", "seq_len", "max_len", "kept", "last", "ahead"), "*i64"
+        )
+        types = i64 | {"valid": "*u8", "active": "*u8", "page_table": "*i32", "lens": "*i32"}
+        types |= {"n": "i32", "stride_table": "i32"}
+        constants = dict(WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
+        ptx = ptx_of(draft_rows._draft_rows_kernel, types, constants, num_warps=1, launch_pdl=True)
+        assert "griddepcontrol.wait" in ptx
+        types = dict.fromkeys(("rows", "position", "seed", "ids", "tokens"), "*i64")
+        types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
+        types |= {"num_ids": "i32", "stride": "i32"}
+        for mapped in (False, True):
+            constants = dict(BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
+            constants |= {"PDL": True}
+            kernel = draft_draws._best_draft_kernel
+            assert "griddepcontrol" in ptx_of(
+                kernel, types, constants, num_warps=4, launch_pdl=True
+            )

@@ -1,0 +1,153 @@
+"""Whole decode steps as graphs, on the CPU, where a graph is a list of ops: see recorded.py.
+
+tests/gpu/test_graphs_on_cuda.py has the same laws for real graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.equivalence.test_windows import scripts
+from tests.support.any_width import AnyWidth
+from tests.support.changed_asks import changed_asks, same_answers
+from tests.support.lockstep import DECODE, Lockstep
+from tests.support.oracle import Oracle
+from tests.support.recorded import RecordedMemory, RecordedSteps
+from tests.support.shallow import shallow
+from worker.config.spec import MAX_WIDTH
+from worker.graph.full import FullDecode, buckets_of, decode_buckets
+from worker.plan import max_rows
+from worker.sampling.tail import Result
+
+ROWS = 6
+SECTIONS: dict[str, dict[str, object]] = {
+    "model": {"path": str(shallow()), "max_model_len": 192},
+    "engine": {"max_num_reqs": ROWS, "num_pages": 200, "strict": True, "penalty_rows": 4},
+}
+ASKS = changed_asks(27)
+
+
+def served(cluster: Lockstep) -> list[Any]:
+    return cluster.serve(ASKS)
+
+
+@pytest.fixture(scope="module")
+def eager() -> list[Any]:
+    cluster = Lockstep(SECTIONS, num_prefill=0)
+    try:
+        return served(cluster)
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[tuple[Lockstep, FullDecode]]:
+    cluster = Lockstep(SECTIONS, num_prefill=0)
+    runner = cluster.engines[DECODE].runner
+    graphs = RecordedSteps(runner.loaded, RecordedMemory())
+    checks = graphs.capture()  # strict: a difference from eager is an error
+    assert tuple(check.bucket for check in checks) == graphs.buckets == (1, 2, 4, ROWS)
+    runner.graphs = replace(runner.graphs, decode=graphs)
+    yield cluster, graphs
+    cluster.close()
+
+
+def test_texts_and_logprobs_through_graphs_equal_eager(
+    full: tuple[Lockstep, FullDecode], eager: list[Any]
+) -> None:
+    cluster, graphs = full
+    replayed: Counter[object] = Counter()
+    for kind, found in (("step", graphs._captured), ("tail", graphs._tails)):
+        for key, captured in found.items():
+            captured.capture.replay = counting(captured.capture.replay, replayed, (kind, key[2]))
+    assert same_answers(served(cluster), eager)
+    tails = {("tail", False), ("tail", True)}
+    assert set(replayed) >= {("step", "none"), ("step", "greedy")} | tails
+    assert replayed["step", "none"] == replayed["tail", False] + replayed["tail", True]
+
+
+def counting(replay: Any, into: Counter[object], key: object) -> Any:
+    def call() -> None:
+        into[key] += 1
+        replay()
+
+    return call
+
+
+def test_a_step_without_masks_ignores_those_of_the_step_before(
+    full: tuple[Lockstep, FullDecode], eager: list[Any]
+) -> None:
+    """Masks lie in memory that all steps share: here it forbids nearly everything."""
+    cluster, graphs = full
+    graphs._masks.words[1:].zero_()
+    graphs._masks.line.fill_(1)
+    free = [i for i, ask in enumerate(ASKS) if not ask.sampling.grammar]
+    answers = cluster.serve([replace(ASKS[i], at=0) for i in free])
+    assert same_answers(answers, [eager[i] for i in free])
+
+
+def test_windows_through_graphs_change_no_token() -> None:
+    """Widths that change, drafts of an oracle; the same texts and logprobs as step by step."""
+    asked = [
+        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
+        for number, ask in enumerate(ASKS)
+    ]
+    base = Lockstep(SECTIONS, num_prefill=0)
+    wanted = base.serve(asked)
+    base.close()
+    widths = [1, 2, 4]
+    cluster = Lockstep({**SECTIONS, "spec": {"widths": widths}}, num_prefill=0)
+    cluster.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    runner = cluster.engines[DECODE].runner
+    Oracle(cluster.engines[DECODE], scripts(asked, wanted))
+    graphs = RecordedSteps(runner.loaded, RecordedMemory())
+    checks = graphs.capture()
+    assert {(each.bucket, each.width) for each in checks} == set(product(graphs.buckets, widths))
+    runner.graphs = replace(runner.graphs, decode=graphs)
+    found = cluster.serve(asked)
+    cluster.close()
+    assert same_answers(found, wanted)
+    assert any(window.num == 4 for windows in cluster.windows.values() for window in windows)
+
+
+def test_the_start_up_check_finds_a_tail_that_reads_another_row_s_mask() -> None:
+    cluster = Lockstep(SECTIONS, num_prefill=0)
+    graphs = FullDecode(cluster.engines[DECODE].runner.loaded, RecordedMemory())
+    draw = graphs._draw_all
+
+    def shifted(forwarded: Any, num_logprobs: int, capture: Any) -> Any:
+        if capture is not None:
+            graphs._masks.line.copy_(graphs._masks.line.roll(1))
+        return draw(forwarded, num_logprobs, capture)
+
+    graphs._draw_all = shifted  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="differs from eager"):
+        graphs.capture()
+    cluster.close()
+
+
+def test_results_have_the_rows_and_columns_that_were_asked_for() -> None:
+    drawn, values = torch.arange(12).view(4, 3), torch.arange(84.0).view(4, 21)
+    some = Result(drawn, values, values.long()).first(3, 2)
+    assert some.drawn.tolist() == drawn[:3].tolist()
+    assert some.values is not None
+    assert some.values.tolist() == values[:3, :3].tolist()
+    assert Result(drawn, values, values.long()).first(2, -1).values is None
+
+
+@pytest.mark.parametrize("most", [6, 64, 100, 140, 256, 300])
+@pytest.mark.parametrize("width", range(1, MAX_WIDTH + 1))
+def test_every_number_of_rows_that_may_have_a_width_has_a_bucket(most: int, width: int) -> None:
+    buckets = buckets_of(tuple(decode_buckets(most)), width)
+    limit = max_rows(width, most)
+    for num_rows in range(1, limit + 1):
+        assert any(num_rows <= bucket <= limit for bucket in buckets)

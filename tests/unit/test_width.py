@@ -1,0 +1,104 @@
+"""The width of windows follows what is accepted and what steps cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from worker.plan import MAX_WINDOW_TOKENS, Drawn
+from worker.schedule.width import PROBE, WidthPolicy
+
+WIDTHS = (1, 2, 4, 8)
+# An H200's steps of the Qwen3-8B shape, ms, by rows and width.
+STEP_MS = {
+    1: (4.25, 4.33, 4.46, 4.49),
+    8: (4.58, 4.54, 4.47, 4.89),
+    32: (4.94, 5.29, 5.84, 8.02),
+    64: (5.86, 6.36, 8.70, 14.17),
+}
+STEP_S = {
+    (rows, width): ms / 1e3
+    for rows, times in STEP_MS.items()
+    for width, ms in zip(WIDTHS, times, strict=True)
+}
+
+
+def drawn(width: int, share: float, rng: random.Random, *, finished: bool = False) -> Drawn:
+    """A window whose drafts are accepted with a probability of `share` each."""
+    num = 1
+    while num < width and rng.random() < share:
+        num += 1
+    return Drawn((7,) * num, finished, (), (7,) * (width - 1))
+
+
+def run(
+    policy: WidthPolicy, rows: int, share: float, steps: int = 2000, seed: int = 1
+) -> list[int]:
+    rng, widths = random.Random(1), []
+    for _ in range(steps):
+        width = policy.choose(rows)
+        widths.append(width)
+        policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
+        policy.took(rows, width, STEP_S[min(r for r in STEP_MS if r >= rows), width])
+    return widths
+
+
+def best(rows: int, share: float) -> int:
+    def rate(width: int) -> float:
+        return sum(share**place for place in range(width)) / STEP_S[rows, width]
+
+    return max(WIDTHS, key=rate)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.79, 0.95])
+@pytest.mark.parametrize("measured", [True, False])
+def test_it_finds_the_width_of_most_tokens_a_second(
+    rows: int, share: float, measured: bool
+) -> None:
+    policy = WidthPolicy(WIDTHS, STEP_S if measured else None)
+    widths = run(policy, rows, share)[1500:]
+    chosen = max(set(widths), key=widths.count)
+
+    def rate(width: int) -> float:
+        return sum(share**place for place in range(width)) / STEP_S[rows, width]
+
+    assert rate(chosen) >= 0.95 * rate(best(rows, share))
+    assert widths.count(chosen) > 0.9 * len(widths), "it wavers"
+
+
+def test_a_width_that_does_not_pay_is_not_used_and_is_tried_again() -> None:
+    policy = WidthPolicy(WIDTHS, STEP_S)
+    widths = run(policy, 64, 0.0)[200:]
+    assert 0 < sum(width > 1 for width in widths) <= len(widths) / PROBE + 1
+    assert run(policy, 64, 0.95, steps=20 * PROBE)[-1] > 1, "acceptance came back, unnoticed"
+
+
+def test_a_finished_row_is_no_refusal_and_a_missing_draft_is() -> None:
+    policy = WidthPolicy((4,), None)
+    before = policy.expected_tokens(4)
+    policy.observe(4, [Drawn((1,), True, (), (2, 3, 4))] * 1000)
+    assert policy.expected_tokens(4) == before
+    policy.observe(4, [Drawn((1,), False, (), (-1, -1, -1))] * 1000)
+    assert policy.expected_tokens(4) < 1.1
+
+
+def test_one_slow_step_rules_nothing_out() -> None:
+    for step_s in (None, STEP_S):
+        policy = WidthPolicy(WIDTHS, step_s)
+        for width in WIDTHS:
+            policy.took(8, width, 1.0 if width == 8 else STEP_S[8, width])
+        widths = run(policy, 8, 0.95)[1500:]
+        assert widths.count(8) > 0.9 * len(widths)
+
+
+def test_rows_times_width_have_a_limit() -> None:
+    policy = WidthPolicy((4, 16), None)
+    assert policy.choose(MAX_WINDOW_TOKENS // 4) == 4
+    assert policy.choose(MAX_WINDOW_TOKENS // 4 + 1) == 1
+    assert WidthPolicy((16,), None).choose(MAX_WINDOW_TOKENS // 16) == 16
+
+
+def test_one_width_is_fixed() -> None:
+    assert set(run(WidthPolicy((4,), STEP_S), 32, 0.0)) == {4}

@@ -1,0 +1,113 @@
+"""What one engine is told: memory, limits of a batch, backends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+Auto = Literal["auto"]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+# Of worker.attention.backends.ATTENTION: without `static_plan`, so no windows are served by them.
+PLANNED_ON_HOST = frozenset({"flashinfer", "flashinfer_fa2"})
+
+
+class AttentionConfig(Section):
+    """Attention backends by kind of batch; a bare string stands for `prefill` and `decode`.
+
+    Values are `auto` or names of worker.attention.backends.ATTENTION.
+    """
+
+    prefill: Auto | str = "auto"
+    """Backend of chunks of prompts, on either role; auto: reference on CPU, triton on CUDA."""
+    decode: Auto | str = "auto"
+    """Backend of decode steps, one token of each row; auto as for prefill."""
+    spec: Auto | str = "auto"
+    """Backend of verification, windows of several tokens of each row. auto: that of `decode`, but
+    triton if that plans on the host, as flashinfer and flashinfer_fa2, which are refused here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, given: object) -> object:
+        return {"prefill": given, "decode": given} if isinstance(given, str) else given
+
+
+ChunkGraph = Literal["eager", "piecewise", "compiled"]
+
+
+class GraphConfig(Section):
+    """CUDA graphs by kind of step: `full` replays decode steps, `piecewise` and `compiled` chunks.
+
+    The graphs of `compiled` hold what torch.compile made of the layers; `eager` has no graphs. A
+    bare name stands for the kind that knows it, and the other kind is then eager.
+    """
+
+    prefill: Auto | ChunkGraph = "auto"
+    """Of chunks of prompts, on either role; auto: eager on CPU, piecewise on CUDA."""
+    decode: Auto | Literal["eager", "full"] = "auto"
+    """Of decode steps; auto: full on CUDA if the worker decodes, else eager."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        kinds = dict.fromkeys(get_args(ChunkGraph), "prefill") | {"full": "decode"}
+        if given == "eager" or given not in kinds:
+            return dict.fromkeys(cls.model_fields, given)
+        return dict.fromkeys(cls.model_fields, "eager") | {kinds[given]: given}
+
+
+class EngineConfig(Section):
+    """One engine: its memory, its batch limits, its backends."""
+
+    device: Auto | Literal["cpu", "cuda"] = "auto"
+    """auto: what the worker's machine has."""
+    threads: Auto | int = "auto"
+    """Threads of one operation on CPU; auto: the CPUs that Ray gave the worker."""
+    num_pages: Auto | int = "auto"
+    """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
+    memory_fraction: Auto | Fraction = "auto"
+    """Of the GPU's whole memory; auto: 0.85 of what the worker reserves of a GPU."""
+    cpu_pool_bytes: int = Field(default=512 << 20, gt=0)
+    """Upper limit of the KV pool on CPU."""
+    max_num_reqs: Auto | PositiveInt = "auto"
+    """Requests of one batch (rows); auto: 64 on CPU; on CUDA as many as the memory beside the
+    weights holds with 1024 tokens each, 64 at least and 256 at most."""
+    max_waiting: int = Field(default=256, ge=0)
+    """Admitted requests beyond those that run."""
+    max_prefill_tokens: Auto | PositiveInt = "auto"
+    """Most tokens of one prefill step (chunk). auto: 512, of a prefill worker on CUDA 2048. A
+    prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096."""
+    growth_tokens: int = Field(default=64, ge=1)
+    """Output tokens for which a request reserves KV pages at admission."""
+    penalty_rows: Auto | PositiveInt = "auto"
+    """Requests with penalties or logit bias at a time; auto: 16, or max_num_reqs if the model's
+    generation_config.json has a repetition penalty, be it that routers ignore that file."""
+    prefix_cache: bool = True
+    """Keep the KV of finished requests for prompts that begin alike."""
+    attention: AttentionConfig = AttentionConfig()
+    graph: GraphConfig = GraphConfig()
+    step_log: str = ""
+    """Directory on the worker's host for a file of JSON lines, one for each step: where its time
+    went. Empty: none."""
+    strict: bool = False
+    """A graph that differs from eager at the start is an error, not a metric."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> EngineConfig:
+        for name in ("threads", "num_pages"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name} must be at least 1 or auto")
+        return self

@@ -1,0 +1,51 @@
+"""Which keys a query row sees: constants of an attention backend's instance, and of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMask:
+    """A row at position p, of a request with n keys, sees the keys k with first_key <= k <= p.
+
+    Without `causal` it sees those up to n - 1, so a block of rows sees itself whole. With `window`
+    it sees only keys k > p - window: itself and the window - 1 before it. A row that sees no key
+    gives zeros.
+
+    Raises:
+        ValueError: first_key is neither 0 nor 1, or window is below 1.
+    """
+
+    first_key: int = 0  # 1: the region has no row for slot 0, as a chain drafter's
+    causal: bool = True
+    window: int | None = None  # tokens; None: all
+
+    def __post_init__(self) -> None:
+        if self.first_key not in (0, 1):
+            raise UserError(f"first_key must be 0 or 1, not {self.first_key}", "first_key")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window must be at least 1, not {self.window}", "window")
+
+    @property
+    def unlike_causal(self) -> frozenset[str]:
+        """The fields by which it differs from CAUSAL."""
+        differs = {
+            "first_key": self.first_key != 0,
+            "causal": not self.causal,
+            "window": self.window is not None,
+        }
+        return frozenset(name for name, found in differs.items() if found)
+
+    def constants(self) -> dict[str, int]:
+        """As constants of kernels; WINDOW is 0 if there is none."""
+        return {
+            "FIRST_KEY": self.first_key,
+            "CAUSAL": self.causal,
+            "WINDOW": self.window or 0,
+        }
+
+
+CAUSAL = KeyMask()

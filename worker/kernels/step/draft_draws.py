@@ -1,0 +1,161 @@
+"""Draw drafts: with the noise that the target will draw with, at the target's token ids.
+
+The target draws argmax(logits / T + noise(seed, position, id)). A drafter that perturbs its own
+logits with the same noise proposes the same token whenever the two distributions are close, for
+seeded requests as for greedy ones. Filters, penalties and masks are left out: they decide what is
+accepted, not what is right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.step.philox import gumbel_at, gumbel_block, gumbel_ref
+
+BLOCK, WARPS = 1024, 4
+
+
+def draw_drafts_ref(
+    logits: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    seed: Tensor | None,
+    temperature: Tensor,
+    ids: Tensor | None,
+    drafts: Tensor,
+) -> Tensor:
+    """Draw the next draft of each row, and write it to `drafts`.
+
+    Args:
+        logits: [n, num_ids], of the drafter.
+        rows: [n] i64, of the step state.
+        position: [n] i64, of the token before the draft.
+        slots: [n] i64; 0: there is no draft.
+        seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
+        temperature: [num_rows + 1] f32, another; 0 = greedy.
+        ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: they are
+            equal.
+        drafts: [num_rows + 1] i64, strided: written at `rows`, -1 where there is no draft.
+
+    Returns:
+        [n] i64: the drafts, token 0 where there is none.
+    """
+    if ids is None:
+        ids = torch.arange(logits.shape[1], device=logits.device)
+    x = logits.float()
+    if seed is not None:
+        scale, num_ids = temperature[rows][:, None], int(ids[-1]) + 1
+        noise = gumbel_ref(seed[rows], position + 1, num_ids)[:, ids]
+        x = torch.where(scale == 0, x, x / torch.where(scale == 0, 1.0, scale) + noise)
+    found = ids[x.argmax(-1)]
+    drafts[rows] = torch.where(slots > 0, found, -1)
+    return torch.where(slots > 0, found, 0)
+
+
+@triton.jit
+def _best_draft_kernel(
+    logits, rows, position, seed, temperature, ids, values, tokens, num_ids, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MAPPED: tl.constexpr, GREEDY: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, n): the largest perturbed logit of each block, the lowest id with it."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + i * stride + at, mask=at < num_ids, other=float("-inf")).to(tl.float32)
+    token = at.to(tl.int64)
+    if MAPPED:
+        token = tl.load(ids + at, mask=at < num_ids, other=0)
+    if not GREEDY:
+        row = tl.load(rows + i)
+        scale = tl.load(temperature + row)
+        if scale != 0.0:
+            here, key = tl.load(position + i) + 1, tl.load(seed + row)
+            x = tl.div_rn(x, scale)
+            if MAPPED:
+                x += gumbel_at(key, here, token, EXACT)
+            else:
+                x += gumbel_block(key, here, block * BLOCK, BLOCK, EXACT)
+    most = tl.max(x, 0)
+    tl.store(values + i * BLOCKS + block, most)
+    tl.store(tokens + i * BLOCKS + block, tl.min(tl.where(x == most, token, 1 << 30), 0))
+
+
+@triton.jit
+def _keep_draft_kernel(
+    values, tokens, rows, slots, drafts, out, stride,
+    BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (n): the best of the blocks."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0)
+    at = tl.arange(0, BLOCKS_2)
+    value = tl.load(values + i * BLOCKS + at, mask=at < BLOCKS, other=float("-inf"))
+    token = tl.load(tokens + i * BLOCKS + at, mask=at < BLOCKS, other=1 << 30)
+    found = tl.min(tl.where(value == tl.max(value, 0), token, 1 << 30), 0)
+    found = tl.where(found < (1 << 30), found, 0)  # 1 << 30: all are NaN
+    proposes = tl.load(slots + i) > 0
+    tl.store(out + i, tl.where(proposes, found, 0))
+    tl.store(drafts + tl.load(rows + i) * stride, tl.where(proposes, found, -1))
+
+
+def draw_drafts_triton(
+    logits: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    seed: Tensor | None,
+    temperature: Tensor,
+    ids: Tensor | None,
+    drafts: Tensor,
+) -> Tensor:
+    """See draw_drafts_ref; two launches."""
+    n, num_ids = logits.shape
+    blocks = -(-num_ids // BLOCK)
+    assert logits.stride(1) == 1
+    values = torch.empty(n, blocks, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(n, blocks, dtype=torch.int64, device=logits.device)
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    _best_draft_kernel[(blocks, n)](
+        logits, rows, position, rows if seed is None else seed, temperature,
+        rows if ids is None else ids, values, tokens,
+        num_ids, logits.stride(0),
+        **overlap(
+            logits, BLOCK=BLOCK, BLOCKS=blocks, MAPPED=ids is not None, GREEDY=seed is None,
+            EXACT=logits.is_cuda, num_warps=WARPS,
+        ),
+    )  # fmt: skip
+    _keep_draft_kernel[(n,)](
+        values,
+        tokens,
+        rows,
+        slots,
+        drafts,
+        out,
+        drafts.stride(0),
+        **overlap(logits, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
+    )
+    return out
+
+
+def draw_drafts(
+    logits: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    seed: Tensor | None,
+    temperature: Tensor,
+    ids: Tensor | None,
+    drafts: Tensor,
+) -> Tensor:
+    """draw_drafts_ref, on CUDA by two kernels."""
+    op = draw_drafts_triton if logits.is_cuda else draw_drafts_ref
+    return op(logits, rows, position, slots, seed, temperature, ids, drafts)

@@ -1,0 +1,99 @@
+"""Digests that say whether two workers compute the same KV: of configuration and weights.
+
+They find accidents: another fine-tune, another revision, a damaged file. They do not withstand
+somebody who makes two models of one digest on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from worker.layers.shard import Shard
+from worker.models.chain_spec import ChainSpec
+from worker.models.config import ModelSpec
+
+# No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
+NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
+# Elements of a block, whose products take 8 bytes each: for a CPU's cache, and to fill a GPU.
+CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def weights_digest(shards: Mapping[str, Shard]) -> str:
+    """Digest tensors as they were loaded (after the cast to the served dtype), on their device.
+
+    It covers name, dtype, shape and every bit of each tensor that the model needs, under the
+    checkpoint's names: so neither stacking nor the order of files matters. The shards must be of
+    one rank that holds the whole model. Sums of parts add up (`tensor_sum`), so ranks that hold a
+    part each can make the same digest of the sums over what they are the first to hold.
+    """
+    sums = [tensor_sum(shard) for shard in shards.values()]
+    numbers = torch.stack(sums).tolist()  # the only wait
+    found = {
+        name: (str(shard.dest.dtype), shard.full_shape, number)
+        for (name, shard), number in zip(shards.items(), numbers, strict=True)
+    }
+    return _sha256(found)
+
+
+def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Replaces weights_digest for noise (`load_format: dummy`), which follows from these alone."""
+    return _sha256(["noise 1", seed, str(dtype), device.type])
+
+
+def model_digest(spec: ModelSpec | ChainSpec, weights: str) -> str:
+    """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
+    fields = {name: value for name, value in asdict(spec).items() if name not in NOT_OF_KV}
+    return _sha256([fields, weights])
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """One digest of all models whose state lies in the pages, by the name of their KV region."""
+    return _sha256(dict(digests))
+
+
+def tensor_sum(shard: Shard) -> Tensor:
+    """[] i64: sum over all elements of bits · a(row) · b(column), modulo 2^64, on their device.
+
+    Rows are all dimensions but the last; both are counted in the whole tensor, of which `shard` is
+    a part. The factors are odd and look random. So one changed element always changes the sum,
+    exchanged ones do but for one case in billions, the order of addition does not, and the sums of
+    a tensor's parts add up to its own.
+    """
+    part = shard.dest.detach()
+    *rows_shape, num_columns = shard.full_shape
+    rows = torch.arange(math.prod(rows_shape), device=part.device).view(rows_shape)
+    a = _factors(rows[shard.index[:-1]].flatten(), 1)
+    b = _factors(torch.arange(num_columns, device=part.device)[shard.index[-1]], 2)
+    bits = part.view(INTEGERS[part.element_size()]).view(len(a), len(b))
+    block = CPU_BLOCK if part.device.type == "cpu" else GPU_BLOCK
+    step = max(1, block // len(b))
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for i in range(0, len(a), step):
+        total += ((bits[i : i + step] * b).sum(1) * a[i : i + step]).sum()
+    return total
+
+
+def _factors(numbers: Tensor, kind: int) -> Tensor:
+    """Odd i64 of 64 bits that look random: splitmix64 of `numbers`, another sequence a kind."""
+    x = numbers * -7046029254386353131 + kind * 2862933555777941757
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shifted(x, shift)) * factor
+    return (x ^ _shifted(x, 31)) | 1
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by as if x were unsigned."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _sha256(what: object) -> str:
+    """16 hex digits of what JSON makes of it."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

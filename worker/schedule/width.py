@@ -1,0 +1,113 @@
+"""How wide the verify windows of a step are: what is accepted, against what a wider step costs.
+
+A window of W tokens yields 1 + c1 + c1 c2 + ... + c1 ... c(W-1) of them, where c(j) is the share of
+windows whose draft j was accepted among those that got so far. The width that is chosen yields most
+tokens a second at the measured times of steps. Host only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from worker.plan import Drawn, max_rows
+
+PRIOR_SHARE, PRIOR_WINDOWS = 0.75, 4  # acceptance that is assumed until so many have been seen
+MAX_WINDOWS = 2048  # counts of windows are halved beyond it, so that old ones fade
+TIME_WEIGHT = 0.05  # of the newest step in a moving average
+NUM_MEASURED = 8  # steps that one time of the start-up check counts for
+OUTLIER = 4  # times the average, at most, that a step counts for
+DWELL = 64  # steps after which the choice is looked at again
+GAIN = 1.03  # of tokens a second, for which it is changed
+PROBE = 512  # steps after which one step has a neighbouring width, to learn of it
+
+
+class WidthPolicy:
+    """Chooses among `widths` by what has been observed.
+
+    Args:
+        widths: ascending.
+        step_s: measured seconds of a step by (rows, width); others are learnt.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], step_s: Mapping[tuple[int, int], float] | None = None
+    ) -> None:
+        self._widths = tuple(widths)
+        self.max_width = max(widths)
+        self._step_s = dict(step_s or {})
+        # How many steps each time stands for; a measured one for several.
+        self._timed = dict.fromkeys(self._step_s, NUM_MEASURED)
+        self._known_rows = sorted({rows for rows, _ in self._step_s})
+        self._tried = [float(PRIOR_WINDOWS)] * self.max_width
+        self._accepted = [PRIOR_SHARE * PRIOR_WINDOWS] * self.max_width
+        self._chosen: dict[int, int] = {}  # by bucket of rows
+        self._steps: dict[int, int] = {}  # by bucket of rows
+
+    def choose(self, num_rows: int) -> int:
+        """The width of the next step of so many rows; 1 if all of `widths` are too wide."""
+        allowed = [width for width in self._widths if num_rows <= max_rows(width, num_rows)]
+        if len(allowed) < 2:
+            return allowed[0] if allowed else 1
+        bucket = self._bucket(num_rows)
+        self._steps[bucket] = number = self._steps.get(bucket, -1) + 1
+        for width in allowed:
+            if (bucket, width) not in self._step_s:
+                return width  # to learn what it costs
+        now = self._chosen.get(bucket, 0)
+        if now not in allowed or number % DWELL == 0:
+            now = self._chosen[bucket] = self._best(bucket, allowed, now)
+        if number % PROBE == PROBE - 1:
+            side = 1 if number // PROBE % 2 == 0 or now == allowed[0] else -1
+            return allowed[min(allowed.index(now) + side, len(allowed) - 1)]
+        return now
+
+    def observe(self, width: int, drawn: Sequence[Drawn]) -> None:
+        """Learn from what windows of a settled step yielded. A missing draft yields nothing."""
+        if width == 1:
+            return
+        for each in drawn:
+            num = len(each.tokens)
+            for place in range(1, min(num + 1, width)):
+                if place == num and each.finished:
+                    break  # the request ended before it
+                self._tried[place] += 1
+                self._accepted[place] += place < num
+        for place in range(1, width):
+            if self._tried[place] > MAX_WINDOWS:
+                self._tried[place] /= 2
+                self._accepted[place] /= 2
+
+    def took(self, num_rows: int, width: int, seconds: float) -> None:
+        """Learn how long a step took. One that was held up teaches little."""
+        if len(self._widths) < 2:
+            return
+        key = self._bucket(num_rows), width
+        old = self._step_s.setdefault(key, seconds)
+        self._timed[key] = number = self._timed.get(key, 0) + 1
+        if number == 2:
+            self._step_s[key] = min(old, seconds)  # of the first two, as one may have compiled
+        else:
+            seconds = min(seconds, OUTLIER * old)
+            self._step_s[key] = old + max(TIME_WEIGHT, 1 / number) * (seconds - old)
+
+    def expected_tokens(self, width: int) -> float:
+        """Tokens that a window of `width` is expected to yield."""
+        total = reached = 1.0
+        for place in range(1, width):
+            reached *= self._accepted[place] / self._tried[place]
+            total += reached
+        return total
+
+    def _best(self, bucket: int, allowed: Sequence[int], now: int) -> int:
+        rates = {
+            width: self.expected_tokens(width) / self._step_s[bucket, width] for width in allowed
+        }
+        best = max(allowed, key=lambda width: rates[width])
+        if now in allowed and rates[best] < GAIN * rates[now]:
+            return now
+        return best
+
+    def _bucket(self, num_rows: int) -> int:
+        """The measured number of rows that stands for this one, else the next power of two."""
+        found = next((rows for rows in self._known_rows if rows >= num_rows), None)
+        return found if found is not None else 1 << (num_rows - 1).bit_length()

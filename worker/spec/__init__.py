@@ -1,0 +1,1 @@
+"""Speculation: what proposes the drafts that verify windows check."""

@@ -1,0 +1,47 @@
+"""The seam of drafters: what proposes the tokens that verify windows check."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from worker.forward.batch import Batch
+from worker.step.state import SampledRows
+
+
+class Drafter(Protocol):
+    """Fills `RowColumns.drafts` for the next step of each row. Enqueues device work only.
+
+    A draft is accepted iff the target draws the same token, so drafts change how many tokens a step
+    yields, never which. Whatever a drafter keeps of a text lies in regions of the KV layout: it
+    travels with the page, and a page is never without it.
+    """
+
+    def observe(self, batch: Batch, hidden: Tensor) -> None:
+        """Take in a chunk of prompts, behind its forward; graphs may hold it.
+
+        hidden: what the forward returned.
+        """
+        ...
+
+    def seed(self, rows: Tensor) -> None:
+        """Rows [n] i64 begin to decode, with KV of their text but its last token. Not captured.
+
+        They have no drafts yet, so their first window yields one token. Rows that are not active
+        are left alone.
+        """
+        ...
+
+    def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
+        """Take in what a decode step has kept of its windows, then propose; graphs hold it.
+
+        A step of windows of W tokens proposes W - 1.
+
+        Args:
+            sampled: rows of the step, as when it began.
+            hidden: [n * width, hidden], after the final norm.
+            drawn: what `accept_rows` returned; the step state is advanced already.
+            greedy: no row draws at random.
+        """
+        ...
