@@ -1,1 +1,1 @@
-"""Makes the bundled model `tiny`: text, tokenizer and weights (`python -m benchmarks.train`)."""
+"""Makes the bundled model `tiny` and its drafter (`python -m benchmarks.train`)."""
