@@ -1,7 +1,8 @@
 """Exact-match accuracy on held-out word problems: `python -m benchmarks.accuracy`.
 
-With --url it asks an OpenAI-compatible server; without, it decodes the weights in this process,
-in float32. Only the second needs torch and transformers.
+With --url it asks an OpenAI-compatible server; without, it decodes the weights in this process, in
+float32. Only the second needs torch and transformers. --trace asks a kvlane how many tokens a step
+of speculation has yielded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ class Reply:
     num_prompt_tokens: int
     num_answer_tokens: int
     finished: bool  # ended its turn by itself
+    yields: tuple[int, ...] = ()  # tokens of each decode step that verified drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Score:
     prompt_tokens: tuple[float, int, int]  # mean, min, max
     answer_tokens: tuple[float, int, int]
     wrong_by_template: dict[str, int]
+    step_tokens: float = 0.0  # mean of all decode steps that verified drafts; 0: not known
 
     @property
     def percent(self) -> float:
@@ -65,21 +69,24 @@ def score(split: str, problems: Sequence[Problem], replies: Sequence[Reply]) -> 
         prompt_tokens=_spread([reply.num_prompt_tokens for reply in replies]),
         answer_tokens=_spread([reply.num_answer_tokens for reply in replies]),
         wrong_by_template=dict(wrong.most_common()),
+        step_tokens=_spread([num for reply in replies for num in reply.yields] or [0])[0],
     )
 
 
 def table(scores: Sequence[Score]) -> str:
     """The scores as lines of text; token columns are mean (min-max)."""
     head = ("templates", "problems", "exact", "percent", "prompt tokens", "answer tokens")
-    rows = [head]
+    traced = any(item.step_tokens for item in scores)
+    rows = [(*head, "tokens of a step") if traced else head]
     for item in scores:
         prompt, answer = (
             f"{mean:.0f} ({low}-{high})"
             for mean, low, high in (item.prompt_tokens, item.answer_tokens)
         )
         counts = (str(item.num), str(item.correct), f"{item.percent:.1f}")
-        rows.append((item.split, *counts, prompt, answer))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        of_steps = (f"{item.step_tokens:.2f}",) if traced else ()
+        rows.append((item.split, *counts, prompt, answer, *of_steps))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -94,11 +101,14 @@ def local_score(
     return score(split, problems, decode(model, problems, device, batch_size))
 
 
-def server_score(url: str, model: str, num: int, split: str, concurrency: int) -> Score:
+def server_score(
+    url: str, model: str, num: int, split: str, concurrency: int, *, trace: bool = False
+) -> Score:
     """Asks a server, `concurrency` problems at a time, and judges what it says."""
     problems = held_out_problems(num, templates=split)
+    asking = partial(ask, url, model, trace=trace)
     with ThreadPoolExecutor(concurrency) as pool:
-        replies = list(pool.map(lambda problem: ask(url, model, problem.question), problems))
+        replies = list(pool.map(lambda problem: asking(problem.question), problems))
     return score(split, problems, replies)
 
 
@@ -130,13 +140,17 @@ def decode(folder: Path, problems: Sequence[Problem], device: str, batch_size: i
     return replies
 
 
-def ask(url: str, model: str, question: str) -> Reply:
-    """One chat completion at temperature 0; raises urllib's errors when the server fails."""
+def ask(url: str, model: str, question: str, *, trace: bool = False) -> Reply:
+    """One chat completion at temperature 0; raises urllib's errors when the server fails.
+
+    trace: ask for its accept trace too. A request's first window has no drafts: it does not count.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": MAX_NEW_TOKENS,
+        **({"return_trace": True} if trace else {}),
     }
     found = _fetch(f"{url}/v1/chat/completions", body)
     choice, usage = found["choices"][0], found.get("usage") or {}
@@ -145,6 +159,11 @@ def ask(url: str, model: str, question: str) -> Reply:
         num_prompt_tokens=usage.get("prompt_tokens", 0),
         num_answer_tokens=usage.get("completion_tokens", 0),
         finished=choice["finish_reason"] == "stop",
+        yields=tuple(
+            step["num_accepted"] + 1
+            for step in choice.get("kvlane_trace", ())
+            if max(step["drafts"], default=-1) >= 0
+        ),
     )
 
 
@@ -168,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", nargs="?", const=DEFAULT_URL, help="ask this server instead")
     parser.add_argument("--served-name", help="model name at the server (default: its first)")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
+    parser.add_argument("--trace", action="store_true", help="tokens of a step, from a kvlane")
     parser.add_argument("--held-out", action="store_true", help="held-out templates too")
     parser.add_argument("--device", default="cpu", help="where to decode without --url")
     parser.add_argument("--json", type=Path, help="write the scores to this file")
@@ -181,7 +201,10 @@ def main() -> None:
     if args.url:
         url = args.url.rstrip("/").removesuffix("/v1")
         name = args.served_name or _fetch(f"{url}/v1/models")["data"][0]["id"]
-        scores = [server_score(url, name, args.num, s, args.concurrency) for s in splits]
+        scores = [
+            server_score(url, name, args.num, split, args.concurrency, trace=args.trace)
+            for split in splits
+        ]
     else:
         scores = [local_score(args.model, args.num, s, args.device) for s in splits]
     print(table(scores))

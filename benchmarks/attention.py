@@ -91,7 +91,7 @@ def scene_of(args: argparse.Namespace, num_reqs: int, context: int, width: int) 
     region = KVRegion(
         "target", shape.layers, shape.kv_heads, shape.head_dim, 1, args.page_size, args.dtype
     )
-    pool = KVPool(KVLayout((region,), "benchmark"), num_reqs * pages + 1, device)
+    pool = KVPool(KVLayout((region,)), num_reqs * pages + 1, device)
     torch.manual_seed(0)
     for layer_id in range(shape.layers):
         for cache in pool.layer(layer_id):

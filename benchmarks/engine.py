@@ -4,10 +4,26 @@
         --load-format dummy --phase decode --batch 1,8,32,128,256 --prompt-len 512 \\
         --output-len 128 --also top_p@32 --json out.json
 
+    python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --batch 32,256 \
+        --prompt-len 128 --output-len 64 --cached --repeat 2 --json out.json \
+        --also top_p,penalties,bias,mask,logprobs,all
+
+`--also top_p` without `@32` is for every batch. `mask` hands in random masks, so its cost has the
+upload and no grammar's work. `tail MiB`: peak of torch's allocator while one such tail runs op by
+op, logits included.
+
 Runs the decode worker's own scheduler, runner and overlap. A step's time is the slope between two
 output lengths, so that prompts and everything before them cancel out. The floor is the bytes of the
 weights and of the mean KV over the read bandwidth measured in the same run. Every step is one host
 wait, and step n + 1 is launched before step n is settled.
+
+`--widths 1,2,4,8,16` gives a column for each width of verify windows, in which one token of a step
+counts, so that the figure is a step's; the drafts are none. `--drafter benchmarks/models/FILE` puts
+a chain drafter of that shape beside the model: a step then proposes as well, and a chunk has its
+part for the drafter. Tokens a second are batch x accepted tokens / the step's time.
+
+    python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --batch 1,8,32,64 \
+        --widths 1,2,4,5,8 --drafter benchmarks/models/qwen3-8b-eagle3.json
 
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
         --tokens 16,64,128,256,512,1024,2048,8192 --chunk 8192 --repeat 20 \\
@@ -22,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
 import random
@@ -40,33 +57,54 @@ from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
 from worker.engine.engine import Engine, build_engine
 from worker.engine.runner import Step
-from worker.graph.base import ChunkGraphs
+from worker.graph.base import ChunkGraphs, Decoded
 from worker.graph.build import build_graphs
-from worker.graph.eager import EagerChunks
+from worker.graph.eager import EagerChunks, draw_eagerly
+from worker.kernels.step.logits import Masks
 from worker.models.decoder import DecoderLayer
-from worker.plan import LONG_STEP_TOKENS
+from worker.plan import LONG_STEP_TOKENS, Plan, max_rows, tail_of
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
+from worker.schedule.width import WidthPolicy
+from worker.step.state import SampledRows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
+BIAS = tuple((token, 1.0) for token in range(20))
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
-}
+    "penalties": {"temperature": 0.0, **PENALTIES},
+    "bias": {"temperature": 0.0, "logit_bias": BIAS},
+    "mask": {"temperature": 0.0, "grammar": "its masks are handed in"},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "all": {
+        "temperature": 0.8, "top_p": 0.95, "logit_bias": BIAS, "logprobs": 5,
+        "grammar": "its masks are handed in", **PENALTIES,
+    },
+}  # fmt: skip
 
 
-def build(options: argparse.Namespace, max_batch: int, max_tokens: int = 0) -> Engine:
+def build(
+    options: argparse.Namespace, max_batch: int, max_tokens: int = 0, penalty_rows: int = 1
+) -> Engine:
     """A decode engine with random weights of the given shape.
 
     max_tokens: of all prompts of a batch together, if not each has options.prompt_len.
     """
     place = Path(tempfile.mkdtemp(prefix="kvlane-bench-"))
     shutil.copy(options.model_config, place / "config.json")
+    spec: dict[str, Any] = {"widths": options.widths, "simulate_accept_len": 1}
+    if options.drafter is not None:
+        drafter = place / "drafter"
+        drafter.mkdir()
+        shutil.copy(options.drafter, drafter / "config.json")
+        spec |= {"drafter": "chain", "path": str(drafter)}
     max_len = options.prompt_len + options.output_len + 8
     page_size = options.page_size
     other = {"decode": "prefill", "prefill": "decode"}[options.phase]
-    per_req = options.output_len + 8 + 2 * page_size
+    per_req = options.output_len + 8 + 2 * max(options.widths) + 2 * page_size
     num_tokens = max_batch * per_req + (max_tokens or max_batch * options.prompt_len)
     graphs = "eager" if options.eager else {other: "eager"}  # only of what is measured
     if options.graph and not options.eager:
@@ -80,11 +118,12 @@ def build(options: argparse.Namespace, max_batch: int, max_tokens: int = 0) -> E
             },
             "kv": {"page_size": page_size},
             "engine": {
-                "max_num_reqs": max_batch, "penalty_rows": 1, "prefix_cache": options.cached,
-                "max_prefill_tokens": options.chunk, "graph": graphs,
+                "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": graphs,
+                "prefix_cache": options.cached, "max_prefill_tokens": options.chunk,
                 "attention": options.attention, "growth_tokens": options.output_len,
                 "num_pages": -(-num_tokens // page_size) + 2,
             },
+            "spec": spec,
         }
     )  # fmt: skip
     engine = build_engine(config, name="bench", host="127.0.0.1")
@@ -99,6 +138,41 @@ class Bench:
         self.engine = engine
         self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
         self.path = ""  # of the last step that was waited for
+        self.widths = engine.config.spec.all_widths
+        words = -(-engine.spec.vocab_size // 32)
+        most = int(engine.config.engine.max_num_reqs)
+        num = max(width * max_rows(width, most) for width in self.widths)
+        generator = torch.Generator().manual_seed(0)
+        lines = torch.randint(-(2**31), 2**31, (1 + num, words), generator=generator)
+        lines[0] = -1
+        self._masks = Masks(lines.to(torch.int32), torch.arange(1, 1 + num))
+
+    def masks(self, num_rows: int) -> Masks:
+        """One for each row, on the host; about half of the vocabulary is allowed."""
+        return Masks(self._masks.words[: 1 + num_rows], self._masks.line[:num_rows])
+
+    @torch.inference_mode()
+    def tail_mib(self, batch: int, sampling: Sampling, width: int) -> float:
+        """Peak of what one tail allocates on the device, op by op; 0 on a CPU."""
+        loaded, dev = self.engine.runner.loaded, self.engine.runner.loaded.state.device
+        if dev.type == "cpu":
+            return 0.0
+        weight = loaded.model.head.weight
+        hidden = torch.zeros(batch * width, weight.shape[1], dtype=weight.dtype, device=dev)
+        rows = torch.zeros(batch, dtype=torch.int64, device=dev)
+        position = rows.new_zeros(batch * width)
+        sampled = SampledRows(rows, position, torch.zeros_like(rows, dtype=torch.bool), width)
+        plan = Plan(
+            0, tail=tail_of([sampling]), penalized=sampling.changes_logits,
+            num_logprobs=sampling.logprobs, width=width,
+        )  # fmt: skip
+        masks = self.masks(batch * width) if sampling.grammar else None
+        synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        draw_eagerly(loaded, Decoded(hidden, sampled, None, ""), plan, masks)
+        synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def admit(self, batch: int, prompt_len: int, sampling: Sampling, seed: int) -> list[Req]:
         """Requests with random prompts, to be prefilled by this engine."""
@@ -126,10 +200,12 @@ class Bench:
             if pending is not None:
                 drawn = engine.settle(pending)
                 self.path = pending.path
-                for req, _, reason in scheduler.settle(pending.plan.step, drawn):
+                for req, _, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
                         scheduler.finish(req)
                         num_left -= 1
+            if step is not None and step.plan.masked:
+                engine.launch_tail(step, self.masks(len(step.plan.sampled_rows) * step.plan.width))
             pending = step
         took_s = time.perf_counter() - began
         assert all(len(req.tokens) == prompt_len + output_len for req in reqs)
@@ -312,24 +388,35 @@ def measure_decode(
     """A row for each batch, (requests, tokens of each prompt); prints them."""
     engine = bench.engine
     rows: list[dict[str, Any]] = []
-    print("milliseconds a step\nbatch  prompt   median      min      max    floor")
-    wanted = [(*batch, options.sampling) for batch in batches]
-    for batch, length, sampling in wanted + options.also:
+    print("milliseconds a step\nbatch  prompt   median      min      max    floor  tail MiB")
+    wanted = [(*batch, options.sampling) for batch in batches] + options.also
+    for (batch, length, sampling), width in itertools.product(wanted, options.widths):
+        if batch > max_rows(width, batch):
+            continue
+        bench.scheduler.widths = WidthPolicy((width,))
         times = step_times(bench, batch, length, sampling, options)
         floor = floor_ms(engine, batch, length + options.output_len / 2, bandwidth)
         median = statistics.median(times)
-        figures = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{floor:9.3f}"
-        print(f"{batch:5}{length:8}{figures}  {sampling}", flush=True)
+        mib = bench.tail_mib(batch, Sampling(1, **SAMPLINGS[sampling]), width)
+        figures = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{floor:9.3f}{mib:10.1f}"
+        windows = "" if width == 1 else f", windows of {width}"
+        print(f"{batch:5}{length:8}{figures}  {sampling}{windows}", flush=True)
         rows.append(
             {
                 "batch": batch, "prompt_len": length, "sampling": sampling, "median_ms": median,
-                "times_ms": times, "floor_ms": floor,
+                "width": width, "times_ms": times, "floor_ms": floor, "path": bench.path,
+                "tail_mib": mib,
             }
         )  # fmt: skip
     if options.profile:
         sampling = Sampling(20, ignore_eos=True, temperature=0.0)
         profile(options.profile, lambda: bench.generate(batches[-1][0], 16, 20, sampling, seed=99))
     return rows
+
+
+def ints(text: str) -> list[int]:
+    """A list from the command line."""
+    return [int(part) for part in text.split(",")]
 
 
 def shape(text: str, options: argparse.Namespace) -> tuple[int, int]:
@@ -351,6 +438,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
+    add("--drafter", type=Path, help="a config.json of a chain drafter, with random weights")
+    add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
     add(
         "--graph",
         default="",
@@ -369,7 +458,7 @@ def main() -> None:
     )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--sampling", default="greedy", choices=sorted(SAMPLINGS))
-    parser.add_argument("--also", default="", help="more of it: top_p@32,random@32")
+    parser.add_argument("--also", default="", help="more of it: top_p@32,random")
     parser.add_argument("--profile", type=Path, help="chrome trace of some steps")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -377,16 +466,21 @@ def main() -> None:
         parser.error("--model-config is required")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     batches = [shape(part, options) for part in options.batch.split(",")]
-    also = [part.split("@") for part in options.also.split(",") if part]
-    options.also = [(*shape(batch, options), name) for name, batch in also]
-    options.tokens = [int(part) for part in options.tokens.split(",")]
+    options.also = [
+        (*batch, name)
+        for name, _, at in (part.partition("@") for part in options.also.split(",") if part)
+        for batch in ([shape(at, options)] if at else batches)
+    ]
+    options.tokens = ints(options.tokens)
     if options.phase == "prefill":
         options.output_len = SHORT_OUTPUT
         batches = [(batch, max(options.tokens)) for batch, _ in batches]
     largest = batches + [(batch, length) for batch, length, _ in options.also]
     options.prompt_len = max(length for _, length in largest)
     num_reqs, num_tokens = max(batch for batch, _ in largest), max(b * n for b, n in largest)
-    bench = Bench(build(options, num_reqs, num_tokens))
+    names = {options.sampling, *(name for _, _, name in options.also)}
+    changes = any(Sampling(1, **SAMPLINGS[name]).changes_logits for name in names)
+    bench = Bench(build(options, num_reqs, num_tokens, num_reqs if changes else 1))
     engine = bench.engine
     with torch.inference_mode():
         bandwidth = read_bandwidth()

@@ -36,6 +36,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
+from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import machine, read, version_of
 
 PULLED = "kvlane_kv_pulled_bytes_total"
@@ -149,10 +150,11 @@ def started(
 
 def about(url: str, start_s: float) -> dict[str, Any]:
     """What ran where, for the result file."""
+    (row,) = json.loads(get(f"{url}/v1/models"))["data"]
     return {
         "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
         "start_s": start_s, "totals": totals(url),
-        "config": json.loads(get(f"{url}/config")),
+        "config": json.loads(get(f"{url}/config")), SIMULATED: row.get(SIMULATED, 0.0),
     }  # fmt: skip
 
 
@@ -175,15 +177,17 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
             )  # fmt: skip
         told = about(url, start_s) | {"load": path.name}
     (options.out / f"cluster-{kind}.json").write_text(json.dumps(told, indent=1) + "\n")
-    found, pulled = (
-        [each["requests"] for each in read(path).summaries],
-        told["totals"].get(PULLED, 0.0),
-    )
+    measured, pulled = read(path), told["totals"].get(PULLED, 0.0)
+    found = [each["requests"] for each in measured.summaries]
     num_asked = sum(each["sent"] for each in found)
     if not options.loads:
         num_asked = options.repeat * options.num
     served = sum(each["served"] for each in found)
-    print(f"{kind}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV pulled", flush=True)
+    print(
+        f"{measured.named(kind)}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV "
+        "pulled",
+        flush=True,
+    )
     if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):
         return 1
     return code

@@ -106,6 +106,7 @@ def measure(argv: Sequence[str]) -> Result:
     runs = [each.runs[0] for each in found]
     shown = {**found[0].options, "argv": list(argv)}
     made = Result(result.KIND, shown, result.machine(), about, summaries, runs)
+    about["name"] = made.named(given.name)
     result.write(given.json, made)
     return made
 

@@ -6,9 +6,10 @@
 With `--serving`, a result of `benchmarks.serving`, there is a table for each of its loads. Decode
 steps that follow another step without a pause; medians. `period`: from one settling to the next.
 Served steps of a bucket (as many rows as one graph serves) stand beside the step that
-`benchmarks.engine` took for the most rows of that bucket. `idle`: the device's share of all such
-steps' time in which it computed nothing, at least and at most: where a launch was late, it may have
-waited for as long as the launch took.
+`benchmarks.engine` took for the most rows of that bucket. If any step verified windows, steps of a
+bucket are told apart by width, and `kept` is what a window yielded, tokens a row. `idle`: the
+device's share of all such steps' time in which it computed nothing, at least and at most: where a
+launch was late, it may have waited for as long as the launch took.
 """
 
 from __future__ import annotations
@@ -68,36 +69,43 @@ def loads(path: Path | None) -> list[tuple[str, float, float]]:
     ]
 
 
-def engine_ms(path: Path | None) -> dict[int, float]:
-    """Rows -> milliseconds of a greedy step, of a result of `benchmarks.engine --phase decode`."""
+def engine_ms(path: Path | None) -> dict[tuple[int, int], float]:
+    """(rows, width) -> milliseconds of a greedy step, of `benchmarks.engine --phase decode`."""
     steps = json.loads(path.read_text())["steps"] if path is not None else []
     greedy = [each for each in steps if each["sampling"] == "greedy"]
-    found = {each["batch"]: each["median_ms"] for each in greedy}
+    found = {(each["batch"], each.get("width", 1)): each["median_ms"] for each in greedy}
     if len(found) < len(greedy):
         raise ValueError(f"{path} has one number of rows at several lengths of prompts")
     return found
 
 
-def table(steps: Sequence[Served], engine: dict[int, float], max_rows: int) -> list[str]:
-    """A line for each bucket with MIN_STEPS steps, and the share of idle time."""
-    by_bucket: dict[int, list[Served]] = defaultdict(list)
+def table(
+    steps: Sequence[Served], engine: dict[tuple[int, int], float], max_rows: int
+) -> list[str]:
+    """A line for each bucket and width with MIN_STEPS steps, and the share of idle time."""
+    found: dict[tuple[int, int], list[Served]] = defaultdict(list)
     buckets = decode_buckets(max([max_rows, *(each.line.rows for each in steps)]))
     for each in steps:
-        by_bucket[next(size for size in buckets if size >= each.line.rows)].append(each)
-    rows = [["rows", "steps", "keys", "period", "gpu", "idle", "launch", "wait", "host", "engine"]]
-    for bucket, found in sorted(by_bucket.items()):
-        if len(found) < MIN_STEPS:
+        bucket = next(size for size in buckets if size >= each.line.rows)
+        found[bucket, each.line.width].append(each)
+    wide = any(width > 1 for _, width in found)
+    titles = ["steps", "keys", "period", "gpu", "idle", "launch", "wait", "host", "engine"]
+    rows = [["rows", *(["width", "kept"] if wide else []), *titles]]
+    for (bucket, width), served in sorted(found.items()):
+        if len(served) < MIN_STEPS:
             continue
-        lines = [each.line for each in found]
+        lines = [each.line for each in served]
+        kept = sum(each.kept or each.rows for each in lines) / sum(each.rows for each in lines)
         columns = (
-            [each.period_us for each in found], [each.gpu_us for each in lines],
+            [each.period_us for each in served], [each.gpu_us for each in lines],
             [each.idle_us for each in lines], [each.launch_us for each in lines],
             [each.wait_us for each in lines], [each.host_us for each in lines],
         )  # fmt: skip
-        known = f"{engine[bucket]:.2f}" if bucket in engine else "-"
+        known = f"{engine[bucket, width]:.2f}" if (bucket, width) in engine else "-"
         keys = statistics.median(each.num_keys / each.rows for each in lines)
         medians = [f"{statistics.median(column) / 1e3:.2f}" for column in columns]
-        rows.append([f"<= {bucket}", str(len(found)), f"{keys:.0f}", *medians, known])
+        windows = [str(width), f"{kept:.2f}"] if wide else []
+        rows.append([f"<= {bucket}", *windows, str(len(served)), f"{keys:.0f}", *medians, known])
     idle = sum(max(each.line.idle_us, 0.0) for each in steps)
     most = idle + sum(each.line.launch_us for each in steps if each.line.late)
     whole = idle + sum(each.line.gpu_us for each in steps)

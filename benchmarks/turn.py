@@ -40,7 +40,7 @@ class _Step:
         return True
 
     def wait(self) -> list[Drawn]:
-        return [Drawn(7, valid=True, finished=False) for _ in self.plan.sampled_rows]
+        return [Drawn((7,), finished=False) for _ in self.plan.sampled_rows]
 
 
 class _Thread:

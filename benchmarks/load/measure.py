@@ -151,6 +151,8 @@ def goodput(run: Run, objectives: Objectives) -> dict[str, Any]:
 def tokens(served: Sequence[Outcome]) -> dict[str, Any]:
     """Totals of the server's usage, and how often our tokenizer counts the text differently."""
     prompt = sum(outcome.num_prompt_tokens for outcome in served)
+    output = sum(outcome.num_output_tokens for outcome in served)
+    pieces = sum(len(outcome.chunk_s) for outcome in served)
     cached = sum(outcome.num_cached_tokens for outcome in served)
     apart = [
         abs(outcome.num_text_tokens - outcome.num_output_tokens)
@@ -161,7 +163,8 @@ def tokens(served: Sequence[Outcome]) -> dict[str, Any]:
         "prompt": prompt,
         "cached_prompt": cached,
         "cached_share": cached / prompt if prompt else None,
-        "output": sum(outcome.num_output_tokens for outcome in served),
+        "output": output,
+        "per_piece": output / pieces if pieces else None,
         "without_usage": sum(not outcome.counted for outcome in served),
         "checked": len(apart),
         "mismatched": sum(off > END_TOKENS for off in apart),

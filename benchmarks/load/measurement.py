@@ -16,7 +16,7 @@ from benchmarks.load import fleet, measure, report, result, tokens
 from benchmarks.load.client import Target, discover
 from benchmarks.load.options import Options
 from benchmarks.load.pacer import now
-from benchmarks.load.records import Outcome, Result, Run, Session, Workload
+from benchmarks.load.records import SIMULATED, Outcome, Result, Run, Session, Workload
 from benchmarks.load.search import Probe, highest_rate
 from benchmarks.load.workload import workload
 
@@ -46,7 +46,8 @@ def measured(options: Options) -> Result:
         ConnectionError: the server cannot be asked.
     """
     tokenizer = tokens.load(options.tokenizer) if options.tokenizer else None
-    target = _target(options)
+    row = asyncio.run(discover(options.urls[0], options.headers))
+    target = _target(options, row)
     probes: list[Probe] = []
     runs: list[Run] = []
     if options.search:
@@ -58,7 +59,8 @@ def measured(options: Options) -> Result:
             label = f"run {number + 1}/{options.repeat} " if options.repeat > 1 else ""
             runs.append(_once(options, target, work, tokenizer, label))
         about = work.about
-    summaries = [measure.summary(each, options.objectives) for each in runs]
+    simulated = {SIMULATED: row[SIMULATED]} if row.get(SIMULATED) else {}
+    summaries = [measure.summary(each, options.objectives) | simulated for each in runs]
     return Result(
         result.KIND,
         options.shown() | {"model": target.model, "argv": sys.argv[1:]},
@@ -70,8 +72,7 @@ def measured(options: Options) -> Result:
     )
 
 
-def _target(options: Options) -> Target:
-    row = asyncio.run(discover(options.urls[0], options.headers))
+def _target(options: Options, row: dict[str, Any]) -> Target:
     return Target(
         options.urls,
         options.model or row["id"],

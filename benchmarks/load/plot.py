@@ -16,7 +16,7 @@ COLOURS = ("#1f5a92", "#d9822b", "#3a9a75", "#7b5ea7", "#c0392b", "#8a8f98")
 PANELS = {
     "ttft_s": "time to first token, ms",
     "tpot_s": "inter-token, mean of a request, ms",
-    "gaps_s": "inter-token, every gap, ms",
+    "gaps_s": "between pieces, every gap, ms",
 }
 TICKS = (0.0, 0.5, 0.9, 0.99, 0.999)
 NUM_POINTS = 200

@@ -139,6 +139,11 @@ class Objectives(msgspec.Struct, frozen=True):
         return all(value is None or limit is None or value <= limit for limit, value in found)
 
 
+# Of a row of /v1/models, and then of summaries: the server's acceptance of drafts is simulated, so
+# the figures are no real model's.
+SIMULATED = "simulated_accept_len"
+
+
 class Result(msgspec.Struct):
     """The JSON file: one or more runs of one workload, and their figures."""
 
@@ -149,3 +154,8 @@ class Result(msgspec.Struct):
     summaries: list[dict[str, Any]]  # one a run, see measure.summary
     runs: list[Run]
     search: list[dict[str, Any]] = []  # probes of the search for the highest rate
+
+    def named(self, name: str) -> str:
+        """`name`, with the mark of a result that is simulated."""
+        found = max((each.get(SIMULATED, 0) for each in self.summaries), default=0)
+        return f"{name} (SIMULATED: {found:g} tokens a step)" if found else name

@@ -22,7 +22,7 @@ LATENCIES = {
     "ttft_s": "time to first token",
     "ttft_from_send_s": "  from the send (as other tools)",
     "tpot_s": "inter-token, mean of a request",
-    "gaps_s": "inter-token, every gap",
+    "gaps_s": "between pieces, every gap",
     "e2e_s": "end to end",
 }
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
@@ -93,7 +93,7 @@ def table(found: Result) -> str:
     several = len(summaries) > 1
     named = [*found.options.get("urls", ()), found.options.get("model", "")]
     runs = f"median of {len(summaries)} runs" if several else "1 run"
-    lines = [" · ".join([*named, summaries[0]["begun_at"], runs]), ""]
+    lines = [found.named(" · ".join([*named, summaries[0]["begun_at"], runs])), ""]
     lines += [*latencies(summaries), "", *sentences(summaries)]
     for probe in found.search:
         held = "holds" if probe["held"] else "fails"
@@ -147,7 +147,8 @@ def sentences(summaries: Sequence[Summary]) -> list[str]:
         + (f" within {under}" if under else " (no objectives)"),
         f"tokens      {of('tokens', 'prompt', digits=0)} prompt "
         f"({percent(median(summaries, 'tokens', 'cached_share'))} cached), "
-        f"{of('tokens', 'output', digits=0)} output; {of('tokens', 'mismatched', digits=0)} of "
+        f"{of('tokens', 'output', digits=0)} output, "
+        f"{of('tokens', 'per_piece', digits=2)} a piece; {of('tokens', 'mismatched', digits=0)} of "
         f"{of('tokens', 'checked', digits=0)} texts counted differently by our tokenizer, "
         f"{of('tokens', 'without_usage', digits=0)} without usage",
     ]
@@ -181,7 +182,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("results", nargs="+", metavar="RESULT", help="result file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")
     args = parser.parse_args(argv)
-    named = [(Path(path).name.split(".json")[0], result.read(path)) for path in args.results]
+    read = [(Path(path).name.split(".json")[0], result.read(path)) for path in args.results]
+    named = [(found.named(name), found) for name, found in read]
     if len(named) == 1:
         print(table(named[0][1]), end="")
     else:

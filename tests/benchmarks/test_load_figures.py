@@ -146,6 +146,7 @@ def test_tokens_are_checked_but_for_the_end_token() -> None:
     found = summary(run_of(*outcomes), Objectives())["tokens"]
     assert (found["checked"], found["mismatched"], found["worst_mismatch"]) == (3, 1, 2)
     assert found["without_usage"] == 1
+    assert found["per_piece"] == 10
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     page = tmp_path / "page.html"
     assert report.main([paths[0]]) == 0
     said = capsys.readouterr().out
-    assert "inter-token, every gap" in said
+    assert "between pieces, every gap" in said
     assert "8/s: 50.0 % good, fails" in said
     assert report.main([*paths, "--plot", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.load.records import Session, Turn, Workload
 from benchmarks.load.result import read
 from benchmarks.load.selfcheck import WARMUP, check, measured, running_stub
 from benchmarks.load.stub import StubOptions
+from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.pairwise import in_whole
 
 STALL_S = 1.0
@@ -81,3 +83,19 @@ def test_the_command_measures_searches_and_reports(
     assert main(["--rate", "5"]) == 2
     assert "say how much" in capsys.readouterr().err
     assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1
+
+
+def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double = DecodeDouble(script=speak([70, 71, 72], sizes=(1, 2)))
+    double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
+    path = tmp_path / "a.json"
+    with serving(make_model(tmp_path / "model"), double) as (_, url):
+        asked = ["--url", url, "--num", "3", "--concurrency", "1", "--source", "problems:train"]
+        assert main([*asked, "--extra", '{"max_tokens": 8}', "--quiet", "--json", str(path)]) == 0
+    marked = "(SIMULATED: 2.5 tokens a step)"
+    assert marked in capsys.readouterr().out.splitlines()[0]
+    assert main(["report", str(path), str(path)]) == 0
+    assert capsys.readouterr().out.count(marked) == 2
+    assert read(path).summaries[0]["simulated_accept_len"] == 2.5

@@ -57,7 +57,7 @@ def test_throttled_pulls_come_one_after_the_other_at_the_rate() -> None:
 
 
 def test_a_digest_is_that_of_the_tokens_wherever_their_pages_lie() -> None:
-    layout = KVLayout((KVRegion("target", 4, 2, 8, 2, 4, "float32"),), "m")
+    layout = KVLayout((KVRegion("target", 4, 2, 8, 2, 4, "float32"),))
     here, there = (KVPool(layout, 8, torch.device("cpu")) for _ in range(2))
     pages, moved, num_tokens = [3, 1, 6], [2, 7, 5], 10  # of 12 slots
     for layer_id in range(4):
