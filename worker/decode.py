@@ -327,10 +327,10 @@ def _widths(engine: Engine) -> WidthPolicy:
     """What chooses the widths of steps; tells if acceptance is simulated."""
     simulated_len = engine.simulated_accept_len
     if simulated_len:
-        engine.metrics.spec_simulated.set(1)
+        engine.metrics.simulate()
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    return WidthPolicy(chosen, engine.step_s)
+    return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len))
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:

@@ -109,7 +109,7 @@ class WorkerMetrics:
         )
         self.spec_drafted_at = counter(
             "spec_drafted_at_position",
-            "Drafts that windows verified, by their place in the window; the first is 1",
+            "Windows that had a draft to verify at this place; the first is 1",
             "position",
         )
         self.spec_undrafted = counter(
@@ -120,6 +120,7 @@ class WorkerMetrics:
             "spec_first_acceptance",
             f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then",
         )
+        self._simulated = False
         self._first_windows = [0, 0]  # drafted, accepted at place 1
         self.spec_width = self._histogram(
             "spec_width", "Width of each decode step of a worker that verifies", WIDTH_BUCKETS
@@ -128,13 +129,19 @@ class WorkerMetrics:
             "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
         )
 
+    def simulate(self) -> None:
+        """Acceptance is simulated from now on."""
+        self.spec_simulated.set(1)
+        self._simulated = True
+
     def windows(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Count a decode step.
 
         Args:
             width: of its windows.
             nums: tokens of each request that had not ended meanwhile.
-            drafts: what their windows verified; -1 from where there is none.
+            drafts: what their windows verified; -1 from where there is none. If acceptance is
+                simulated, every place counts as a draft.
         """
         if not nums:
             return
@@ -144,7 +151,9 @@ class WorkerMetrics:
         self.spec_steps.inc(len(nums))
         self.spec_accepted.inc(sum(nums) - len(nums))
         yielded = Counts(nums).items()
-        drafted = Counts(each.index(-1) if -1 in each else width - 1 for each in drafts)
+        drafted = Counts(
+            each.index(-1) if -1 in each and not self._simulated else width - 1 for each in drafts
+        )
         self.spec_undrafted.inc(drafted[0])
         for place in range(1, width):
             accepted = sum(rows for num, rows in yielded if num > place)

@@ -71,17 +71,52 @@ def test_it_finds_the_width_of_most_tokens_a_second(
 def test_a_width_that_does_not_pay_is_not_used_and_is_tried_again() -> None:
     policy = WidthPolicy(WIDTHS, STEP_S)
     widths = run(policy, 64, 0.0)[200:]
-    assert 0 < sum(width > 1 for width in widths) <= len(widths) / PROBE + 1
+    assert 0 < sum(width > 1 for width in widths) <= 2 * (len(widths) / PROBE + 1)
     assert run(policy, 64, 0.95, steps=20 * PROBE)[-1] > 1, "acceptance came back, unnoticed"
 
 
-def test_a_finished_row_is_no_refusal_and_a_missing_draft_is() -> None:
+def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
     policy = WidthPolicy((4,), None)
     before = policy.expected_tokens(4)
     policy.observe(4, [Drawn((1,), True, (), (2, 3, 4))] * 1000)
+    policy.observe(4, [Drawn((1,), False, (), (-1, -1, -1))] * 1000)
     assert policy.expected_tokens(4) == before
+    policy.observe(4, [Drawn((1, 2), False, (), (2, -1, -1))] * 1000)
+    accepted = policy.expected_tokens(2)
+    assert 1.9 < accepted < policy.expected_tokens(4)
+    policy.observe(4, [Drawn((1,), False, (), (2, 3, 4))] * 20000)
+    assert policy.expected_tokens(4) < 1.2
+
+
+def test_simulated_acceptance_counts_without_drafts() -> None:
+    policy = WidthPolicy((4,), None, simulated=True)
     policy.observe(4, [Drawn((1,), False, (), (-1, -1, -1))] * 1000)
     assert policy.expected_tokens(4) < 1.1
+
+
+@pytest.mark.parametrize("length", [3, 40, 4000])
+def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
+    length: int,
+) -> None:
+    """A step of width W leaves drafts for a window of W; a row's first window has none."""
+    policy, rows = WidthPolicy(WIDTHS, STEP_S), 32
+    rng, widths, before = random.Random(3), [], 1
+    for step in range(40 * PROBE):
+        share = 0.0 if step < 10 * PROBE else 0.9
+        width = policy.choose(rows)
+        windows = []
+        for row in range(rows):
+            there = 1 if (step + row) % length == 0 else min(before, width)
+            window = drawn(there, share, rng)
+            missing = (-1,) * (width - there)
+            windows.append(Drawn(window.tokens, False, (), window.drafts + missing))
+        policy.observe(width, windows)
+        policy.took(rows, width, STEP_S[rows, width])
+        widths.append(width)
+        before = width
+    assert sum(width > 1 for width in widths[5 * PROBE : 10 * PROBE]) <= 10
+    last = widths[-5 * PROBE :]
+    assert last.count(best(rows, 0.9)) > 0.9 * len(last)
 
 
 def test_one_slow_step_rules_nothing_out() -> None:

@@ -80,3 +80,12 @@ def test_windows_count_rows_and_what_they_accepted(metrics: WorkerMetrics) -> No
     first = value(metrics, "spec_first_acceptance")
     metrics.windows(2, [1, 1, 1, 1], [(5,), (6,), (7,), (8,)])
     assert value(metrics, "spec_first_acceptance") == first
+
+
+def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerMetrics) -> None:
+    metrics.simulate()
+    metrics.windows(4, [1, 3], [(-1, -1, -1), (-1, -1, -1)])
+    by_place = [value(metrics, "spec_drafted_at_position_total", position=p) for p in "123"]
+    assert by_place == [2, 2, 2]
+    assert value(metrics, "spec_simulated") == 1
+    assert value(metrics, "spec_undrafted_steps_total") == 0

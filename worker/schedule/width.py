@@ -18,7 +18,8 @@ NUM_MEASURED = 8  # steps that one time of the start-up check counts for
 OUTLIER = 4  # times the average, at most, that a step counts for
 DWELL = 64  # steps after which the choice is looked at again
 GAIN = 1.03  # of tokens a second, for which it is changed
-PROBE = 512  # steps after which one step has a neighbouring width, to learn of it
+PROBE = 512  # steps after which two steps have a neighbouring width, to learn of it: the first
+# drafts for so wide a window, the second verifies that
 
 
 class WidthPolicy:
@@ -27,13 +28,19 @@ class WidthPolicy:
     Args:
         widths: ascending.
         step_s: measured seconds of a step by (rows, width); others are learnt.
+        simulated: acceptance does not depend on drafts, nor on whether there are any.
     """
 
     def __init__(
-        self, widths: Sequence[int], step_s: Mapping[tuple[int, int], float] | None = None
+        self,
+        widths: Sequence[int],
+        step_s: Mapping[tuple[int, int], float] | None = None,
+        *,
+        simulated: bool = False,
     ) -> None:
         self._widths = tuple(widths)
         self.max_width = max(widths)
+        self._simulated = simulated
         self._step_s = dict(step_s or {})
         # How many steps each time stands for; a measured one for several.
         self._timed = dict.fromkeys(self._step_s, NUM_MEASURED)
@@ -56,18 +63,24 @@ class WidthPolicy:
         now = self._chosen.get(bucket, 0)
         if now not in allowed or number % DWELL == 0:
             now = self._chosen[bucket] = self._best(bucket, allowed, now)
-        if number % PROBE == PROBE - 1:
+        if number % PROBE >= PROBE - 2:
             side = 1 if number // PROBE % 2 == 0 or now == allowed[0] else -1
             return allowed[min(allowed.index(now) + side, len(allowed) - 1)]
         return now
 
     def observe(self, width: int, drawn: Sequence[Drawn]) -> None:
-        """Learn from what windows of a settled step yielded. A missing draft yields nothing."""
+        """Learn from what windows of a settled step yielded.
+
+        A window teaches as far as it had drafts: the first one of a row has none, and behind a
+        narrower step there are few. Those say nothing of what a drafter is worth.
+        """
         if width == 1:
             return
         for each in drawn:
             num = len(each.tokens)
             for place in range(1, min(num + 1, width)):
+                if not self._simulated and each.drafts[place - 1] < 0:
+                    break
                 if place == num and each.finished:
                     break  # the request ended before it
                 self._tried[place] += 1
