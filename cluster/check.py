@@ -23,8 +23,10 @@ from router.keys import read_keys
 from router.policy import POLICIES
 from router.port import listen
 from worker.attention.backends import ATTENTION
+from worker.config import drafter_directory
 from worker.errors import UserError
-from worker.models.config import read_model_spec
+from worker.models.chain_config import read_chain_spec
+from worker.models.config import ModelSpec, read_model_spec
 from worker.models.files import check_weights
 from worker.tracing.setup import check_tracing
 from worker.transfer import mooncake_libraries
@@ -56,6 +58,8 @@ def checked(config: Config, num_gpus: int | None, *, offline: bool) -> Config:
     else:
         check_before_ray(config, num_gpus)
     named = hub.is_name(config.model.path)
+    if named_drafter := hub.is_name(config.spec.path):
+        config = hub.fetch_drafter(config, offline=offline)
     if named:
         config = hub.fetch(
             config, offline=offline, check=lambda c: check_model(c, with_weights=False)
@@ -63,9 +67,10 @@ def checked(config: Config, num_gpus: int | None, *, offline: bool) -> Config:
     # In a Ray cluster that we join, only the nodes of workers and routers need the model.
     if named or not joins:
         check_model(config)
-    if named and joins:
-        directory = config.model.directory
-        print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
+    if joins:
+        fetched = [config.model.directory] * named + [config.spec.path] * named_drafter
+        for directory in fetched:
+            print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
     return config
 
 
@@ -129,6 +134,8 @@ def decided_here(config: Config, num_gpus: int) -> Config:
 def check_model(config: Config, *, with_weights: bool = True) -> None:
     """Whether the model's directory is there, whole, and of a kind that can be served.
 
+    So for the drafter's, but only with the weights: their names say what it is made of.
+
     Raises:
         UserError: names file and field.
     """
@@ -148,6 +155,22 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
     if model.max_model_len != "auto" and model.max_model_len > longest:
         message = f"is {model.max_model_len}, but the model has {longest} positions"
         raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
+    if with_weights and config.spec.drafter != "none":
+        _drafter(config, spec)
+
+
+def _drafter(config: Config, target: ModelSpec) -> None:
+    path = config.spec.path
+    directory = drafter_directory(config.model, config.spec)
+    if not directory.is_dir():
+        raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
+    try:
+        read_chain_spec(directory, target)
+        if config.model.load_format == "safetensors":
+            check_weights(directory)
+    except UserError as error:
+        unset = "" if path else " (spec.path is not set, so this is the model's own directory)"
+        raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
 
 
 def _errors(*checks: Callable[[], None]) -> list[UserError]:

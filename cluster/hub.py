@@ -1,9 +1,10 @@
-"""A model's name on the hub (Hugging Face's, or another that HF_ENDPOINT names) into a directory.
+"""A name on the hub (Hugging Face's, or another that HF_ENDPOINT names) into a directory: of a
+model, or of its drafter.
 
 The download happens once, on the machine of `serve` and before Ray starts, into the hub's own cache
 (HF_HOME). It goes on after a broken connection; after an end of the process, with the files that
-were not done. Workers are told the directory, so on a Ray cluster of
-several nodes it has to be on storage that all of them share.
+were not done. Workers are told the directory, so on a Ray cluster of several nodes it has to be on
+storage that all of them share.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from cluster.config import Config
 from worker.errors import KvlaneError, UserError, WorldError
@@ -30,8 +31,17 @@ WEIGHTS = ["*.safetensors"]
 IGNORED = ["*/*", "consolidated*"]
 
 
+class Repo(NamedTuple):
+    """A repository on the hub, and where it was named."""
+
+    name: str
+    revision: str
+    path: str  # the field with its name
+    flag: str  # of the command line, for the same
+
+
 def is_name(path: str) -> bool:
-    """Whether a model.path names a model on the hub; a directory of that name wins."""
+    """Whether a path names a model on the hub; a directory of that name wins."""
     return NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
@@ -50,73 +60,93 @@ def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> 
             what `check` raises.
         WorldError: the hub cannot be reached, or the disk is full.
     """
-    found = _download(config, DESCRIPTION, offline)
+    model = config.model
+    repo = Repo(model.path, model.revision, "model.path", "--model")
+
+    def with_files(files: list[str]) -> Config:
+        path = _download(repo, files, offline)
+        named = {"path": path, "served_name": model.served_name or model.path}
+        return config.model_copy(update={"model": model.model_copy(update=named)})
+
+    found = with_files(DESCRIPTION)
     check(found)
-    if config.model.load_format == "safetensors":
-        found = _download(config, [*DESCRIPTION, *WEIGHTS], offline)
-    return found
+    return with_files([*DESCRIPTION, *WEIGHTS]) if model.load_format == "safetensors" else found
 
 
-def _download(config: Config, files: list[str], offline: bool) -> Config:
+def fetch_drafter(config: Config, *, offline: bool) -> Config:
+    """Download the drafter that `config.spec` names; the config with its directory.
+
+    Raises:
+        UserError, WorldError: as `fetch`, of `spec.path`.
+    """
+    spec = config.spec
+    repo = Repo(spec.path, "", "spec.path", "--spec-path")
+    with_weights = config.model.load_format == "safetensors"
+    files = [*DESCRIPTION, *WEIGHTS] if with_weights else DESCRIPTION
+    path = _download(repo, files, offline)
+    return config.model_copy(update={"spec": spec.model_copy(update={"path": path})})
+
+
+def _download(repo: Repo, files: list[str], offline: bool) -> str:
     # Here, because it reads the environment when it is imported and takes a part of a second.
     import huggingface_hub
 
-    model, library = config.model, cast("Any", huggingface_hub)
+    library = cast("Any", huggingface_hub)
     try:
         directory = library.snapshot_download(
-            model.path,
-            revision=model.revision or None,
+            repo.name,
+            revision=repo.revision or None,
             allow_patterns=files,
             ignore_patterns=IGNORED,
             local_files_only=offline,
         )
     except Exception as error:  # the hub's library raises kinds without a common base
-        raise _explained(config, error, offline) from error
-    named = {"path": str(directory), "served_name": model.served_name or model.path}
-    return config.model_copy(update={"model": model.model_copy(update=named)})
+        raise _explained(repo, error, offline) from error
+    return str(directory)
 
 
-def _explained(config: Config, error: Exception, offline: bool) -> KvlaneError:
+def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
     """What the user can do about it."""
     from huggingface_hub import constants, errors
 
-    name, hub, cache = config.model.path, constants.ENDPOINT, constants.HF_HUB_CACHE
+    name, path = repo.name, repo.path
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     if isinstance(error, errors.HFValidationError):
         return UserError(
-            f"model.path: there is no directory {name}, and a model on the hub cannot be called so",
-            "model.path",
+            f"{path}: there is no directory {name}, and a model on the hub cannot be called so",
+            path,
         )
     if isinstance(error, errors.GatedRepoError):
         return UserError(
-            f"model.path: {name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a "
+            f"{path}: {name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a "
             "token of that account",
-            "model.path",
+            path,
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return UserError(
-            f"model.path: {hub} has no model {name}, or it is private (then set HF_TOKEN to a "
+            f"{path}: {hub} has no model {name}, or it is private (then set HF_TOKEN to a "
             f"token that may read it); nor is there a directory {name} here",
-            "model.path",
+            path,
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return UserError(
-            f"model.revision: {name} has no revision {config.model.revision!r}", "model.revision"
+            f"model.revision: {name} has no revision {repo.revision!r}", "model.revision"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return UserError(f"model.path: {hub} refuses {name}: check HF_TOKEN", "model.path")
+        return UserError(f"{path}: {hub} refuses {name}: check HF_TOKEN", path)
     if isinstance(error, errors.LocalEntryNotFoundError) and (offline or constants.HF_HUB_OFFLINE):
         return UserError(
-            f"model.path: {name} is not, or not whole, in the cache {cache}: start once without "
+            f"{path}: {name} is not, or not whole, in the cache {cache}: start once without "
             "--offline and HF_HUB_OFFLINE where there is network, or give a directory",
-            "model.path",
+            path,
         )
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
     reason = f"{type(first).__name__}: {first}".strip().splitlines()[0]
     return WorldError(
-        f"model.path: cannot download {name} from {hub}: {reason}. Files that are done "
+        f"{path}: cannot download {name} from {hub}: {reason}. Files that are done "
         f"stay in {cache}. Without network, download it elsewhere (hf download {name} --local-dir "
-        "DIR) and give the directory: --model DIR. HF_ENDPOINT names another hub, HTTPS_PROXY a "
-        "proxy"
+        f"DIR) and give the directory: {repo.flag} DIR. HF_ENDPOINT names another hub, HTTPS_PROXY "
+        "a proxy"
     )

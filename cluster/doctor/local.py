@@ -11,6 +11,7 @@ from cluster.config import Config
 from cluster.doctor.facts import Facts
 from cluster.doctor.finding import Finding, failure, ok
 from cluster.doctor.machine import examine
+from worker.config import SpecConfig
 from worker.errors import MissingLibrary, UserError
 
 REFUSED = "serve refuses to start with it"
@@ -54,10 +55,14 @@ def _ports(config: Config) -> Iterator[Finding]:
 
 
 def _model(config: Config) -> Iterator[Finding]:
-    path = config.model.path
+    path, drafter = config.model.path, config.spec.path
+    for each in (path, drafter):
+        if hub.is_name(each):
+            yield ok("model", f"{each} is a name on the hub: serve looks for it there")
     if hub.is_name(path):
-        yield ok("model", f"{path} is a name on the hub: serve looks for it there")
         return
+    if hub.is_name(drafter):
+        config = config.model_copy(update={"spec": SpecConfig()})
     try:
         check.check_model(config)
     except UserError as error:

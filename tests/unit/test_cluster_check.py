@@ -44,6 +44,28 @@ def model_refused(directory: Path, *sets: str) -> str:
     return str(caught.value)
 
 
+def test_a_drafter_is_checked_with_its_target(model: Path, tmp_path: Path) -> None:
+    on = "spec.drafter=chain"
+    check_model(load(None, [on]))  # the bundled model has one
+    drafter = tmp_path / "drafter"
+    shutil.copytree(TINY.with_name("tiny-chain"), drafter)
+    with_path = on, f"spec.path={drafter}"
+    check_model(load(None, [f"model.path={model}", *with_path]))
+    unset = model_refused(model, on)
+    assert unset.startswith(f"spec.path: {model}/config.json: architectures: ")
+    assert "spec.path is not set" in unset
+    assert "spec.path: there is no directory /none" in model_refused(model, on, "spec.path=/none")
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    assert "vocab_size: 7, but the target's is" in model_refused(model, *with_path)
+    (drafter / "config.json").write_text(json.dumps(config))
+    weights = drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "model.safetensors: cut short" in model_refused(model, *with_path)
+    with pytest.raises(UserError, match="spec: path names a drafter, but drafter is none"):
+        load(None, [f"spec.path={drafter}"])
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the bundled model, in two files with an index."""

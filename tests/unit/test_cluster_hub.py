@@ -32,9 +32,12 @@ from cluster.cli import main
 offline = "--offline" in sys.argv
 sets = [each for each in sys.argv[1:] if "=" in each]
 def look(config): check.check_model(config, with_weights=False)
-config = hub.fetch(load(None, sets), offline=offline, check=look)
+config = load(None, sets)
+if hub.is_name(config.spec.path):
+    config = hub.fetch_drafter(config, offline=offline)
+config = hub.fetch(config, offline=offline, check=look)
 check.check_model(config)
-print(config.model.directory, config.model.name)
+print(config.model.directory, config.spec.path or config.model.name)
 """
 
 
@@ -113,6 +116,20 @@ def test_a_model_is_downloaded_once_with_the_files_that_are_needed(model: Path, 
         assert len(hub.downloads()) == len(wanted), "the cache was not used"
     assert fetch(None, home, "--offline").stdout == done.stdout
     assert fetch(None, home).stdout == done.stdout, "no network, but all is here"
+
+
+def test_a_drafter_is_downloaded_too(model: Path, home: Path) -> None:
+    drafter = TINY.with_name("tiny-chain")
+    with running(**{"some_org__Tiny_0.1B": Repo(model), "some_org__Chain": Repo(drafter)}) as hub:
+        done = fetch(hub, home, "spec.drafter=chain", "spec.path=some-org/Chain")
+        assert done.returncode == 0, done.stderr
+        _, directory = done.stdout.split()
+        found = {path.name for path in Path(directory).iterdir()}
+        assert found == {"config.json", "model.safetensors"}
+        on = "--model", NAME, "--spec", "chain"
+        message = refused(hub, home, *on, "--spec-path", "some-org/None")
+        assert f"spec.path: {hub.url} has no model some-org/None" in message
+        assert message.count("spec.path: ") == 1
 
 
 def test_dummy_weights_are_not_downloaded(model: Path, home: Path) -> None:

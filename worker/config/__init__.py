@@ -205,6 +205,14 @@ class Machine:
     host: str
 
 
+def drafter_directory(model: ModelConfig, spec: SpecConfig) -> Path:
+    """Where the drafter's config.json and weights lie, if there is a drafter."""
+    if spec.path:
+        return Path(spec.path).expanduser()
+    directory = model.directory
+    return directory.with_name(TINY_DRAFTER) if model.path == TINY else directory
+
+
 class WorkerConfig(Section):
     """All that one worker process is told."""
 
@@ -221,12 +229,8 @@ class WorkerConfig(Section):
 
     @property
     def drafter_directory(self) -> Path:
-        """Where the drafter's config.json and weights lie, if there is a drafter."""
-        path = self.spec.path
-        if path:
-            return Path(path).expanduser()
-        directory = self.model.directory
-        return directory.with_name(TINY_DRAFTER) if self.model.path == TINY else directory
+        """See the function of that name."""
+        return drafter_directory(self.model, self.spec)
 
     def resolved(
         self,

@@ -102,7 +102,8 @@ class EngineConfig(Section):
     """Directory on the worker's host for a file of JSON lines, one for each step: where its time
     went. Empty: none."""
     strict: bool = False
-    """A graph that differs from eager at the start is an error, not a metric."""
+    """A graph that differs from eager at the start is an error, not a metric. A drafter's pages and
+    inputs are NaN until they are written, so that a read of anything else shows."""
 
     @model_validator(mode="after")
     def _positive(self) -> EngineConfig:

@@ -18,8 +18,8 @@ class SpecConfig(Section):
     """What proposes tokens. `chain`: a drafter of one layer (EAGLE, EAGLE-3, or a model's own layer
     for multi-token prediction). All workers of a cluster need the same."""
     path: str = ""
-    """Directory of the drafter's checkpoint. Empty: the model's own directory, or for a model that
-    comes with kvlane the drafter that does."""
+    """The drafter's checkpoint: a directory, or its name on the hub. Empty: the model's own
+    directory, or for the model that comes with kvlane the drafter that does."""
     overlap: bool = True
     """Whether a step is launched while the one before it runs. False: each is waited for first,
     which is slower and shows in a profile what each step does."""
@@ -33,6 +33,8 @@ class SpecConfig(Section):
 
     @model_validator(mode="after")
     def _sensible(self) -> SpecConfig:
+        if self.path and self.drafter == "none":
+            raise ValueError("path names a drafter, but drafter is none: set it to chain")
         if self.widths == []:
             raise ValueError("widths must have a number, or be auto")
         if 0 < self.simulate_accept_len < 1:

@@ -7,6 +7,7 @@ from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.base import Collective
 from worker.config import WorkerConfig
+from worker.errors import UserError
 from worker.kernels.attention.mask import KeyMask
 from worker.models.chain import ChainDrafter
 from worker.models.chain_config import read_chain_spec
@@ -61,7 +62,11 @@ def load_drafter(
 def build_drafter(
     config: WorkerConfig, model: ChainDrafter, target: Decoder, pool: KVPool, state: StepState
 ) -> Chain:
-    """Put a loaded drafter beside `target`, whose taps are set."""
+    """Put a loaded drafter beside `target`, whose taps are set.
+
+    Raises:
+        UserError: the attention backend of windows cannot serve the drafter's heads.
+    """
     engine, spec = config.engine, model.spec
     taps = None
     if spec.taps != (target.spec.num_layers,):  # else it is fed with the target's output
@@ -74,9 +79,12 @@ def build_drafter(
         )
     target.taps = taps
     backend = engine.attention.spec
-    names = {"prefill": backend, "decode": backend, "spec": backend}
+    names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
-    attention = build_attentions(names, pool, *heads, mask=FROM_KEY_1, region="draft").spec
+    try:
+        attention = build_attentions(names, pool, *heads, mask=FROM_KEY_1, region="draft").spec
+    except UserError as refusal:
+        raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
     return Chain(model, taps, attention, pool, state, poison=engine.strict)
 
 
