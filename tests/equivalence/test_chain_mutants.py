@@ -257,7 +257,7 @@ def test_the_laws_fail_for_a_mutant(
 def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
     known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that is fed with the output would have junk in its pages otherwise."""
+    """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)
-    obeys(known, "mtp")
-    obeys(known, "eagle3")
+    for form in ("mtp", "eagle3", "eagle3 last"):
+        obeys(known, form)

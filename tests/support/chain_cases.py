@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -53,14 +54,17 @@ class Known:
         return cls(asked, answers, root)
 
     def directory(self, form: str) -> Path:
-        """Of a drafter; EAGLE-3 with a draft vocabulary."""
+        """Of a drafter; EAGLE-3 with a draft vocabulary, maybe fed with the last layer, too."""
         path = self.root / form
         if not path.exists():
             texts = [text for drawn in self.asked for text in self.texts(drawn)]
-            options = {}
-            if form == "eagle3":
+            options: dict[str, Any] = {}
+            kind, _, last = form.partition(" ")
+            if kind == "eagle3":
                 options["d2t"] = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
-            fitted_drafters.write(path, TARGET, form, **options)
+            if last:
+                options["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+            fitted_drafters.write(path, TARGET, kind, **options)
             fitted_drafters.fit(path, TARGET, texts)
         return path
 

@@ -142,6 +142,19 @@ def test_equal_logits_draw_the_lowest_id() -> None:
         assert found[:3].tolist() == [int(ids[0])] * 3
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("mapped", [False, True])
+def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
+    logits, rows, position, slots, seed, temperature, ids = draws_case(1100, mapped)
+    logits.fill_(float("nan"))
+    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    known = set(range(1100) if ids is None else ids.tolist())
+    for seeds in (seed, None):
+        drafts = torch.full((6, 1), 5)
+        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts[:, 0])
+        assert set(found.tolist()) <= {0} | known
+
+
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)

@@ -170,7 +170,8 @@ def _assemble(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None,
-        all_hidden=drafter is not None and spec.num_layers in drafter.spec.taps,
+        # The last layer's output is computed of prompts' last tokens alone where steps are long.
+        all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
     )
     return LoadedModel(
         model,

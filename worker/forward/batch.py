@@ -28,8 +28,8 @@ class DraftRows:
     The draft row of the token at position t is made of it and the feature of token t - 1.
     """
 
-    # [num_tokens] i64: index of the token whose feature that is; of a request's first token
-    # -1 - page, whose tail holds the feature (page 0 at position 0, where there is none)
+    # [num_tokens] i64: index in this batch of the token whose feature that is; for a request's
+    # first token in this batch -1 - page, whose tail holds it (page 0 at position 0: there is none)
     source: Tensor
     slots: Tensor  # [num_tokens] i64; as slot_mapping, but 0 at position 0, which has no row
     # [num_tokens] i64: page whose tail the token's feature becomes; 0: of none

@@ -180,6 +180,8 @@ class EagerDecode(_Eager):
                 hidden = forwarded.hidden[: num * width]
                 first = Decoded(hidden, forwarded.sampled.first(num), None, "eager")
                 self.draw(first, plan, Masks.none(num * width, loaded.model.spec.vocab_size))
+                if loaded.drafter is not None and width == 1:
+                    loaded.drafter.seed(rows[:num])
 
     def launch(
         self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1

@@ -105,5 +105,6 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """add_rms_norm_ref, on CUDA by one kernel."""
+    assert total is None or total.shape == x.shape
     op = add_rms_norm_triton if x.is_cuda else add_rms_norm_ref
     return op(x, residual, weight, eps, total)

@@ -192,8 +192,8 @@ def _taps(fields: Fields, eagle: Fields, num_layers: int, *, fuses: bool) -> tup
         raise where.unsupported(
             name, f"outputs of the layers {list(taps)}; the target's are 0 to {num_layers - 1}"
         )
-    if list(taps) != sorted(taps):
-        raise where.unsupported(name, f"layers in no ascending order, {list(taps)}")
+    if list(taps) != sorted(set(taps)):
+        raise where.unsupported(name, f"must be ascending, each layer once, not {list(taps)}")
     if fields.integer("num_aux_hidden_states", default=len(taps)) != len(taps):
         raise fields.error("num_aux_hidden_states", f"must be {len(taps)}, as there are layer ids")
     return taps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class Taps:
     itself; nothing is kept for the next.
 
     Args:
-        layers: numbers of the tapped layers, distinct.
+        layers: numbers of the tapped layers, ascending, each once.
         max_rows: tokens of a step at most, padding included.
         hidden_size: of the model.
         dtype: of the residual.
@@ -32,6 +33,7 @@ class Taps:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        assert all(a < b for a, b in pairwise(layers))
         shape = max_rows, len(layers) * hidden_size
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)
         parts = self._buffer.view(max_rows, len(layers), hidden_size).unbind(1)

@@ -26,17 +26,21 @@ class Drafter(Protocol):
         ...
 
     def seed(self, rows: Tensor) -> None:
-        """Rows [n] i64 begin to decode, with KV of their text but its last token. Not captured.
+        """Rows begin to decode: they have a last token, and KV of all text before it. Not captured.
 
-        They have no drafts yet, so their first window yields one token. Rows that are not active
+        Nothing is proposed, so the first window of each yields one token. Rows that are not active
         are left alone.
+
+        Args:
+            rows: [n] i64, of the step state.
         """
         ...
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
         """Take in what a decode step has kept of its windows, then propose; graphs hold it.
 
-        A step of windows of W tokens proposes W - 1.
+        A step of windows of W tokens proposes W - 1; -1 stands for drafts that are not proposed,
+        as those behind the end of a row.
 
         Args:
             sampled: rows of the step, as when it began.

@@ -53,7 +53,7 @@ class Chain:
         self._poison = poison
         self._page_size = pool.layout.page_size
         self._tails = pool.page_rows("tail")
-        self._ends = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
+        self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
         """See Drafter.observe."""
@@ -88,6 +88,7 @@ class Chain:
         self._tails.index_copy_(0, steps.tail_pages, features)
         if not num_drafts:
             return
+        # The row in slot L' is computed again, as it attends now; it stays what it was.
         token = steps.tokens.index_select(0, steps.last)
         feature = features.index_select(0, steps.last)
         bound = sampled.max_seq_len_ub + num_drafts
@@ -115,7 +116,7 @@ class Chain:
 
     def _store(self, tokens: Tensor, before: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Store rows of (token, feature of the one before it); nothing attends."""
-        no_lens, no_table = self._ends[:0], self._state.page_table[:0]
+        no_lens, no_table = self._query_start[:0], self._state.page_table[:0]
         batch = self._batch(tokens, positions, slots, no_lens, no_table, 0)
         with forward_context(batch, self._attention, None):
             self._model.store(tokens, before, positions)
@@ -135,7 +136,7 @@ class Chain:
             input_ids=tokens,
             positions=positions,
             slot_mapping=slots,
-            query_start=self._ends[: n + 1],
+            query_start=self._query_start[: n + 1],
             seq_lens=seq_lens,
             page_table=table,
             num_reqs=n,

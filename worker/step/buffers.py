@@ -43,7 +43,8 @@ class BatchBuffers:
         page_size: tokens a page.
         max_chunk_tokens: of one step.
         drafts: batches of chunks have `DraftRows`.
-        all_hidden: hidden states are wanted of all tokens of a prompt, however long the step.
+        all_hidden: the last layer's output is wanted for all tokens of a prompt, as a drafter
+            reads it; otherwise long steps compute it for last tokens alone.
     """
 
     def __init__(

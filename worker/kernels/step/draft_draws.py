@@ -83,8 +83,9 @@ def _best_draft_kernel(
             else:
                 x += gumbel_block(key, here, block * BLOCK, BLOCK, EXACT)
     most = tl.max(x, 0)
+    best = (x == most) & (at < num_ids)  # -inf beyond, which is most if all else is NaN
     tl.store(values + i * BLOCKS + block, most)
-    tl.store(tokens + i * BLOCKS + block, tl.min(tl.where(x == most, token, 1 << 30), 0))
+    tl.store(tokens + i * BLOCKS + block, tl.min(tl.where(best, token, 1 << 30), 0))
 
 
 @triton.jit
