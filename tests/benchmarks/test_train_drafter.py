@@ -29,7 +29,7 @@ from benchmarks.train.drafter import (
 
 TARGET = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 BUNDLED = TARGET.with_name("tiny-chain")
-LESSON = Lesson(steps=20, batch=4, round=16, passes=5)
+LESSON = Lesson(steps=7, batch=4, round=16, passes=2)
 SHAPES = {
     "fc.weight": (192, 576),
     "midlayer.input_layernorm.weight": (192,),
@@ -63,7 +63,7 @@ def said(target: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[Said]:
 
 def test_a_few_steps_lower_the_loss_and_leave_a_published_checkpoint(target, tokenizer, tmp_path):
     drafter, losses = train_drafter(Speaker(target, TAPS), tokenizer, LESSON, 0, "cpu")
-    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+    assert sum(losses[-2:]) < 0.7 * sum(losses[:2]), losses
     save_drafter(drafter, tmp_path)
     _check_published(tmp_path)
     again = load_drafter(tmp_path, target.model.embed_tokens.weight)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from worker.graph.base import BucketCheck, Decoded, LoadedModel
-from worker.graph.check import check_chunk_bucket
+from worker.graph.base import Decoded, LoadedModel
 from worker.graph.full import FullDecode
 from worker.graph.piecewise import Bucket, PiecewiseChunks
 from worker.graph.segments import GraphMemory
@@ -96,6 +96,12 @@ class RecordedSteps(FullDecode):
     """Whole decode steps so recorded. As the runner does on a GPU, results are copied before the
     next step begins."""
 
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Capture without the start-up check: what is served tells more, and costs less."""
+        for shape in self._shapes:
+            self._capture_shape(*shape)
+
     def launch(
         self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
     ) -> Decoded:
@@ -118,15 +124,12 @@ class RecordedChunks(PiecewiseChunks):
         self.buckets = [Bucket(n) for n in (16, 48) if n < most] + [Bucket(most)]
         self._whole = whole
 
-    def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
-        launches = self._eager.launch, self.launch
-        kinds = (False, True) if bucket.num_tokens in self._full else (False,)
-        found = [
-            check_chunk_bucket(self._loaded, bucket.num_tokens, *launches, fixed_shape=fixed)
-            for fixed in kinds
-        ]
-        bucket.piecewise, bucket.full = True, self._whole and len(kinds) > 1
-        return [check for check in found if check is not None]
+    @torch.inference_mode()
+    def record(self) -> None:
+        """As that of RecordedSteps."""
+        for bucket in self.buckets:
+            self._capture_bucket(bucket)
+            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self._full
 
 
 def copy_of(result: Result) -> Result:
