@@ -25,6 +25,7 @@ from tests.support.chain_cases import NUM, Known, reference_of, serve, speculati
 from tests.support.chain_reference import ChainReference
 from tests.support.chain_workers import workers
 from tests.support.delay_mix import differing, mix
+from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.pairwise import every, pairwise, whole
 from worker.api import Sampling
@@ -194,11 +195,18 @@ def test_requests_of_every_kind_with_widths_that_change(num_prefill: int, known:
     made.close()
 
 
-def check_against(made: Lockstep, asked: Sequence[Ask], directory: Path) -> None:
-    """Serve them; texts are those of plain decode, traces those of the reference."""
+def plain(asked: Sequence[Ask]) -> list[Answer]:
+    """What they are answered without speculation."""
     base = workers()
-    wanted = base.serve(asked)
+    found = base.serve(asked)
     base.close()
+    return found
+
+
+def check_against(
+    wanted: Sequence[Answer], made: Lockstep, asked: Sequence[Ask], directory: Path
+) -> None:
+    """Serve them; texts are those of plain decode, traces those of the reference."""
     answers, reference = made.serve(asked), reference_of(directory)
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
     for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):
@@ -208,10 +216,9 @@ def check_against(made: Lockstep, asked: Sequence[Ask], directory: Path) -> None
         assert audit(engine, reference) > 0
 
 
-@pytest.mark.parametrize("form", fitted_drafters.FORMS)
-@pytest.mark.parametrize(("num_prefill", "page_size"), [(0, 1), (1, 1), (0, 16), (1, 16)])
+@pytest.mark.product(form=fitted_drafters.FORMS, num_prefill=(0, 1), page_size=(1, 16))
 def test_a_hit_of_every_number_of_pages(
-    num_prefill: int, page_size: int, form: str, known: Known
+    form: str, num_prefill: int, page_size: int, known: Known
 ) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
     made = workers(
@@ -229,7 +236,7 @@ def test_a_hit_of_every_number_of_pages(
         Ask((*first.prompt[:num], 900 + num // step, *first.prompt[:9]), short, num // step)
         for num in range(step, len(first.prompt), step)
     ]
-    check_against(made, asked, directory)
+    check_against(plain(asked), made, asked, directory)
     assert cached.get() - before == sum(len(ask.prompt) - 10 for ask in asked)
     made.close()
 
@@ -240,10 +247,14 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     text, directory = known.texts("seeded")[0], known.directory(form)
     made = workers(max_prefill_tokens=64, spec=speculation(directory, WIDTH))
     scheduler = made.decode._scheduler
-    for size in range(1, 41, 1 if whole else 4):
+    sizes = range(1, 41, 1 if whole else 4)
+    asked = [
+        Ask((800 + size, *text[:40]), Sampling(6, temperature=0.7, seed=size, ignore_eos=True))
+        for size in sizes
+    ]
+    for size, ask, wanted in zip(sizes, asked, plain(asked), strict=True):
         limit = {"max_prefill_tokens": size}
         scheduler._engine = scheduler._engine.model_copy(update=limit)
-        sampling = Sampling(6, temperature=0.7, seed=size, ignore_eos=True)
         made.windows.clear()
-        check_against(made, [Ask((800 + size, *text[:40]), sampling)], directory)
+        check_against([wanted], made, [ask], directory)
     made.close()
