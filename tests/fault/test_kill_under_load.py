@@ -52,33 +52,37 @@ async def load_and_kill(
     """Start the load, kill -9 when `progress` has grown by `num`, wait for every request.
 
     A decode worker is stopped first, and killed once some of the streams that clients have begun to
-    read stand still, whichever of us is slow on a busy machine. Looks from a thread of its own:
-    this one is busy with the streams.
+    read stand still, whichever of us is slow on a busy machine. If too few are left for that, all
+    is asked again. Looks from a thread of its own: this one is busy with the streams.
     """
-    pid, before = serve.status()[victim]["pid"], progress()
+    pid, deadline = serve.status()[victim]["pid"], time.monotonic() + HANG_S
     questions = [problem.question for problem in held_out_problems(NUM)]
-    outcomes = [Outcome() for _ in questions]
-    load = asyncio.create_task(
-        ask_all(serve.url, questions, max_tokens=MAX_TOKENS, outcomes=outcomes)
-    )
+    while True:
+        before, outcomes = progress(), [Outcome() for _ in questions]
+        load = asyncio.create_task(
+            ask_all(serve.url, questions, max_tokens=MAX_TOKENS, outcomes=outcomes)
+        )
 
-    def kill() -> None:
-        deadline = time.monotonic() + HANG_S
-        while progress() < before + num:
-            assert time.monotonic() < deadline
-            time.sleep(POLL_S)
-        if victim.startswith("decode"):
-            os.kill(pid, signal.SIGSTOP)
-            while num_frozen(outcomes) < NUM_FROZEN:
-                os.kill(pid, signal.SIGCONT)
-                assert time.monotonic() < deadline, "its streams end before clients read them"
+        def kill(before: float = before, outcomes: list[Outcome] = outcomes) -> bool:
+            while progress() < before + num:
+                assert time.monotonic() < deadline
                 time.sleep(POLL_S)
+            if victim.startswith("decode"):
                 os.kill(pid, signal.SIGSTOP)
-        os.kill(pid, signal.SIGKILL)
+                while num_frozen(outcomes) < NUM_FROZEN:
+                    os.kill(pid, signal.SIGCONT)
+                    if num_left(outcomes) < NUM_FROZEN:
+                        return False
+                    time.sleep(POLL_S)
+                    os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            return True
 
-    await asyncio.to_thread(kill)
-    assert not load.done()
-    return await load
+        if await asyncio.to_thread(kill):
+            assert not load.done()
+            return await load
+        assert time.monotonic() < deadline, "its streams end before clients read them"
+        await load
 
 
 async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
@@ -107,6 +111,11 @@ def num_frozen(outcomes: list[Outcome]) -> int:
         0 < num == each.num_chunks and each.finish_reason is None and each.error is None
         for num, each in zip(before, outcomes, strict=True)
     )
+
+
+def num_left(outcomes: list[Outcome]) -> int:
+    """Requests that have not ended."""
+    return sum(each.finish_reason is None and each.error is None for each in outcomes)
 
 
 def check_outcomes(outcomes: list[Outcome]) -> int:
