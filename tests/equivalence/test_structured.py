@@ -185,15 +185,17 @@ def check(schema: Schema, grammar: str, answer: Answer) -> None:
 
 
 def answers_of(
-    asked: tuple[tuple[Schema, str], ...], device: str = "cpu", **changes: object
+    asked: tuple[tuple[Schema, str], ...],
+    device: str = "cpu",
+    path: str = "",
+    **changes: object,
 ) -> list[Answer]:
-    """One decode worker in float32, as many at a time as it takes."""
+    """One decode worker in float32, as many at a time as it takes; path: else a shallow model."""
     prompt = chat_ids("How many apples are left? Answer as JSON.")
     engine = {"device": device, "threads": 1, "num_pages": 3000, "max_num_reqs": BATCH}
-    path = str(shallow()) if device == "cpu" else "tiny"
     config = {
         "engine": engine, "disaggregation": {"mode": "never"},
-        "model": {"path": path, "dtype": "float32"},
+        "model": {"path": path or str(shallow()), "dtype": "float32"},
     }  # fmt: skip
     answers = []
     with running(config, num_prefill=0) as cluster:
