@@ -23,12 +23,17 @@ class SimulatedAcceptance:
     """
 
     def __init__(self, mean_len: float, device: torch.device) -> None:
+        self._num = torch.empty(PERIOD, dtype=torch.int64, device=device)
+        self.change(mean_len)
+
+    def change(self, mean_len: float) -> None:
+        """Accept `mean_len` from now on, in graphs that were captured too."""
         assert mean_len >= 1
         zero = torch.zeros((), dtype=torch.int64)
         words = philox_ref(torch.arange(PERIOD), zero, zero, zero, zero)[0]
         least = int(mean_len) - 1
         above = words.double() / 2**32 < mean_len - 1 - least
-        self._num = (least + above.long()).to(device)
+        self._num.copy_(least + above.long())
 
     def num_accepted(self, position: Tensor) -> Tensor:
         """Drafts that are accepted in a window that draws at `position` [n] first; [n] i64."""
