@@ -214,7 +214,7 @@ def trace(bench: Bench, options: argparse.Namespace) -> None:
 def main() -> None:
     """Measure, print a table, write JSON."""
     options = parse()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     print("acceptance is SIMULATED")
     print(" rows width  accept launched  step ms accepted   tokens/s  x none  share of each width")
     plain, plain_start_s = without(options)
