@@ -87,7 +87,7 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
     step = engine.launch(plan, engine.layer_groups(lambda: None) if hooked else None)
     assert step is not None
     drawn = engine.settle(step)
-    assert all(each.valid and each.finished for each in drawn)
+    assert all(len(each.tokens) == 1 and each.finished for each in drawn)
     assert not engine.runner.loaded.state.active.any(), "no row of a prefill worker stays active"
     return [each.tokens[0] for each in drawn], step.path, [cache[1:].clone() for cache in caches]
 

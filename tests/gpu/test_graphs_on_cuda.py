@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.any_width import AnyWidth
 from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -17,7 +19,6 @@ from worker.graph.build import build_graphs
 from worker.graph.full import buckets_of
 from worker.plan import TAILS
 from worker.schedule.req import Req
-from worker.schedule.width import WidthPolicy
 
 torch = pytest.importorskip("torch")
 
@@ -56,7 +57,7 @@ def serve(
     eos_ids = frozenset(engine.spec.eos_token_ids)
     scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
     scheduler._step = STEPS[0]
-    scheduler.widths = WidthPolicy(widths)
+    scheduler.widths = AnyWidth(widths, random.Random(3))
     reqs, owned, pending = [], set(), None
     for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
         req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
