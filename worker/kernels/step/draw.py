@@ -5,6 +5,7 @@ blocks of the vocabulary. Each pass runs over all blocks of all rows:
 
   best      the largest logit of each block
   try       the draw without top_p, for rows that have nothing else to search for
+  tops      what the passes behind it need of a row: its largest logit, the token it tried
   check     whether that token is one that top_p keeps. Then it is the row's, as the largest of all
             is the largest of those kept; the passes until `winner` skip the row. For a row whose
             top_p is p this is so with probability p or more
@@ -36,85 +37,25 @@ from torch import Tensor
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
 from worker.kernels.step.draw_rows import list_rows, new_lists, rows_at_once, tries
+from worker.kernels.step.filters import (
+    best_of,
+    is_likely,
+    key_of,
+    probability,
+    threshold_of,
+    weights_of,
+    winner_of,
+)
 from worker.kernels.step.logits import Changes, DrawParams, changed_logits, rules_of
-from worker.kernels.step.philox import gumbel_block, natural_log
+from worker.kernels.step.philox import gumbel_block
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
 RADIX_BITS = 4
 # Left alone, the compiler takes up to 255, and then two programs run at a time where three could.
 BEST_REGISTERS, WALK_REGISTERS = 128, 168
+NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
 TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
-
-
-@triton.jit
-def _key_of(x, BITS: tl.constexpr):
-    """Signed integers in the order of x, which is not -0.
-
-    BITS = 16 keeps the upper half. It is all of a bf16: the lower half is 0.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    if BITS == 16:
-        key = key >> 16
-    return key
-
-
-@triton.jit
-def _value_of(key, BITS: tl.constexpr):
-    """The f32 that has this key."""
-    if BITS == 16:
-        key = key << 16
-    bits = tl.where(key < 0, -key | -2147483648, key)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _best_of(best, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
-    """The row's largest logit."""
-    at = tl.arange(0, BLOCKS_2)
-    return tl.max(tl.load(best + row * BLOCKS + at, mask=at < BLOCKS, other=float("-inf")), 0)
-
-
-@triton.jit
-def _likely(x, highest, temperature, min_p, EXACT: tl.constexpr):
-    """Which tokens min_p keeps, with the twin's rounding; never those at -inf."""
-    likely = x > float("-inf")
-    if min_p > 0.0:
-        bound = tl.div_rn(highest, temperature) + natural_log(min_p, EXACT)
-        likely = likely & (tl.div_rn(x, temperature) >= bound)
-    return likely
-
-
-@triton.jit
-def _probability(x, highest, temperature):
-    """A token's probability relative to the likeliest one's."""
-    return tl.exp2((x - highest) * (1.4426950408889634 / temperature))
-
-
-@triton.jit
-def _weights(
-    x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
-    PROBABLE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """1 for each token, or with PROBABLE its relative probability; 0 for tokens filtered out.
-
-    At top_k's threshold only some tokens stay. They weigh the same, so all of them count in part.
-    """
-    likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
-    if PROBABLE:
-        weight = tl.where(likely, _probability(x, highest, temperature), 0.0)
-        k = tl.load(top_k + row)
-        if (k > 0) & (k < vocab):
-            cut = tl.load(keys + row)
-            above = tl.load(sums + row)
-            there = tl.maximum(tl.load(sums + n + row) - above, 1.0)
-            share = tl.minimum((k.to(tl.float32) - above) / there, 1.0)
-            weight = tl.where(key == cut, weight * share, weight)
-            weight = tl.where(key >= cut, weight, 0.0)
-    else:
-        weight = tl.where(likely, 1.0, 0.0)
-    return weight
 
 
 @triton.jit
@@ -129,16 +70,6 @@ def _reaches(digit, least, EXACT: tl.constexpr):
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return tl.where(digit >= least, 1.0, 0.0)
-
-
-@triton.jit
-def _winner(values, ids, row, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
-    """The lowest id among the blocks' largest values."""
-    at = tl.arange(0, BLOCKS_2)
-    inside = at < BLOCKS
-    value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
-    token = tl.load(ids + row * BLOCKS + at, mask=inside, other=vocab - 1)
-    return tl.min(tl.where(value == tl.max(value, 0), token, vocab - 1), 0)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -165,12 +96,40 @@ def _best_kernel(
     tl.store(best + row * BLOCKS + block, tl.max(x, 0))
 
 
+@triton.jit(do_not_specialize=["n", "least"])
+def _tops_kernel(
+    logits, rules, temperatures, top_k, top_p, least, best, values, ids, tops, tried, n, vocab,
+    stride, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, DRAW_BLOCKS: tl.constexpr,
+    DRAW_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its largest logit and, where it tried, the token and its logit.
+
+    So the passes behind it read three numbers, where each of their programs would reduce a row of
+    blocks before it can begin.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    if temperature == 0.0:
+        return
+    tl.store(tops + row, best_of(best, row, BLOCKS, BLOCKS_2))
+    if tries(temperature, tl.load(top_k + row), tl.load(top_p + row), vocab, least):
+        token = winner_of(values, ids, row, vocab, DRAW_BLOCKS, DRAW_BLOCKS_2)
+        few = tl.arange(0, 16)
+        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        tl.store(tops + n + row, tl.max(tl.where(few == 0, near, float("-inf")), 0))
+        tl.store(tried + row, token)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _check_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
-    best, keys, sums, partial, arrivals, values, ids, kept, n, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, DRAW_BLOCKS: tl.constexpr,
-    DRAW_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): the weight before the token that was tried, and of all.
@@ -184,15 +143,12 @@ def _check_kernel(
     num = tl.load(rows)
     while i < num:
         row = tl.load(rows + 1 + i).to(tl.int64)
-        token = _winner(values, ids, row, vocab, DRAW_BLOCKS, DRAW_BLOCKS_2)
-        few = tl.arange(0, 16)
-        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
-        its = tl.max(tl.where(few == 0, near, float("-inf")), 0)
+        token, its = tl.load(tried + row), tl.load(tops + n + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
         x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
-        highest, temperature = _best_of(best, row, BLOCKS, BLOCKS_2), tl.load(temperatures + row)
-        weight = _weights(
-            x, _key_of(x, BITS), row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
+        highest, temperature = tl.load(tops + row), tl.load(temperatures + row)
+        weight = weights_of(
+            x, key_of(x, BITS), row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
             True, EXACT,
         )  # fmt: skip
         to = partial + (row * BLOCKS + block) * RADIX
@@ -207,7 +163,7 @@ def _check_kernel(
             above = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), 0)
             total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), 0)
             ties = tl.sum(tl.load(at + 2, mask=here, other=0.0, cache_modifier=".cg"), 0)
-            before = above + ties * _probability(its, highest, temperature)
+            before = above + ties * probability(its, highest, temperature)
             is_kept = before < tl.maximum(tl.load(top_p + row) * total, 1e-30)
             tl.store(kept + row, is_kept.to(tl.uint8))
             tl.store(arrivals + row, 0)
@@ -253,7 +209,7 @@ def _narrow(
 @triton.jit(do_not_specialize=["n", "shift"])
 def _search_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
-    best, keys, sums, partial, arrivals, n, vocab, stride, shift,
+    tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
@@ -273,9 +229,9 @@ def _search_kernel(
         limit = tl.load((top_p if PROBABLE else top_k) + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
         x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
-        key = _key_of(x, BITS)
-        highest = _best_of(best, row, BLOCKS, BLOCKS_2)
-        weight = _weights(
+        key = key_of(x, BITS)
+        highest = tl.load(tops + row)
+        weight = weights_of(
             x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE, EXACT
         )
         prefix = tl.load(keys + PROBABLE * n + row)
@@ -296,43 +252,11 @@ def _search_kernel(
         i += tl.num_programs(1)
 
 
-@triton.jit
-def _room(key, row, n, highest, temperature, sums, BITS: tl.constexpr):
-    """How many tokens at top_p's threshold it takes to reach the target; at least one."""
-    sums += 3 * n + row
-    weight = _probability(_value_of(key, BITS), highest, temperature)
-    room = tl.ceil((tl.load(sums + 2 * n) - tl.load(sums)) / weight)
-    room = tl.where(room < 1e9, room, 1e9)  # weight is 0 or NaN if no token is there
-    return tl.maximum(room, 1.0).to(tl.int32)
-
-
-@triton.jit
-def _cut(
-    row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS: tl.constexpr
-):  # fmt: skip
-    """(key, room): tokens of higher keys stay, and of those with this key the first `room`."""
-    cut = tl.full((), -32768 if BITS == 16 else -2147483648, tl.int32)
-    room = tl.full((), 1000000000, tl.int32)
-    k = tl.load(top_k + row)
-    if (k > 0) & (k < vocab):
-        cut = tl.load(keys + row)
-        room = (k.to(tl.float32) - tl.load(sums + row)).to(tl.int32)
-    if tl.load(top_p + row) < 1.0:
-        other = tl.load(keys + n + row)
-        its_room = _room(other, row, n, highest, temperature, sums, BITS)
-        room = tl.where(
-            other > cut, its_room, tl.where(other == cut, tl.minimum(room, its_room), room)
-        )
-        cut = tl.maximum(cut, other)
-    return cut, room
-
-
 @triton.jit(do_not_specialize=["n"])
 def _ties_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
-    best, keys, sums, ties, n, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr,
-    SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    tops, keys, sums, ties, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
@@ -346,50 +270,43 @@ def _ties_kernel(
         temperature = tl.load(temperatures + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
         x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
-        highest = _best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
-        threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
-        likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
-        here = likely & (_key_of(x, BITS) == threshold[0])
+        highest = tl.load(tops + row)
+        threshold = threshold_of(
+            row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS
+        )
+        likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+        here = likely & (key_of(x, BITS) == threshold[0])
         tl.store(ties + row * BLOCKS + block, tl.sum(here.to(tl.int32), 0))
         i += tl.num_programs(1)
 
 
-@triton.jit(do_not_specialize=["n", "least"])
-def _draw_kernel(
-    logits, rules, seed, temperatures, top_k, top_p, min_p, least,
-    best, keys, sums, ties, kept, values, ids, n, vocab, stride,
+@triton.jit
+def _draw_block(
+    logits, rules, seed, temperatures, top_k, top_p, min_p,
+    best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
     SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
-
-    FILTERED: some row may have filters. TRY: without top_p, for rows that try; else all but those
-    whose token was kept.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if TRY:
-        k, p = tl.load(top_k + row), tl.load(top_p + row)
-        if not tries(tl.load(temperatures + row), k, p, vocab, least):
-            return
-    elif FILTERED:  # noqa: SIM102
-        if tl.load(kept + row) != 0:
-            return
+    """The program's block of one row. TRY: before `tops` is there, and without top_p."""
+    block = tl.program_id(0)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
     temperature = tl.load(temperatures + row)
     if temperature != 0.0:
         if FILTERED:
-            highest = _best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
-            likely = _likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+            if TRY:
+                highest = best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
+            else:
+                highest = tl.load(tops + row)
+            likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
             x = tl.where(likely, x, float("-inf"))
         if FILTERED and not TRY:
-            key = _key_of(x, BITS)
-            threshold = _cut(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS)
+            key = key_of(x, BITS)
+            threshold = threshold_of(
+                row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS
+            )
             cut, room = threshold[0], threshold[1]
             x = tl.where(key >= cut, x, float("-inf"))
             blocks = tl.arange(0, BLOCKS_2)
@@ -411,6 +328,49 @@ def _draw_kernel(
     tl.store(ids + row * BLOCKS + block, tl.min(tl.where(x == most, tokens, vocab - 1), 0))
 
 
+@triton.jit(do_not_specialize=["n", "least"])
+def _draw_kernel(
+    rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least,
+    best, tops, keys, sums, ties, values, ids, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
+
+    FILTERED: some row may have filters. TRY: without top_p, for rows that try; else for the list
+    `rows`, grid (blocks, rows at once).
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if FILTERED and not TRY:
+        i, num = tl.program_id(1), tl.load(rows)
+        while i < num:
+            row = tl.load(rows + 1 + i).to(tl.int64)
+            _draw_block(
+                logits, rules, seed, temperatures, top_k, top_p, min_p,
+                best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
+                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
+                FILTERED, TRY, EXACT,
+            )  # fmt: skip
+            i += tl.num_programs(1)
+    else:
+        row = tl.program_id(1).to(tl.int64)
+        wanted = True
+        if TRY:
+            k, p = tl.load(top_k + row), tl.load(top_p + row)
+            wanted = tries(tl.load(temperatures + row), k, p, vocab, least)
+        if wanted:
+            _draw_block(
+                logits, rules, seed, temperatures, top_k, top_p, min_p,
+                best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
+                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
+                FILTERED, TRY, EXACT,
+            )  # fmt: skip
+
+
 @triton.jit
 def _winner_kernel(
     values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
@@ -420,11 +380,11 @@ def _winner_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    token = _winner(values, ids, row, vocab, BLOCKS, BLOCKS_2)
+    token = winner_of(values, ids, row, vocab, BLOCKS, BLOCKS_2)
     tl.store(out + row, token.to(tl.int64))
 
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, keys, sums, ties, kept
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 
 
 class _Draw:
@@ -458,7 +418,8 @@ class _Draw:
             self._filter()
         else:  # no tensor of the filters is read
             unread = self.values
-            self._draw((unread, unread, unread, unread, unread), FILTERED=False, TRY=False)
+            found = unread, unread, unread, unread, unread
+            self._draw(unread, found, n, FILTERED=False, TRY=False)
         out = self._scratch(n, dtype=torch.int64)
         _winner_kernel[(n,)](
             self.values, self.ids, out, vocab,
@@ -468,10 +429,10 @@ class _Draw:
         )  # fmt: skip
         return out
 
-    def _draw(self, found: Found, **constants: int) -> None:
+    def _draw(self, rows: Tensor, found: Found, num: int, **constants: int) -> None:
         n, vocab, stride = self.sizes
-        _draw_kernel[(self.blocks, n)](
-            self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
+        _draw_kernel[(self.blocks, num)](
+            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
             self.values, self.ids, n, vocab, stride,
             **overlap(
                 self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
@@ -491,9 +452,10 @@ class _Draw:
         arrivals = self._scratch(n, dtype=torch.int32)
         kept = self._scratch(n, dtype=torch.uint8)
         ties = self._scratch(n, self.blocks, dtype=torch.int32)
+        tops, tried = self._scratch(2, n, dtype=torch.float32), self._scratch(n, dtype=torch.int32)
         lists = new_lists(n, logits.device)
-        try_rows, rows_left, *search_rows = lists
-        found = best, keys, sums, ties, kept
+        try_rows, undrawn, rows_left, *search_rows = lists
+        found = best, tops, keys, sums, ties
         grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
         common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
         walks = common | {"maxnreg": WALK_REGISTERS}
@@ -501,15 +463,21 @@ class _Draw:
             logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
             **overlap(logits, maxnreg=BEST_REGISTERS, **common),
         )  # fmt: skip
-        self._draw(found, FILTERED=True, TRY=True)
+        self._draw(try_rows, found, n, FILTERED=True, TRY=True)
+        _tops_kernel[(n,)](
+            logits, rules, *limits[:3], TRY_FROM, best, self.values, self.ids, tops, tried,
+            n, vocab, stride,
+            **overlap(
+                logits, BLOCKS=blocks, BLOCKS_2=blocks_2, DRAW_BLOCKS=self.blocks,
+                DRAW_BLOCKS_2=power_of_two(self.blocks), num_warps=1,
+                **{name: self.shared[name] for name in ("STOPS", "WIDTH", "EXACT")},
+            ),
+        )  # fmt: skip
         list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=False)
         _check_kernel[grid](
             try_rows, logits, rules, *limits,
-            best, keys, sums, partial, arrivals, self.values, self.ids, kept, n, vocab, stride,
-            **overlap(
-                logits, BLOCKS_2=blocks_2, DRAW_BLOCKS=self.blocks,
-                DRAW_BLOCKS_2=power_of_two(self.blocks), RADIX=1 << RADIX_BITS, **walks,
-            ),
+            tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
+            **overlap(logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS, **walks),
         )  # fmt: skip
         list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=True)
         for probable in (False, True):
@@ -518,20 +486,20 @@ class _Draw:
                 rows = search_rows[2 * is_long + probable]
                 _search_kernel[grid](
                     rows, logits, rules, *limits,
-                    best, keys, sums, partial, arrivals, n, vocab, stride, shift,
+                    tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
                     **overlap(
                         logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS,
                         RADIX_BITS=RADIX_BITS, PROBABLE=probable, **walks,
                     ),
                 )  # fmt: skip
         _ties_kernel[(self.blocks, rows_at_once(n, self.blocks))](
-            rows_left, logits, rules, *limits, best, keys, sums, ties, n, vocab, stride,
+            rows_left, logits, rules, *limits, tops, keys, sums, ties, n, vocab, stride,
             **overlap(
-                logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks, SEARCH_BLOCKS=blocks,
-                SEARCH_BLOCKS_2=blocks_2, num_warps=DRAW_WARPS, **self.shared,
+                logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks, num_warps=DRAW_WARPS, **self.shared
             ),
         )  # fmt: skip
-        self._draw(found, FILTERED=True, TRY=False)
+        at_once = rows_at_once(n, self.blocks, NUM_DRAWING)
+        self._draw(undrawn, found, at_once, FILTERED=True, TRY=False)
 
 
 def draw_triton(

@@ -15,7 +15,7 @@ from worker.kernels.launch import overlap
 
 BLOCK, WARPS = 1024, 4
 NUM_PROGRAMS = 396  # of a pass, as many as run at once: three on each of 132 multiprocessors
-NUM_LISTS = 6
+NUM_LISTS = 7
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _list_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    start, num, num_k, num_p, long_k, long_p = 0, 0, 0, 0, 0, 0
+    start, num, num_all, num_k, num_p, long_k, long_p = 0, 0, 0, 0, 0, 0, 0
     while start < n:
         row = start + tl.arange(0, BLOCK)
         here = row < n
@@ -49,24 +49,27 @@ def _list_rows_kernel(
         k = tl.load(top_k + row, mask=here, other=0)
         p = tl.load(top_p + row, mask=here, other=1.0)
         if CHECKED:
-            left = (temperature != 0.0) & (tl.load(kept + row, mask=here, other=1) == 0)
+            undrawn = tl.load(kept + row, mask=here, other=1) == 0
+            left = (temperature != 0.0) & undrawn
             for_k, for_p = left & (k > 0) & (k < vocab), left & (p < 1.0)
-            num = _append(lists + width, left, row, num)
-            num_k = _append(lists + 2 * width, for_k, row, num_k)
-            num_p = _append(lists + 3 * width, for_p, row, num_p)
+            num_all = _append(lists + width, undrawn, row, num_all)
+            num = _append(lists + 2 * width, left, row, num)
+            num_k = _append(lists + 3 * width, for_k, row, num_k)
+            num_p = _append(lists + 4 * width, for_p, row, num_p)
             if long_slots is not None:
                 is_long = tl.load(long_slots + row, mask=here, other=0) > 0
-                long_k = _append(lists + 4 * width, for_k & is_long, row, long_k)
-                long_p = _append(lists + 5 * width, for_p & is_long, row, long_p)
+                long_k = _append(lists + 5 * width, for_k & is_long, row, long_k)
+                long_p = _append(lists + 6 * width, for_p & is_long, row, long_p)
         else:
             num = _append(lists, tries(temperature, k, p, vocab, least), row, num)
         start += BLOCK
     if CHECKED:
-        tl.store(lists + width, num)
-        tl.store(lists + 2 * width, num_k)
-        tl.store(lists + 3 * width, num_p)
-        tl.store(lists + 4 * width, long_k)
-        tl.store(lists + 5 * width, long_p)
+        tl.store(lists + width, num_all)
+        tl.store(lists + 2 * width, num)
+        tl.store(lists + 3 * width, num_k)
+        tl.store(lists + 4 * width, num_p)
+        tl.store(lists + 5 * width, long_k)
+        tl.store(lists + 6 * width, long_p)
     else:
         tl.store(lists, num)
 
@@ -82,8 +85,8 @@ def list_rows(
         kept: [n] u8, whether the row has its token; read with `checked` only.
         long_slots: [n] i64 or None; rows with one are in the last two lists as well.
         lists: of `new_lists`, each its length and then its rows, ascending: rows that try;
-            all that are sampled and have no token; those of them with top_k; with top_p; with top_k
-            and a long slot; with top_p and a long slot.
+            all without a token; those of them that are sampled; of these those with top_k; with
+            top_p; with top_k and a long slot; with top_p and a long slot.
         vocab: number of token ids.
         least: see `tries`.
         checked: write all lists but the first, else the first.
@@ -100,6 +103,6 @@ def new_lists(num_rows: int, device: torch.device) -> Tensor:
     return torch.empty(NUM_LISTS, width, dtype=torch.int32, device=device)
 
 
-def rows_at_once(num_rows: int, num_blocks: int) -> int:
-    """Rows for which a pass of so many blocks a row has programs."""
-    return max(1, min(num_rows, NUM_PROGRAMS // num_blocks))
+def rows_at_once(num_rows: int, num_blocks: int, num_programs: int | None = None) -> int:
+    """Rows for which a pass of so many blocks a row has programs; None: NUM_PROGRAMS of them."""
+    return max(1, min(num_rows, (num_programs or NUM_PROGRAMS) // num_blocks))
