@@ -23,7 +23,7 @@ import json
 import logging
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,11 @@ def trace(bench: Bench, options: argparse.Namespace) -> None:
         profile(path, lambda rate=rate, policy=policy: once(bench, rate, policy, few))
 
 
+def written(rate: Rate) -> dict[str, Any]:
+    """For JSON. asdict copies a Counter as if its items were keys."""
+    return asdict(replace(rate, widths=None)) | {"widths": dict(rate.widths or {})}
+
+
 def main() -> None:
     """Measure, print a table, write JSON."""
     options = parse()
@@ -224,7 +229,7 @@ def main() -> None:
         whole: dict[str, Any] = {
             "options": {k: str(v) for k, v in vars(options).items()}, "machine": machine(),
             "torch": torch.__version__, "simulated": True, "start_s": [plain_start_s, start_s],
-            "rates": [asdict(each) for each in plain + rates],
+            "rates": [written(each) for each in plain + rates],
         }  # fmt: skip
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
 
