@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +30,8 @@ from worker.sampling.simulated import SimulatedAcceptance
 from worker.spec.build import build_drafter, load_drafter, poison
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
+
+log = logging.getLogger("kvlane.start")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,11 +62,14 @@ def load(
         UserError: see `build_engine`.
     """
     device = torch.device(config.engine.device)
+    took = _Took()
     with memory.turn(device), _on_step_stream(device):
         memory.wait_for_share(config, device)
+        took.ended("waiting for the device")
         with memory.explain_shortage("loading the weights", device):
             model, drafter = _load_models(config, spec, drafter_spec, device, progress)
             digest = _digest(config, model, drafter)
+        took.ended("weights")
         config = memory.with_max_num_reqs(config, layout, device)
         config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
         with memory.explain_shortage("running the largest steps", device):
@@ -70,17 +77,38 @@ def load(
                 lambda: run_largest_steps(config, layout, model, drafter), device
             )
             model.taps = None  # those of that run
+        took.ended("largest steps")
         num_pages = memory.num_pages(config, layout, device, reserve_bytes)
         config = memory.fit(config, configured_len, num_pages)
         with memory.explain_shortage("allocating the KV pool and the graphs", device):
             pool = KVPool(layout, num_pages, device)
+            took.ended("pool")
             with memory.taking(reserve_bytes, device):
                 loaded = _assemble(config, pool, model, drafter)
                 graphs = build_graphs(loaded)
                 checks = graphs.capture(progress)
                 if config.engine.strict:
                     poison(pool)
+                took.ended("graphs and their checks")
+                log.info("%s worker loaded in %s", config.role, took)
                 return config, loaded, graphs, checks, digest
+
+
+class _Took:
+    """Seconds of each part of a start."""
+
+    def __init__(self) -> None:
+        self._began_at = self._last_at = time.monotonic()
+        self._parts: list[str] = []
+
+    def ended(self, part: str) -> None:
+        """It began where the part before it ended. Launched work may count for the next part."""
+        now = time.monotonic()
+        self._parts.append(f"{part} {now - self._last_at:.1f}")
+        self._last_at = now
+
+    def __str__(self) -> str:
+        return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
 
 
 def _load_models(
