@@ -155,7 +155,7 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
     if model.max_model_len != "auto" and model.max_model_len > longest:
         message = f"is {model.max_model_len}, but the model has {longest} positions"
         raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
-    if with_weights and config.spec.drafter != "none":
+    if with_weights and config.spec.drafter == "chain":
         _drafter(config, spec)
 
 

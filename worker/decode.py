@@ -70,6 +70,7 @@ class DecodeLoop:
             partial(_preempted, metrics, self._traces),
             partial(_gets_row, metrics, self._traces),
             _widths(engine),
+            with_text=config.spec.drafter == "ngram",
         )
         self._peers = PrefillPeers(
             engine.transport,

@@ -52,6 +52,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     penalty_slot: int = 0  # of its penalties and logit bias; 0 = it has none
     prompt: tuple[int, ...] = ()  # with a penalty slot: counts for repetition
     output: tuple[int, ...] = ()  # with a penalty slot: drawn before, most often nothing
+    text: tuple[int, ...] = ()  # all tokens that are known, if a drafter reads them
 
 
 class RowPages(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,17 +9,23 @@ from pydantic import Field, model_validator
 from worker.config.engine import Auto, Section
 
 MAX_WIDTH = 16
+MAX_NGRAM = 16
 
 
 class SpecConfig(Section):
     """Speculation: what proposes tokens, and the windows of decode steps that check them."""
 
-    drafter: Literal["none", "chain"] = "none"
+    drafter: Literal["none", "chain", "ngram"] = "none"
     """What proposes tokens. `chain`: a drafter of one layer (EAGLE, EAGLE-3, or a model's own layer
-    for multi-token prediction). All workers of a cluster need the same."""
+    for multi-token prediction). `ngram`: what followed the last tokens where the request's own text
+    had them before; needs no weights. All workers of a cluster need the same."""
     path: str = ""
     """The drafter's checkpoint: a directory, or its name on the hub. Empty: the model's own
     directory, or for the model that comes with kvlane the drafter that does."""
+    ngram_min: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 2
+    """`ngram` proposes only if so many last tokens are found again."""
+    ngram_max: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 4
+    """Places where more last tokens are found again go first, up to so many."""
     overlap: bool = True
     """Whether a step is launched while the one before it runs. False: each is waited for first,
     which is slower and shows in a profile what each step does."""
@@ -33,8 +39,12 @@ class SpecConfig(Section):
 
     @model_validator(mode="after")
     def _sensible(self) -> SpecConfig:
-        if self.path and self.drafter == "none":
-            raise ValueError("path names a drafter, but drafter is none: set it to chain")
+        if self.path and self.drafter != "chain":
+            raise ValueError(
+                f"path names a drafter, but drafter is {self.drafter}: set it to chain"
+            )
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min is {self.ngram_min}, ngram_max only {self.ngram_max}")
         if self.widths == []:
             raise ValueError("widths must have a number, or be auto")
         if 0 < self.simulate_accept_len < 1:

@@ -192,6 +192,7 @@ def _assemble(
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
         max_width=max_width,
+        max_text=max_len + 1 if decodes and config.spec.drafter == "ngram" else 0,
     )
     buffers = BatchBuffers(
         state,
@@ -213,7 +214,7 @@ def _assemble(
         decodes=decodes,
         always_hooked=not decodes and config.kv.num_groups not in ("auto", 1),
         simulated=SimulatedAcceptance(simulated_len, pool.device) if simulated_len else None,
-        drafter=drafter and build_drafter(config, drafter, model, pool, state),
+        drafter=build_drafter(config, drafter, model, pool, state),
     )
 
 

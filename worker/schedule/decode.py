@@ -50,6 +50,8 @@ class DecodeScheduler:
         on_preempt: Callable[[Req], None] = lambda req: None,
         on_row: Callable[[Req, float], None] = lambda req, now: None,
         widths: WidthPolicy | None = None,
+        *,
+        with_text: bool = False,
     ) -> None:
         self.book = book
         self.local: deque[Req] = deque()
@@ -61,7 +63,9 @@ class DecodeScheduler:
         self._on_preempt = on_preempt
         self._on_row = on_row  # told just before a request whose KV is here gets a row
         self.widths = widths or WidthPolicy((1,))
-        self._rows = RowTable(int(engine.max_num_reqs), int(engine.penalty_rows))
+        self._rows = RowTable(
+            int(engine.max_num_reqs), int(engine.penalty_rows), with_text=with_text
+        )
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work

@@ -16,7 +16,10 @@ class RowTable:
     applied before starts, and both are ordered on the device's stream behind steps in flight.
     """
 
-    def __init__(self, num_rows: int, num_penalty_slots: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, num_penalty_slots: int = 0, *, with_text: bool = False
+    ) -> None:
+        self._with_text = with_text  # starts carry all tokens
         self._free = list(range(1, num_rows + 1))
         self._free_slots = list(range(num_penalty_slots, 0, -1))
         self._slot_of: dict[int, int] = {}  # row -> penalty slot
@@ -57,6 +60,7 @@ class RowTable:
             penalty_slot=slot,
             prompt=tuple(req.tokens[:num]) if slot else (),
             output=tuple(req.tokens[num:]) if slot else (),
+            text=tuple(req.tokens) if self._with_text else (),
         )
         self._starts.append(start)
 

@@ -17,19 +17,21 @@ from worker.models.decoder import Decoder
 from worker.models.loader import load_chain
 from worker.models.taps import Taps
 from worker.plan import max_rows
+from worker.spec.base import Drafter
 from worker.spec.chain import Chain
+from worker.spec.ngram import Ngram
 from worker.step.state import StepState
 
 FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
 def read_drafter(config: WorkerConfig, target: ModelSpec) -> ChainSpec | None:
-    """Read the shape of the drafter that is configured; None: there is none.
+    """Read the shape of the drafter that is configured; None: it has no weights.
 
     Raises:
         UserError: see `read_chain_spec`.
     """
-    if config.spec.drafter == "none":
+    if config.spec.drafter != "chain":
         return None
     return read_chain_spec(config.drafter_directory, target)
 
@@ -60,13 +62,23 @@ def load_drafter(
 
 
 def build_drafter(
-    config: WorkerConfig, model: ChainDrafter, target: Decoder, pool: KVPool, state: StepState
-) -> Chain:
-    """Put a loaded drafter beside `target`, whose taps are set.
+    config: WorkerConfig,
+    model: ChainDrafter | None,
+    target: Decoder,
+    pool: KVPool,
+    state: StepState,
+) -> Drafter | None:
+    """Put the drafter that is configured beside `target`, whose taps are set.
+
+    model: loaded; None: it has no weights. Of those, prefill workers have nothing to do.
 
     Raises:
         UserError: the attention backend of windows cannot serve the drafter's heads.
     """
+    if model is None:
+        if state.text is None:
+            return None
+        return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
     engine, spec = config.engine, model.spec
     taps = None
     if spec.taps != (target.spec.num_layers,):  # else it is fed with the target's output

@@ -93,6 +93,7 @@ class StepState:
         num_penalty_slots: rows at a time that may have penalties or a logit bias.
         vocab_size: width of the penalty tables.
         max_width: tokens of the widest verify window.
+        max_text: tokens of a row whose ids are kept; 0: none are.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class StepState:
         num_penalty_slots: int,
         vocab_size: int,
         max_width: int = 1,
+        max_text: int = 0,
     ) -> None:
         n = num_rows + 1
         self.device = device
@@ -135,6 +137,10 @@ class StepState:
             self.page_table,
             torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
+        # The tokens of each row by position, as far as they are known; for a drafter that reads.
+        self.text: Tensor | None = None
+        if max_text:
+            self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
         self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
         self.reset()
 
@@ -226,6 +232,9 @@ class StepState:
         for start in starts:
             if start.penalty_slot:
                 self.penalties.fill(start, self.upload)
+            if start.text and self.text is not None:
+                text = self.upload(start.text, torch.int32)
+                self.text[start.row, : len(text)].copy_(text)
 
     def _stop_ids(self, sampling: Sampling) -> list[int]:
         ids = [*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids)]

@@ -1,0 +1,118 @@
+"""Prompt lookup changes how many tokens a step yields, never which; its traces are those of a loop.
+
+Requests of every kind wait for, preempt and share few rows and pages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+from tests.support.any_width import AnyWidth
+from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
+from tests.support.engines import Answer
+from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.ngram_reference import ngram_reference
+from tests.support.pairwise import every, pairwise, whole
+from worker.spec.ngram import Ngram
+
+MIN, MAX = 1, 3
+FACTORS: dict[str, Any] = {
+    "widths": [(4,), (1, 2, 8), *([(2,), (16,)] if whole else [])],
+    "page_size": [16, 1, 64],
+    "num_prefill": [0, 1],
+    "overlap": [True, False],
+}
+CASES = every(FACTORS) if whole else pairwise(FACTORS)
+
+
+def requests() -> list[Ask]:
+    """Some prompts say the same again; some grammars make the answers do so."""
+    asked = [
+        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
+        for number, ask in enumerate(mix())
+    ]
+    for number in range(0, len(asked), 3):
+        prompt = asked[number].prompt
+        asked[number] = replace(asked[number], prompt=[*prompt[:30], *prompt[:40]])
+    grammar = LLMatcher.grammar_from_regex("(7 cats, ){9}")
+    for number in (9, 14, 20):
+        sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
+        asked[number] = replace(asked[number], sampling=sampling)
+    return asked
+
+
+def workers(
+    widths: tuple[int, ...], page_size: int, num_prefill: int, *, overlap: bool, drafter: str
+) -> Lockstep:
+    config = sections("cpu", "always" if num_prefill else "never")
+    config["kv"]["page_size"] = page_size
+    config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
+    config["spec"] = {
+        "drafter": drafter, "widths": list(widths), "ngram_min": MIN, "ngram_max": MAX,
+    }  # fmt: skip
+    made = Lockstep(config, num_prefill=num_prefill)
+    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    if not overlap:
+        made.one_at_a_time()
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[Ask], list[Answer]]:
+    """The requests, and their answers without speculation."""
+    asked, made = requests(), workers((1,), 16, 0, overlap=True, drafter="none")
+    answers = made.serve(asked)
+    made.close()
+    return asked, answers
+
+
+def check_trace(windows: Sequence[Window], text: Sequence[int], max_len: int) -> int:
+    """Each window had what the loop finds behind the window before it; returns drafts accepted.
+
+    The first window of a stay in a row has none.
+    """
+    hold, proposed, accepted = None, 0, 0
+    for window in windows:
+        none = (-1,) * (window.width - 1)
+        if window.hold is not hold:
+            assert window.drafts == none
+        else:
+            found = ngram_reference(text[: window.position + 1], proposed, MIN, MAX)
+            found = found[: max_len - window.position - 1]
+            wanted = (*found, *none)[: window.width - 1]
+            assert window.drafts == wanted, (window, wanted)
+        accepted += window.num - 1
+        hold, proposed = window.hold, window.width - 1
+    return accepted
+
+
+@pytest.mark.parametrize(tuple(FACTORS), CASES)
+def test_lookup_changes_no_token_and_finds_what_is_there(
+    widths: tuple[int, ...],
+    page_size: int,
+    num_prefill: int,
+    overlap: bool,
+    plain: tuple[list[Ask], list[Answer]],
+) -> None:
+    asked, wanted = plain
+    made = workers(widths, page_size, num_prefill, overlap=overlap, drafter="ngram")
+    assert isinstance(made.engines[DECODE].runner.loaded.drafter, Ngram)
+    found = made.serve(asked)
+    made.close()
+    assert not differing(asked, found, wanted, exact=False)
+    if page_size == 16:
+        assert made.engines[DECODE].metrics.preemptions._value.get() > 0
+    accepted = 0
+    for number, (ask, answer) in enumerate(zip(asked, wanted, strict=True)):
+        if ask.cut is None and ask.abort is None:
+            text = [*ask.prompt, *answer.tokens]
+            max_len = len(ask.prompt) + ask.sampling.max_tokens
+            accepted += check_trace(made.windows[number], text, max_len)
+    assert accepted > 10, "few drafts were accepted"
