@@ -331,7 +331,10 @@ def _widths(engine: Engine) -> WidthPolicy:
         engine.metrics.simulate()
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len))
+    may_miss = engine.config.spec.drafter == "ngram"
+    if may_miss:
+        engine.metrics.acceptance_follows_text()
+    return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len), may_miss=may_miss)
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:

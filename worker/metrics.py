@@ -114,11 +114,13 @@ class WorkerMetrics:
         )
         self.spec_undrafted = counter(
             "spec_undrafted_steps",
-            "Windows without any draft: a request's first step, or one behind a step of width 1",
+            "Windows without any draft: a request's first step, one behind a step of width 1, or "
+            "one for which prompt lookup found nothing",
         )
         self.spec_first_acceptance = self._gauge(
             "spec_first_acceptance",
-            f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then",
+            f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then, and "
+            "with prompt lookup, where it depends on the text",
         )
         self._simulated = False
         self._first_windows = [0, 0]  # drafted, accepted at place 1
@@ -165,6 +167,10 @@ class WorkerMetrics:
             self._first_windows[1] += sum(num > 1 for num in nums)
             if self._first_windows[0] >= NUM_FIRST:
                 self.spec_first_acceptance.set(self._first_windows[1] / self._first_windows[0])
+
+    def acceptance_follows_text(self) -> None:
+        """Keep no first acceptance to compare with: another text is no fault of the drafter."""
+        self._first_windows[0] = NUM_FIRST
 
     def _add_transfers(self) -> None:
         counter, histogram = self._counter, self._histogram

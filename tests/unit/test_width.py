@@ -137,3 +137,37 @@ def test_rows_times_width_have_a_limit() -> None:
 
 def test_one_width_is_fixed() -> None:
     assert set(run(WidthPolicy((4,), STEP_S), 32, 0.0)) == {4}
+
+
+def test_drafts_that_a_lookup_does_not_find_are_refusals() -> None:
+    """One window in sixteen has drafts, all of them right: at 64 rows that pays for no width."""
+
+    def looked_up(width: int, rng: random.Random, last: int) -> Drawn:
+        num = min(width, last) if rng.random() < 1 / 16 else 1
+        drafts = (7,) * (num - 1) + (-1,) * (width - num)
+        return Drawn((7,) * num, False, (), drafts)
+
+    chosen = {}
+    for may_miss in (True, False):
+        policy = WidthPolicy(WIDTHS, STEP_S, may_miss=may_miss)
+        rng, last, widths = random.Random(1), 1, list[int]()
+        for _ in range(2000):
+            width = policy.choose(64)
+            policy.observe(width, [looked_up(width, rng, last) for _ in range(64)])
+            policy.took(64, width, STEP_S[64, width])
+            widths.append(width)
+            last = width
+        chosen[may_miss] = max(set(widths[500:]), key=widths[500:].count)
+    assert chosen == {True: 1, False: 8}
+
+
+def test_a_lookup_is_not_blamed_for_drafts_that_nobody_asked_for() -> None:
+    """Behind a step of width 1 no row has drafts. Else the first probe would end all others."""
+    policy = WidthPolicy((1, 2), may_miss=True)
+    before = policy.expected_tokens(2)
+    for _ in range(100):
+        policy.observe(1, [Drawn((7,), False)])
+        policy.observe(2, [Drawn((7,), False, (), (-1,))])
+    assert policy.expected_tokens(2) == before
+    policy.observe(2, [Drawn((7,), False, (), (-1,))])
+    assert policy.expected_tokens(2) < before

@@ -89,3 +89,11 @@ def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerM
     assert by_place == [2, 2, 2]
     assert value(metrics, "spec_simulated") == 1
     assert value(metrics, "spec_undrafted_steps_total") == 0
+
+
+def test_prompt_lookup_has_no_first_acceptance(metrics: WorkerMetrics) -> None:
+    metrics.acceptance_follows_text()
+    for _ in range(250):
+        metrics.windows(2, [2, 2, 2, 1], [(5,), (6,), (7,), (8,)])
+    assert value(metrics, "spec_first_acceptance") == 0
+    assert value(metrics, "spec_steps_total") == 1000

@@ -29,6 +29,7 @@ class WidthPolicy:
         widths: ascending.
         step_s: measured seconds of a step by (rows, width); others are learnt.
         simulated: acceptance does not depend on drafts, nor on whether there are any.
+        may_miss: the drafter often has none; where it was asked, that is a refusal.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class WidthPolicy:
         step_s: Mapping[tuple[int, int], float] | None = None,
         *,
         simulated: bool = False,
+        may_miss: bool = False,
     ) -> None:
         self._widths = tuple(widths)
         self.max_width = max(widths)
-        self._simulated = simulated
+        self._simulated, self._may_miss = simulated, may_miss
+        self._last_width = 1  # of the step observed last: drafts were asked for so wide a window
         self._step_s = dict(step_s or {})
         # How many steps each time stands for; a measured one for several.
         self._timed = dict.fromkeys(self._step_s, NUM_MEASURED)
@@ -74,12 +77,14 @@ class WidthPolicy:
         A window teaches as far as it had drafts: the first one of a row has none, and behind a
         narrower step there are few. Those say nothing of what a drafter is worth.
         """
+        asked, self._last_width = self._last_width if self._may_miss else 1, width
         if width == 1:
             return
         for each in drawn:
             num = len(each.tokens)
             for place in range(1, min(num + 1, width)):
-                if not self._simulated and each.drafts[place - 1] < 0:
+                missing = each.drafts[place - 1] < 0 and place >= asked
+                if missing and not self._simulated:
                     break
                 if place == num and each.finished:
                     break  # the request ended before it
