@@ -70,7 +70,7 @@ class DecodeLoop:
             partial(_preempted, metrics, self._traces),
             partial(_gets_row, metrics, self._traces),
             _widths(engine),
-            with_text=config.spec.drafter == "ngram",
+            with_text=config.spec.reads_text,
         )
         self._peers = PrefillPeers(
             engine.transport,
@@ -331,7 +331,7 @@ def _widths(engine: Engine) -> WidthPolicy:
         engine.metrics.simulate()
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    may_miss = engine.config.spec.drafter == "ngram"
+    may_miss = engine.config.spec.reads_text
     if may_miss:
         engine.metrics.acceptance_follows_text()
     return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len), may_miss=may_miss)

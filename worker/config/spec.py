@@ -17,8 +17,8 @@ class SpecConfig(Section):
 
     drafter: Literal["none", "chain", "ngram"] = "none"
     """What proposes tokens. `chain`: a drafter of one layer (EAGLE, EAGLE-3, or a model's own layer
-    for multi-token prediction). `ngram`: what followed the last tokens where the request's own text
-    had them before; needs no weights. All workers of a cluster need the same."""
+    for multi-token prediction); all workers of a cluster need the same. `ngram`: what followed the
+    last tokens where the request's own text had them before; needs no weights."""
     path: str = ""
     """The drafter's checkpoint: a directory, or its name on the hub. Empty: the model's own
     directory, or for the model that comes with kvlane the drafter that does."""
@@ -50,6 +50,11 @@ class SpecConfig(Section):
         if 0 < self.simulate_accept_len < 1:
             raise ValueError("simulate_accept_len must be 0, or at least 1")
         return self
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether drafts come from a request's own text, and so are often missing."""
+        return self.drafter == "ngram"
 
     @property
     def chosen(self) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ def _assemble(
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
         max_width=max_width,
-        max_text=max_len + 1 if decodes and config.spec.drafter == "ngram" else 0,
+        max_text=max_len + 1 if decodes and config.spec.reads_text else 0,
     )
     buffers = BatchBuffers(
         state,

@@ -43,5 +43,5 @@ class Ngram:
         """See Drafter.advance."""
         ngram_drafts(
             sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
-            sampled.width - 1, self._shortest, self._longest,
+            sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,
         )  # fmt: skip

@@ -127,9 +127,14 @@ def ngram_drafts_triton(
 
 def ngram_drafts(
     rows: Tensor, position: Tensor, valid: Tensor, drawn: Tensor, columns: RowColumns, text: Tensor,
-    num_drafts: int, shortest: int, longest: int,
+    num_drafts: int, shortest: int, longest: int, max_seq_len_ub: int,
 ) -> None:  # fmt: skip
-    """ngram_drafts_ref, on CUDA by one kernel."""
+    """ngram_drafts_ref, on CUDA by one kernel.
+
+    max_seq_len_ub: see SampledRows. The kernel knows each length; its twin would read all columns.
+    """
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
-    op = ngram_drafts_triton if rows.is_cuda else ngram_drafts_ref
+    op = ngram_drafts_triton
+    if not rows.is_cuda:
+        op, text = ngram_drafts_ref, text[:, : max_seq_len_ub + 1]
     op(rows, position, valid, drawn, columns, text, num_drafts, shortest, longest)
