@@ -45,6 +45,18 @@ def write_chain(
         name if name in ("lm_head.weight", "d2t", "t2d") else prefix + name: size
         for name, size in _shapes(form, target, config, shape, own).items()
     }
+    tensors = random_tensors(shapes, target.vocab_size, seed)
+    save_file(tensors, directory / ("mtp.safetensors" if form == "mimo" else "model.safetensors"))
+    return tensors
+
+
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], vocab_size: int, seed: int
+) -> dict[str, Tensor]:
+    """Noise of these shapes, f32, and tables of a drafter's ids where `shapes` has them.
+
+    vocab_size: of the target, whose ids d2t and t2d name.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: _noise(name, size, generator)
@@ -53,12 +65,11 @@ def write_chain(
     }
     if "d2t" in shapes:
         (num_ids,) = shapes["d2t"]
-        ids = torch.randperm(target.vocab_size, generator=generator)[:num_ids].sort().values
+        ids = torch.randperm(vocab_size, generator=generator)[:num_ids].sort().values
         tensors["d2t"] = ids - torch.arange(num_ids)
         if "t2d" in shapes:
-            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
+            tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
             tensors["t2d"][ids] = True
-    save_file(tensors, directory / ("mtp.safetensors" if form == "mimo" else "model.safetensors"))
     return tensors
 
 
@@ -127,7 +138,7 @@ def _shapes(
     vocab_size = config.get("draft_vocab_size") or target.vocab_size
     if form == "mimo":
         at = "model.mtp_layers.0"
-        return _layer(at, shape, size, qkv_bias=True) | {
+        return layer_shapes(at, shape, size, qkv_bias=True) | {
             f"{at}.token_layernorm.weight": (size,),
             f"{at}.hidden_layernorm.weight": (size,),
             f"{at}.input_proj.weight": (size, 2 * size),
@@ -136,13 +147,13 @@ def _shapes(
         }
     bias = bool(shape.get("attention_bias"))
     if form == "eagle":
-        found = _layer("layers.0", shape, size, qkv_bias=bias, output_bias=bias)
+        found = layer_shapes("layers.0", shape, size, qkv_bias=bias, output_bias=bias)
         found["fc.weight"] = (size, 2 * size)
         if config.get("bias", True):
             found["fc.bias"] = (size,)
     else:
         at = "midlayer" if form == "specforge" else "layers.0"
-        found = _layer(at, shape, 2 * size, qkv_bias=bias, output_bias=bias)
+        found = layer_shapes(at, shape, 2 * size, qkv_bias=bias, output_bias=bias)
         found |= {
             f"{at}.input_layernorm.weight": (size,),
             f"{at}.hidden_norm.weight": (size,),
@@ -166,9 +177,10 @@ def _shapes(
     return found | dict(of_own[name] for name in own)
 
 
-def _layer(
+def layer_shapes(
     at: str, shape: dict[str, Any], in_size: int, *, qkv_bias: bool, output_bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what every form's layer has, behind `at`; in_size: of q, k and v."""
     size, head_dim, inner = shape["hidden_size"], shape["head_dim"], shape["intermediate_size"]
     q, kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}

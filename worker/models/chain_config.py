@@ -11,7 +11,7 @@ from pathlib import Path
 
 from worker.models.chain_fields import FIXED, IRRELEVANT, MTP, REFUSED, SHAPE
 from worker.models.chain_spec import ChainSpec, Names, check_pairing, layer_names, read_geometry
-from worker.models.config import ModelSpec
+from worker.models.config import ModelSpec, read_architecture
 from worker.models.eagle3_config import read_specforge, read_speculators
 from worker.models.fields import Fields, read_fields
 
@@ -25,23 +25,23 @@ def read_chain_spec(path: Path, target: ModelSpec) -> ChainSpec:
             uses what we cannot compute, or a field has two readings or is unknown.
     """
     fields = read_fields(path / "config.json")
-    if fields.get("speculators_model_type") is not None:
+    if (kind := fields.get("speculators_model_type")) is not None:
+        if kind == "dflash":
+            raise fields.unsupported(
+                "speculators_model_type", "'dflash' drafts by blocks: set spec.drafter to dflash"
+            )
         fields.choice("speculators_model_type", "eagle3")
         return read_speculators(path, fields, target)
-    names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise fields.error("architectures", f"must be a list of one name, not {names!r}")
-    if names[0] in REFUSED:
-        raise fields.unsupported(
-            "architectures", f"a drafter of {names[0]} needs {REFUSED[names[0]]}"
-        )
-    if names[0] not in FORMS:
+    name = read_architecture(fields)
+    if name in REFUSED:
+        raise fields.unsupported("architectures", f"a drafter of {name} needs {REFUSED[name]}")
+    if name not in FORMS:
         raise fields.unsupported(
             "architectures",
-            f"{names[0]!r} is no chain drafter that we know; supported: {', '.join(FORMS)}, "
+            f"{name!r} is no chain drafter that we know; supported: {', '.join(FORMS)}, "
             "and speculators' eagle3",
         )
-    return FORMS[names[0]](path, fields, target)
+    return FORMS[name](path, fields, target)
 
 
 def _read_eagle(path: Path, fields: Fields, target: ModelSpec) -> ChainSpec:

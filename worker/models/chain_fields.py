@@ -21,7 +21,7 @@ IRRELEVANT = frozenset(
         "has_no_defaults_at_init",
         "initializer_range",
         "max_position_embeddings",
-        "max_window_layers",  # where sliding windows begin; those are refused
+        "max_window_layers",  # where windows begin if layer_types does not say so: refused
         "name_or_path",
         "pad_token_id",
         "pretraining_tp",  # how products are cut, not what they are
@@ -130,7 +130,7 @@ EAGLE_CONFIG = frozenset(FIXED_EAGLE_CONFIG) | {
 
 # Architectures whose drafters are known and need a part that is missing here.
 REFUSED: Mapping[str, str] = {
-    "DFlashDraftModel": "drafting by blocks",
+    "DFlashDraftModel": "drafting by blocks: set spec.drafter to dflash",
     "DeepseekV3ForCausalLM": "latent attention (MLA) and experts",
     "Glm4MoeForCausalLM": "experts",
     "PEagleDraftModel": "drafting in parallel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,9 +89,9 @@ class Names:
                     return name
         return options[0]
 
-    def optional(self, part: str, name: str, *, needed: bool) -> dict[str, str]:
+    def optional(self, part: str, *options: str, needed: bool) -> dict[str, str]:
         """{part: where it stands}, or {} if the files lack it and it is not needed."""
-        place = self.place(name)
+        place = self.place(*options)
         held = any(each in (place, f"{place}.weight") for each in self._tensors)
         return {part: place} if held or needed else {}
 
@@ -119,15 +119,60 @@ def check_pairing(
             )
 
 
+def check_taps(where: Fields, field: str, taps: Sequence[int], num_layers: int) -> None:
+    """Refuse outputs of layers that a target of `num_layers` lacks, or in another order."""
+    if any(each < 0 or each >= num_layers for each in taps):
+        raise where.unsupported(
+            field, f"outputs of the layers {list(taps)}; the target's are 0 to {num_layers - 1}"
+        )
+    if list(taps) != sorted(set(taps)):
+        raise where.unsupported(field, f"must be ascending, each layer once, not {list(taps)}")
+
+
+def check_tied(fields: Fields, target: ModelSpec, names: Collection[str]) -> None:
+    """Refuse a head tied to the drafter's embedding unless both are the target's, and tied there.
+
+    names: the parts that the drafter has.
+    """
+    own = {"head", "embedding"} & set(names)
+    if fields.flag("tie_word_embeddings") and (own or not target.tie_word_embeddings):
+        raise fields.unsupported(
+            "tie_word_embeddings",
+            "a head that is the drafter's embedding; leave the field false, and of lm_head and "
+            "embed_tokens what the drafter has of its own",
+        )
+
+
+def read_vocab_size(fields: Fields, target: ModelSpec) -> int:
+    """The head's number of ids: `draft_vocab_size`, by default the target's."""
+    vocab_size = fields.integer("draft_vocab_size", default=target.vocab_size)
+    if vocab_size > target.vocab_size:
+        raise fields.error(
+            "draft_vocab_size", f"{vocab_size} exceeds the target's vocabulary, {target.vocab_size}"
+        )
+    return vocab_size
+
+
 def read_geometry(
-    fields: Fields, *, num_layers: int = 1, fixed: Mapping[str, Any] = FIXED
+    fields: Fields,
+    *,
+    num_layers: int | None = 1,
+    windows: bool = False,
+    fixed: Mapping[str, Any] = FIXED,
 ) -> dict[str, Any]:
-    """The fields of ChainSpec that all forms write alike; `fixed`: the only values of others."""
-    refuse_what_we_cannot_compute(fields)
+    """The fields of a drafter's spec that all forms write alike.
+
+    Args:
+        num_layers: the only number that is supported; None: any.
+        windows: sliding windows are for the caller to read; else they are refused.
+        fixed: the only values of others.
+    """
+    refuse_what_we_cannot_compute(fields, windows=windows)
     fields.fixed(fixed)
-    if (number := fields.integer("num_hidden_layers")) != num_layers:
+    if (number := fields.integer("num_hidden_layers")) != num_layers and num_layers is not None:
         raise fields.unsupported("num_hidden_layers", f"{number}; supported: {num_layers}")
-    if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
+    slides = fields.get("sliding_window") is not None
+    if slides and not windows and fields.get("use_sliding_window") is not False:
         raise fields.unsupported("sliding_window", "sliding-window attention")
     for name in ("rope_scaling", "rope_parameters"):
         fields.inner(name).only(ROPE)

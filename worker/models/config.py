@@ -45,7 +45,12 @@ def read_model_spec(path: Path) -> ModelSpec:
             described but uses what we cannot compute.
     """
     fields = read_fields(path / "config.json")
-    architecture = _architecture(fields)
+    architecture = read_architecture(fields)
+    if architecture not in ARCHITECTURES:
+        raise fields.unsupported(
+            "architectures",
+            f"{architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
+        )
     refuse_what_we_cannot_compute(fields)
     num_heads, num_kv_heads, head_dim = read_heads(fields)
     rope_theta, rope_scaling = read_rope(fields)
@@ -73,20 +78,30 @@ def read_model_spec(path: Path) -> ModelSpec:
     )
 
 
-def _architecture(fields: Fields) -> str:
+def read_architecture(fields: Fields) -> str:
+    """The one name in `architectures`, whether or not we know it."""
     names = fields.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must be a list of one name, not {names!r}")
-    if names[0] not in ARCHITECTURES:
-        raise fields.unsupported(
-            "architectures",
-            f"{names[0]!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
-        )
     return names[0]
 
 
-def refuse_what_we_cannot_compute(fields: Fields) -> None:
-    """Refuse what no layer of ours has, whatever the architecture."""
+def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> None:
+    """Refuse what no layer of ours has, whatever the architecture.
+
+    windows: whoever calls has layers with sliding windows, and reads the fields of those itself.
+    """
+    if not windows:
+        _refuse_windows(fields)
+    if fields.get("hidden_act") not in (None, "silu"):
+        raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
+    if fields.flag("mlp_bias"):
+        raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
+    if fields.get("quantization_config") is not None:
+        raise fields.unsupported("quantization_config", "quantized weights")
+
+
+def _refuse_windows(fields: Fields) -> None:
     layer_types = fields.get("layer_types")
     if layer_types is None:
         if fields.flag("use_sliding_window"):
@@ -94,12 +109,6 @@ def refuse_what_we_cannot_compute(fields: Fields) -> None:
     elif set(layer_types) - {"full_attention"}:
         others = sorted(set(layer_types) - {"full_attention"})
         raise fields.unsupported("layer_types", f"layers of type {', '.join(others)}")
-    if fields.get("hidden_act") not in (None, "silu"):
-        raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
-    if fields.flag("mlp_bias"):
-        raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
-    if fields.get("quantization_config") is not None:
-        raise fields.unsupported("quantization_config", "quantized weights")
 
 
 def read_heads(fields: Fields) -> tuple[int, int, int]:

@@ -13,7 +13,16 @@ from worker.models.chain_fields import (
     SHAPE,
     SPECULATORS,
 )
-from worker.models.chain_spec import ChainSpec, Names, check_pairing, layer_names, read_geometry
+from worker.models.chain_spec import (
+    ChainSpec,
+    Names,
+    check_pairing,
+    check_taps,
+    check_tied,
+    layer_names,
+    read_geometry,
+    read_vocab_size,
+)
 from worker.models.config import ModelSpec
 from worker.models.fields import Fields
 
@@ -27,15 +36,8 @@ def read_specforge(path: Path, fields: Fields, target: ModelSpec) -> ChainSpec:
         path, fields, fields, target, "midlayer", norm_output=_norm_output(fields, eagle),
         norm_before_residual=fields.flag("norm_before_residual"),
     )  # fmt: skip
-    own = {"head", "embedding"} & set(spec.names)
-    full = spec.vocab_size == spec.target_vocab_size
-    tied = fields.flag("tie_word_embeddings") and full
-    if tied and (own or not target.tie_word_embeddings):
-        raise fields.unsupported(
-            "tie_word_embeddings",
-            "a head that is the drafter's embedding; leave the field false, and of lm_head and "
-            "embed_tokens what the drafter has of its own",
-        )
+    if spec.vocab_size == spec.target_vocab_size:  # else the head cannot be an embedding
+        check_tied(fields, target, spec.names)
     return spec
 
 
@@ -103,11 +105,6 @@ def _read_eagle3(
             "hidden_size", f"{geometry['hidden_size']}, but the target's is {target.hidden_size}, "
             "and without use_aux_hidden_state nothing projects one to the other",
         )  # fmt: skip
-    vocab_size = fields.integer("draft_vocab_size", default=target.vocab_size)
-    if vocab_size > target.vocab_size:
-        raise fields.error(
-            "draft_vocab_size", f"{vocab_size} exceeds the target's vocabulary, {target.vocab_size}"
-        )
     spec = ChainSpec(
         architecture="LlamaForCausalLMEagle3" if layer is fields else "speculators' eagle3",
         form="eagle3",
@@ -116,7 +113,7 @@ def _read_eagle3(
         output_bias=layer.flag("attention_bias"),
         qk_norm=layer.flag("qk_norm") or layer.get("model_type") == "qwen3",
         projection_bias=False,
-        vocab_size=vocab_size,
+        vocab_size=read_vocab_size(fields, target),
         target_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         taps=_taps(fields, eagle, target.num_layers, fuses=fuses),
@@ -188,12 +185,7 @@ def _taps(fields: Fields, eagle: Fields, num_layers: int, *, fuses: bool) -> tup
             name, f"the output of the last layer ({num_layers}), before or after the final norm"
         )
     taps = taps or (1, num_layers // 2 - 1, num_layers - 4)
-    if any(each < 0 or each >= num_layers for each in taps):
-        raise where.unsupported(
-            name, f"outputs of the layers {list(taps)}; the target's are 0 to {num_layers - 1}"
-        )
-    if list(taps) != sorted(set(taps)):
-        raise where.unsupported(name, f"must be ascending, each layer once, not {list(taps)}")
+    check_taps(where, name, taps, num_layers)
     if fields.integer("num_aux_hidden_states", default=len(taps)) != len(taps):
         raise fields.error("num_aux_hidden_states", f"must be {len(taps)}, as there are layer ids")
     return taps

@@ -30,11 +30,12 @@ class Fields:
         """The value, None if it is absent or null."""
         return self.values.get(field)
 
-    def integer(self, field: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, field: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self._value(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(field, f"must be a positive integer, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise self.error(field, f"must be {wanted}, not {value!r}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
