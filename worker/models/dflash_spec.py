@@ -40,8 +40,9 @@ class DFlashSpec:
     target_hidden_size: int
     taps: tuple[int, ...]  # "after layer k" of the target, from 0 on: the residual sum
     # Part -> name in the checkpoint, without ".weight": layers (behind it ".0" and so on), fc,
-    # hidden_norm, final_norm; maybe mask_embedding, embedding, head, d2t, t2d. Without an embedding
-    # or a head of its own the drafter uses the target's.
+    # hidden_norm, final_norm; maybe mask_embedding, embedding, head, d2t, t2d. mask_embedding, d2t
+    # and t2d are whole names of tensors. Without an embedding or a head of its own the drafter uses
+    # the target's.
     names: Mapping[str, str]
     dtype: str  # of the checkpoint
 

@@ -1,0 +1,217 @@
+"""Directories of small DFlash drafters with random weights, as each project would publish them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.chain_checkpoints import ABSENT, layer_shapes, random_tensors
+from worker.models.config import ModelSpec
+
+FORMS = ("zlab", "speculators")
+TAPS = (1, 4, 6)  # after these layers of the target
+
+# A target for them.
+TARGET = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=32,
+    num_layers=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=97,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    qk_norm=False,
+    max_position_embeddings=64,
+    dtype="float32",
+    eos_token_ids=(0,),
+    penalizes=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallConfig:
+    """What a small drafter is to be. `small_spec_config` makes it."""
+
+    form: str  # of FORMS
+    config: dict[str, Any]  # config.json
+    own: tuple[str, ...] = ()  # of embed_tokens, lm_head, mask_embedding, d2t and t2d
+    prefix: str = ""  # before all names but those of the head and of the tables of ids
+    aliases: bool = False  # what fuses the target's hidden states is called "encoder."
+    num_taps: int = len(TAPS)
+    layer: dict[str, Any] = field(default_factory=dict)  # the object with the layers' fields
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A drafter as it was written."""
+
+    tensors: dict[str, Tensor]  # f32, by their names in the file
+    # The same by part, as DFlashSpec.names calls them: "layers.0.self_attn.q_proj.weight",
+    # "fc.weight", "hidden_norm.weight", "final_norm.weight", and of what there is "mask_embedding",
+    # "embedding.weight", "head.weight", "d2t", "t2d".
+    parts: dict[str, Tensor]
+
+
+def small_spec_config(
+    target: ModelSpec = TARGET,
+    form: str = "zlab",
+    *,
+    num_layers: int = 2,
+    block_size: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    taps: Sequence[int] = TAPS,
+    mask_token_id: int | str = 96,
+    draft_vocab_size: int | None = None,
+    own: Sequence[str] = (),
+    sliding: Sequence[int] = (),
+    window: int = 3,
+    causal: bool | None = None,
+    bias: bool = False,
+    prefix: str = "",
+    aliases: bool = False,
+    layer: dict[str, Any] | None = None,
+    **fields: Any,
+) -> SmallConfig:
+    """A drafter for `target` in one of FORMS.
+
+    Args:
+        taps: after which of the target's layers, whatever the form calls these.
+        mask_token_id: ABSENT leaves it out.
+        draft_vocab_size: ids of the head, which is the drafter's own then; None: the target's.
+        own: of "embed_tokens", "lm_head", "mask_embedding" and "t2d", what the files have although
+            they could do without.
+        sliding: the layers that see `window` tokens, itself among them.
+        causal: of all layers in "zlab", of the sliding ones in "speculators"; None: not said, or in
+            "speculators" true.
+        bias: of the attention.
+        prefix: "model.", or nothing.
+        aliases: the names of some files: encoder.fc and encoder.output_norm_enc.
+        layer: other fields of the transformer's layers, which speculators nests.
+        fields: other fields of config.json. ABSENT as a value leaves a field out.
+    """
+    shape: dict[str, Any] = {
+        "attention_bias": bias,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": 40,
+        "max_position_embeddings": 32,
+        "model_type": "qwen3",
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": num_kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "vocab_size": target.vocab_size,
+    }
+    if sliding:
+        kinds = ("full_attention", "sliding_attention")
+        shape["layer_types"] = [kinds[i in sliding] for i in range(num_layers)]
+        shape |= {"sliding_window": window, "use_sliding_window": True}
+    shape = _left(shape | (layer or {}))
+    dflash = {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)}
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": block_size,
+        "draft_vocab_size": ABSENT if draft_vocab_size is None else draft_vocab_size,
+        "transformers_version": "4.57.1",
+    }
+    if form == "zlab":
+        dflash["causal"] = ABSENT if causal is None else causal
+        config |= shape | {
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "dflash_config": _left(dflash),
+            "dtype": "float32",
+            "num_target_layers": target.num_layers,
+            "tie_word_embeddings": False,
+        }
+    else:
+        assert form == "speculators", form
+        config |= {
+            "aux_hidden_state_layer_ids": [each + 1 for each in taps],
+            "dtype": "float32",
+            "mask_token_id": mask_token_id,
+            "max_anchors": 3072,
+            "sliding_window_non_causal": causal is False,
+            "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "any"}},
+            "speculators_model_type": "dflash",
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "transformer_layer_config": shape,
+        }
+    reduced = ("lm_head", "d2t") if draft_vocab_size is not None else ()
+    return SmallConfig(
+        form=form,
+        config=_left(config | fields),
+        own=(*reduced, *own),
+        prefix=prefix,
+        aliases=aliases,
+        num_taps=len(taps),
+        layer=shape,
+    )
+
+
+def write_dflash(
+    directory: Path, small: SmallConfig, target: ModelSpec = TARGET, *, seed: int = 0
+) -> Written:
+    """Write config.json and weights, which depend on `small` and `seed` only."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(small.config))
+    vocab_size = small.config.get("draft_vocab_size") or target.vocab_size
+    shapes = _shapes(small, target, vocab_size)
+    parts = random_tensors(shapes, target.vocab_size, seed)
+    tensors = {_name(part, small): tensor for part, tensor in parts.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return Written(tensors, parts)
+
+
+def _shapes(small: SmallConfig, target: ModelSpec, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Name by part -> shape, as SPECULATION 14.3 lists them."""
+    shape, size = small.layer, small.layer["hidden_size"]
+    bias = shape["attention_bias"]
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, small.num_taps * target.hidden_size),
+        "hidden_norm.weight": (size,),
+        "final_norm.weight": (size,),
+    }
+    for i in range(shape["num_hidden_layers"]):
+        at = f"layers.{i}"
+        found |= layer_shapes(at, shape | {"qk_norm": True}, size, qkv_bias=bias, output_bias=bias)
+        found[f"{at}.input_layernorm.weight"] = (size,)
+    of_own = {
+        "embed_tokens": ("embedding.weight", (target.vocab_size, size)),
+        "lm_head": ("head.weight", (vocab_size, size)),
+        "mask_embedding": ("mask_embedding", (size,)),
+        "d2t": ("d2t", (vocab_size,)),
+        "t2d": ("t2d", (target.vocab_size,)),
+    }
+    return found | dict(of_own[name] for name in small.own)
+
+
+def _name(part: str, small: SmallConfig) -> str:
+    """A part's name in the file."""
+    fusing = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+    called = {"final_norm": "norm", "embedding": "embed_tokens", "head": "lm_head"}
+    called |= fusing if small.aliases else {}
+    first, *rest = part.split(".")
+    name = ".".join([called.get(first, first), *rest])
+    return name if first in ("head", "d2t", "t2d") else small.prefix + name
+
+
+def _left(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value != ABSENT}

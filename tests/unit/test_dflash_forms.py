@@ -1,0 +1,333 @@
+"""Published DFlash drafters: how their directories are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.chain_checkpoints import ABSENT, write_chain
+from tests.support.dflash_checkpoints import (
+    FORMS,
+    TAPS,
+    TARGET,
+    Written,
+    small_spec_config,
+    write_dflash,
+)
+from worker.errors import Unsupported, UserError
+from worker.kernels.attention.mask import KeyMask
+from worker.kernels.attention.scaling import RopeScaling
+from worker.models.chain_config import read_chain_spec
+from worker.models.config import ModelSpec
+from worker.models.dflash_config import read_dflash_spec
+from worker.models.dflash_spec import DFlashSpec
+
+FULL = "full_attention"
+BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
+
+
+def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: Any) -> DFlashSpec:
+    write_dflash(path, small_spec_config(target, form, **flags), target)
+    return read_dflash_spec(path, target)
+
+
+# What all forms mean
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
+    assert read(tmp_path, form) == DFlashSpec(
+        architecture={"zlab": "DFlashDraftModel", "speculators": "speculators' dflash"}[form],
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=40,
+        rms_norm_eps=1e-5,
+        rope_theta=5000.0,
+        rope_scaling=None,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=True,
+        block_size=4,
+        masks=(BLOCK, BLOCK),
+        mask_token_id=96,
+        vocab_size=97,
+        target_vocab_size=97,
+        target_hidden_size=32,
+        taps=TAPS,
+        names={
+            "layers": "layers",
+            "fc": "fc",
+            "hidden_norm": "hidden_norm",
+            "final_norm": "norm",
+        },
+        dtype="float32",
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "shape": {"num_layers": 3, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16, "block_size": 8},
+    "bias": {"bias": True},
+    "prefixed": {"prefix": "model.", "own": ("embed_tokens", "mask_embedding")},
+    "aliases": {"aliases": True},
+    "aliases-prefixed": {"aliases": True, "prefix": "model."},
+    "reduced": {"draft_vocab_size": 40, "own": ("embed_tokens", "t2d"), "prefix": "model."},
+    "own-head": {"own": ("lm_head",)},
+    "mask-embedding": {"own": ("mask_embedding",), "mask_token_id": ABSENT},
+    "one-tap": {"taps": (5,)},
+    "rope": {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+    "dtype": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_names_lead_to_every_tensor(case: str, form: str, tmp_path: Path) -> None:
+    """By what DFlashSpec says of names, the parts of the file are found, and no tensor is left."""
+    flags = CASES[case]
+    written = write_dflash(tmp_path, small_spec_config(TARGET, form, **flags))
+    spec = read_dflash_spec(tmp_path, TARGET)
+    held = load_file(tmp_path / "model.safetensors")
+    found = {part: held.pop(renamed(part, spec)) for part in written.parts}
+    assert not held
+    for part, tensor in written.parts.items():
+        assert torch.equal(found[part], tensor), part
+    assert set(spec.names) == {part.split(".")[0] for part in written.parts}
+    check_shapes(spec, written)
+
+
+def renamed(part: str, spec: DFlashSpec) -> str:
+    first, *rest = part.split(".")
+    return ".".join([spec.names[first], *rest])
+
+
+def check_shapes(spec: DFlashSpec, written: Written) -> None:
+    """The record's sizes are those of the tensors."""
+    sizes = {part: tuple(tensor.shape) for part, tensor in written.parts.items()}
+    attention = "layers.0.self_attn"
+    assert sizes["fc.weight"] == (spec.hidden_size, spec.num_features * spec.target_hidden_size)
+    assert sizes[f"{attention}.q_proj.weight"][0] == spec.num_heads * spec.head_dim
+    assert sizes[f"{attention}.k_proj.weight"][0] == spec.num_kv_heads * spec.head_dim
+    assert sizes[f"{attention}.q_norm.weight"] == (spec.head_dim,)
+    assert sizes["layers.0.mlp.up_proj.weight"][0] == spec.intermediate_size
+    assert (f"{attention}.q_proj.bias" in sizes) == spec.qkv_bias
+    assert (f"{attention}.o_proj.bias" in sizes) == spec.output_bias
+    assert f"layers.{spec.num_layers - 1}.input_layernorm.weight" in sizes
+    assert f"layers.{spec.num_layers}.input_layernorm.weight" not in sizes
+    assert sizes.get("head.weight", (spec.vocab_size,))[0] == spec.vocab_size
+    assert ("d2t" in sizes) == (spec.vocab_size != spec.target_vocab_size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rest_of_a_case_is_read_too(form: str, tmp_path: Path) -> None:
+    specs = {case: read(tmp_path, form, **flags) for case, flags in CASES.items()}
+    assert specs["shape"].block_size == 8
+    assert specs["shape"].masks == (BLOCK,) * 3
+    assert specs["reduced"].vocab_size == 40
+    assert specs["rope"].rope_scaling == RopeScaling("linear", 2.0)
+    assert specs["dtype"].dtype == "bfloat16"
+    assert specs["mask-embedding"].mask_token_id is None
+    assert specs["prefixed"].mask_token_id is None  # the tensor stands in the id's place
+    assert specs["aliases-prefixed"].names["hidden_norm"] == "model.encoder.output_norm_enc"
+
+
+def test_a_mask_embedding_is_found_with_and_without_weight(tmp_path: Path) -> None:
+    written = write_dflash(tmp_path, small_spec_config(own=("mask_embedding",)))
+    assert read_dflash_spec(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
+    written.tensors["model.mask_embedding.weight"] = written.tensors.pop("mask_embedding")
+    save_file(written.tensors, tmp_path / "model.safetensors")
+    spec = read_dflash_spec(tmp_path, TARGET)
+    assert spec.names["mask_embedding"] == "model.mask_embedding.weight"
+
+
+def test_without_weights_names_are_the_usual_ones(tmp_path: Path) -> None:
+    expected = read(tmp_path, draft_vocab_size=40)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_dflash_spec(tmp_path, TARGET) == expected
+    assert expected.names["d2t"] == "d2t"
+
+
+def test_broken_weights_are_named(tmp_path: Path) -> None:
+    read(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
+        read_dflash_spec(tmp_path, TARGET)
+    with pytest.raises(UserError, match=r"none/config\.json: no such file"):
+        read_dflash_spec(tmp_path / "none", TARGET)
+
+
+# Fields
+
+
+ZLAB = {"mask_token_id": 96, "target_layer_ids": list(TAPS)}
+
+
+@pytest.mark.parametrize(
+    ("form", "flags", "expected"),
+    [
+        ("zlab", {"block_size": ABSENT, "dflash_config": {**ZLAB, "block_size": 6}}, 6),
+        ("zlab", {"dflash_config": {**ZLAB, "block_size": 4}}, 4),
+        ("zlab", {"block_size": 16}, 16),
+        ("speculators", {"block_size": 16}, 16),
+    ],
+)
+def test_block_sizes(form: str, flags: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    assert read(tmp_path, form, **flags).block_size == expected
+
+
+def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
+    assert read(tmp_path, mask_token_id=0).mask_token_id == 0
+    assert read(tmp_path, "speculators", mask_token_id=0).mask_token_id == 0
+    outer = {"target_layer_ids": [1], "mask_token": "<|MASK|>"}
+    small = small_spec_config(taps=(1,), dflash_config=outer)
+    small.config["mask_token_id"] = 7
+    write_dflash(tmp_path, small)
+    assert read_dflash_spec(tmp_path, TARGET).mask_token_id == 7
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "target_layers", "taps"),
+    [
+        (5, 36, (1, 9, 17, 25, 33)),  # Qwen3-8B
+        (1, 36, (18,)),
+        (1, 7, (3,)),
+        (2, 10, (1, 7)),
+        (4, 12, (1, 4, 6, 9)),  # 3.67 and 6.33 are rounded, not cut
+    ],
+)
+def test_taps_are_spread_evenly_unless_said(
+    num_layers: int, target_layers: int, taps: tuple[int, ...], tmp_path: Path
+) -> None:
+    target = replace(TARGET, num_layers=target_layers)
+    for ids in ({}, {"target_layer_ids": []}):
+        config = {"mask_token_id": 1, **ids}
+        flags = {"num_layers": num_layers, "dflash_config": config, "target": target}
+        assert read(tmp_path, taps=taps, **flags).taps == taps
+    assert read(tmp_path, taps=(0, 3), num_layers=num_layers, target=target).taps == (0, 3)
+
+
+def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
+    zlab = small_spec_config(taps=(0, 5, 8))
+    other = small_spec_config(form="speculators", taps=(0, 5, 8))
+    assert zlab.config["dflash_config"]["target_layer_ids"] == [0, 5, 8]
+    assert other.config["aux_hidden_state_layer_ids"] == [1, 6, 9]
+    for form in FORMS:
+        assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
+
+
+# Masks: what is said of causality and windows, and what follows by layer
+
+SWA = {**ZLAB, "use_swa": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, (BLOCK, BLOCK)),
+        ({"causal": True}, (CAUSAL, CAUSAL)),
+        ({"is_causal": True}, (CAUSAL, CAUSAL)),
+        ({"is_causal": True, "causal": True}, (CAUSAL, CAUSAL)),
+        ({"is_causal": False, "sliding": (0, 1)}, (KeyMask(causal=False, window=3),) * 2),
+        ({"sliding": (1,)}, (BLOCK, KeyMask(window=3))),
+        ({"sliding": (0, 1), "window": 5}, (KeyMask(window=5),) * 2),
+        ({"sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
+        ({"sliding": (1,), "causal": True}, (CAUSAL, KeyMask(window=3))),
+        ({"sliding": (1,), "use_sliding_window": ABSENT}, (BLOCK, KeyMask(window=3))),
+        ({"layer_types": [FULL, FULL], "sliding_window": 7}, (BLOCK, BLOCK)),
+        ({"sliding_window": 7, "use_sliding_window": False}, (BLOCK, BLOCK)),
+        # use_swa gives windows, not causality.
+        ({"dflash_config": {**SWA, "swa_window_size": 7}}, (KeyMask(causal=False, window=7),) * 2),
+        ({"dflash_config": SWA, "sliding_window": 9}, (KeyMask(causal=False, window=9),) * 2),
+        ({"dflash_config": {**SWA, "causal": True}, "sliding_window": 9}, (KeyMask(window=9),) * 2),
+        ({"dflash_config": SWA, "sliding": (0, 1)}, (KeyMask(window=3),) * 2),
+        ({"dflash_config": {**ZLAB, "use_swa": False, "swa_window_size": 7}}, (BLOCK, BLOCK)),
+    ],
+)
+def test_masks_by_layer(
+    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
+) -> None:
+    assert read(tmp_path, **flags).masks == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"sliding_window_non_causal": ABSENT}, (BLOCK, BLOCK)),
+        ({"causal": True}, (BLOCK, BLOCK)),  # of sliding layers only
+        ({"sliding": (1,)}, (BLOCK, KeyMask(window=3))),
+        ({"sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
+    ],
+)
+def test_masks_by_layer_of_speculators(
+    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
+) -> None:
+    assert read(tmp_path, "speculators", **flags).masks == expected
+
+
+# Files as they are published, with what does not matter
+
+PUBLISHED = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "layer_types": [FULL, FULL],
+    "max_window_layers": 2,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_does_not_matter_changes_nothing(form: str, tmp_path: Path) -> None:
+    expected = read(tmp_path, form)
+    more: dict[str, Any] = {"sample_from_anchor": False, "attention_sink_bias": False}
+    if form == "zlab":
+        dflash = {**ZLAB, "attention_sink_bias": False, "num_target_layers": 10, "causal": None}
+        more |= {"dflash_config": dflash, "target_hidden_size": 32, "is_causal": None}
+    else:
+        more |= {"num_hidden_layers": 2, "speculators_version": "0.5.0", "shift_label": False}
+    assert read(tmp_path, form, layer=PUBLISHED, **more) == expected
+    rope = {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
+    assert read(tmp_path, form, layer=rope) == expected
+    if form == "speculators":
+        assert read(tmp_path, form, layer={"model_type": "llama"}) == expected
+
+
+def test_a_tied_head_is_the_target_s_or_refused(tmp_path: Path) -> None:
+    tied = replace(TARGET, tie_word_embeddings=True)
+    assert "head" not in read(tmp_path, target=tied, tie_word_embeddings=True).names
+    for own in ("embed_tokens", "lm_head"):
+        with pytest.raises(Unsupported, match="tie_word_embeddings: a head that is"):
+            read(tmp_path, target=tied, tie_word_embeddings=True, own=(own,))
+    reduced = {"tie_word_embeddings": True, "draft_vocab_size": 40}
+    assert "head" in read(tmp_path, **reduced).names
+    assert "head" in read(tmp_path, "speculators", tie_word_embeddings=True, own=("lm_head",)).names
+
+
+def test_a_pickled_mask_embedding_is_refused_unless_it_is_in_safetensors_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(Unsupported, match=r"mask_embedding\.pt: .*into the safetensors files"):
+        read(tmp_path)
+    assert read(tmp_path, own=("mask_embedding",)).mask_token_id is None
+
+
+def test_each_reader_names_the_other(tmp_path: Path) -> None:
+    for form in FORMS:
+        read(tmp_path, form)
+        with pytest.raises(Unsupported, match=r"by blocks: set spec\.drafter to dflash"):
+            read_chain_spec(tmp_path, TARGET)
+    for form in ("specforge", "speculators", "eagle", "mimo"):
+        write_chain(tmp_path / form, form, TARGET)
+        with pytest.raises(Unsupported, match=r"set spec\.drafter to chain"):
+            read_dflash_spec(tmp_path / form, TARGET)
