@@ -9,45 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.kernels.jit import HAS_TRITON
 from worker.kernels.step import draft_draws, draft_rows
 from worker.kernels.step.philox import gumbel_ref
 from worker.kernels.step.step_rows import RowColumns
-
-PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 9, 12
-
-
-def columns_of(generator: torch.Generator) -> RowColumns:
-    """Rows of a state in the middle of things; some have ended."""
-
-    def drawn(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (NUM_ROWS + 1,), generator=generator)
-
-    table = torch.randperm((NUM_ROWS + 1) * NUM_PAGES, generator=generator) + 1
-    table = table.view(NUM_ROWS + 1, NUM_PAGES).int()
-    table[0] = 0
-    max_len = drawn(20, PAGE_SIZE * NUM_PAGES + 1)
-    seq_len = torch.minimum(drawn(0, PAGE_SIZE * NUM_PAGES), max_len - 1)
-    active = drawn(0, 4) > 0
-    active[0], seq_len[0], max_len[0] = False, 0, 0
-    drafts = torch.full((NUM_ROWS + 1, 7), -1)
-    return RowColumns(active, seq_len, drawn(3, 97), max_len, table, drafts)
-
-
-def step_of(columns: RowColumns, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows, position, valid, drawn) of a step that has just led to `columns`; row 0 is padding."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(NUM_ROWS, generator=generator)[:7] + 1
-    rows[3] = 0
-    valid = rows > 0
-    num = torch.randint(1, width + 1, (7,), generator=generator)
-    num = torch.minimum(num, columns.seq_len[rows].clamp(min=1)) * valid
-    first = columns.seq_len[rows] - num + 1  # position of the first draw
-    position = (first[:, None] + torch.arange(width)).view(-1)
-    draws = torch.randint(3, 97, (7, width), generator=generator)
-    ended = (~columns.active[rows]).long()
-    drafts = torch.full((7, width - 1), -1)
-    return rows, position, valid, torch.cat((draws, num[:, None], ended[:, None], drafts), 1)
 
 
 def expected(
@@ -120,7 +86,7 @@ def test_drafts_are_drawn_with_the_targets_noise(num_ids: int, mapped: bool) -> 
     logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped)
     op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
     drafts = torch.full((6, 3), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1])
+    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1:2])
     own = list(range(num_ids)) if ids is None else ids.tolist()
     for i, row in enumerate(rows.tolist()):
         noise = gumbel_ref(seed[row : row + 1], position[i : i + 1] + 1, own[-1] + 1)[0, own]
@@ -138,7 +104,7 @@ def test_equal_logits_draw_the_lowest_id() -> None:
     op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
     logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
     for seeds in (seed, None):
-        found = op(logits, rows, position, slots, seeds, greedy, ids, drafts[:, 0])
+        found = op(logits, rows, position, slots, seeds, greedy, ids, drafts)
         assert found[:3].tolist() == [int(ids[0])] * 3
 
 
@@ -151,7 +117,7 @@ def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
     known = set(range(1100) if ids is None else ids.tolist())
     for seeds in (seed, None):
         drafts = torch.full((6, 1), 5)
-        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts[:, 0])
+        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts)
         assert set(found.tolist()) <= {0} | known
 
 
@@ -171,7 +137,7 @@ if not INTERPRETED:
         types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
         types |= {"num_ids": "i32", "stride": "i32"}
         for mapped in (False, True):
-            constants = dict(BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
+            constants = dict(NUM=3, BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
             constants |= {"PDL": True}
             kernel = draft_draws._best_draft_kernel
             assert "griddepcontrol" in ptx_of(

@@ -102,7 +102,7 @@ class Chain:
                 feature, output = model(token, feature, position)
             token = draw_drafts(
                 model.logits(output), rows, position, slots,
-                seed, state.floats.temperature, model.id_map, columns.drafts[:, k],
+                seed, state.floats.temperature, model.id_map, columns.drafts[:, k : k + 1],
             )  # fmt: skip
 
     def _features(self, hidden: Tensor, num_tokens: int) -> Tensor:

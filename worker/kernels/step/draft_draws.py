@@ -28,41 +28,42 @@ def draw_drafts_ref(
     ids: Tensor | None,
     drafts: Tensor,
 ) -> Tensor:
-    """Draw the next draft of each row, and write it to `drafts`.
+    """Draw the next m drafts of each row, and write them to `drafts`.
 
     Args:
-        logits: [n, num_ids], of the drafter.
+        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours.
         rows: [n] i64, of the step state.
-        position: [n] i64, of the token before the draft.
-        slots: [n] i64; 0: there is no draft.
+        position: [n * m] i64, of the token before each draft.
+        slots: [n * m] i64; 0: there is no draft.
         seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
         temperature: [num_rows + 1] f32, another; 0 = greedy.
         ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: they are
             equal.
-        drafts: [num_rows + 1] i64, strided: written at `rows`, -1 where there is no draft.
+        drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
 
     Returns:
-        [n] i64: the drafts, token 0 where there is none.
+        [n * m] i64: the drafts, token 0 where there is none.
     """
+    owners = rows.repeat_interleave(drafts.shape[1])
     if ids is None:
         ids = torch.arange(logits.shape[1], device=logits.device)
     x = logits.float()
     if seed is not None:
-        scale, num_ids = temperature[rows][:, None], int(ids[-1]) + 1
-        noise = gumbel_ref(seed[rows], position + 1, num_ids)[:, ids]
+        scale, num_ids = temperature[owners][:, None], int(ids[-1]) + 1
+        noise = gumbel_ref(seed[owners], position + 1, num_ids)[:, ids]
         x = torch.where(scale == 0, x, x / torch.where(scale == 0, 1.0, scale) + noise)
     found = ids[x.argmax(-1)]
-    drafts[rows] = torch.where(slots > 0, found, -1)
+    drafts[rows] = torch.where(slots > 0, found, -1).view(len(rows), -1)
     return torch.where(slots > 0, found, 0)
 
 
 @triton.jit
 def _best_draft_kernel(
     logits, rows, position, seed, temperature, ids, values, tokens, num_ids, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MAPPED: tl.constexpr, GREEDY: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    NUM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MAPPED: tl.constexpr,
+    GREEDY: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, n): the largest perturbed logit of each block, the lowest id with it."""
+    """Grid (blocks, n * NUM): the largest perturbed logit of each block, the lowest id with it."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -73,7 +74,7 @@ def _best_draft_kernel(
     if MAPPED:
         token = tl.load(ids + at, mask=at < num_ids, other=0)
     if not GREEDY:
-        row = tl.load(rows + i)
+        row = tl.load(rows + i // NUM)
         scale = tl.load(temperature + row)
         if scale != 0.0:
             here, key = tl.load(position + i) + 1, tl.load(seed + row)
@@ -91,9 +92,9 @@ def _best_draft_kernel(
 @triton.jit
 def _keep_draft_kernel(
     values, tokens, rows, slots, drafts, out, stride,
-    BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
+    NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n): the best of the blocks."""
+    """Grid (n * NUM): the best of the blocks."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,7 +106,8 @@ def _keep_draft_kernel(
     found = tl.where(found < (1 << 30), found, 0)  # 1 << 30: all are NaN
     proposes = tl.load(slots + i) > 0
     tl.store(out + i, tl.where(proposes, found, 0))
-    tl.store(drafts + tl.load(rows + i) * stride, tl.where(proposes, found, -1))
+    to = drafts + tl.load(rows + i // NUM) * stride + i % NUM
+    tl.store(to, tl.where(proposes, found, -1))
 
 
 def draw_drafts_triton(
@@ -120,7 +122,8 @@ def draw_drafts_triton(
 ) -> Tensor:
     """See draw_drafts_ref; two launches."""
     n, num_ids = logits.shape
-    blocks = -(-num_ids // BLOCK)
+    num, blocks = drafts.shape[1], -(-num_ids // BLOCK)
+    assert n == len(rows) * num
     assert logits.stride(1) == 1
     values = torch.empty(n, blocks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(n, blocks, dtype=torch.int64, device=logits.device)
@@ -130,8 +133,8 @@ def draw_drafts_triton(
         rows if ids is None else ids, values, tokens,
         num_ids, logits.stride(0),
         **overlap(
-            logits, BLOCK=BLOCK, BLOCKS=blocks, MAPPED=ids is not None, GREEDY=seed is None,
-            EXACT=logits.is_cuda, num_warps=WARPS,
+            logits, NUM=num, BLOCK=BLOCK, BLOCKS=blocks, MAPPED=ids is not None,
+            GREEDY=seed is None, EXACT=logits.is_cuda, num_warps=WARPS,
         ),
     )  # fmt: skip
     _keep_draft_kernel[(n,)](
@@ -142,7 +145,7 @@ def draw_drafts_triton(
         drafts,
         out,
         drafts.stride(0),
-        **overlap(logits, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
+        **overlap(logits, NUM=num, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
     )
     return out
 
@@ -158,5 +161,6 @@ def draw_drafts(
     drafts: Tensor,
 ) -> Tensor:
     """draw_drafts_ref, on CUDA by two kernels."""
+    assert all(each.is_contiguous() for each in (rows, position, slots))
     op = draw_drafts_triton if logits.is_cuda else draw_drafts_ref
     return op(logits, rows, position, slots, seed, temperature, ids, drafts)
