@@ -19,7 +19,7 @@ wait, and step n + 1 is launched before step n is settled.
 
 `--widths 1,2,4,8,16` gives a column for each width of verify windows, in which one token of a step
 counts, so that the figure is a step's; the drafts are none. `--drafter benchmarks/models/FILE` puts
-a chain drafter of that shape beside the model: a step then proposes as well, and a chunk has its
+a drafter of that shape beside the model: a step then proposes as well, and a chunk has its
 part for the drafter. Tokens a second are batch x accepted tokens / the step's time.
 
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --batch 1,8,32,64 \
@@ -50,6 +50,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.load.result import machine
@@ -100,7 +101,9 @@ def build(
         drafter = place / "drafter"
         drafter.mkdir()
         shutil.copy(options.drafter, drafter / "config.json")
-        spec |= {"drafter": "chain", "path": str(drafter)}
+        names = json.loads(options.drafter.read_text())["architectures"]
+        kind = "dflash" if names == ["DFlashDraftModel"] else "chain"
+        spec |= {"drafter": kind, "path": str(drafter)}
     max_len = options.prompt_len + options.output_len + 8
     page_size = options.page_size
     other = {"decode": "prefill", "prefill": "decode"}[options.phase]
@@ -138,6 +141,7 @@ class Bench:
         self.engine = engine
         self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
         self.path = ""  # of the last step that was waited for
+        self.num_admitted = 0
         self.widths = engine.config.spec.all_widths
         words = -(-engine.spec.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -179,7 +183,9 @@ class Bench:
         rng, reqs = random.Random(seed), []
         for number in range(batch):
             tokens = rng.choices(range(self.engine.spec.vocab_size), k=prompt_len)
-            req = Req(str(number), 1, "bench", tokens, prompt_len, sampling, float("inf"))
+            self.num_admitted += 1  # of another seed each: simulated acceptance is by seed
+            own = msgspec.structs.replace(sampling, seed=self.num_admitted)
+            req = Req(str(number), 1, "bench", tokens, prompt_len, own, float("inf"))
             assert self.scheduler.admit(req), "the pool is made for this batch"
             self.scheduler.prefill_locally(req)
             reqs.append(req)
@@ -438,7 +444,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
-    add("--drafter", type=Path, help="a config.json of a chain drafter, with random weights")
+    add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
     add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
     add(
         "--graph",

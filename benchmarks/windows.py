@@ -5,12 +5,14 @@
         --fixed 5x3.3@1,4x2.9@32,2x1.7@64 --accept 1.2,2.9 --sync 4@32 --json out.json
     python -m benchmarks.windows --model-config benchmarks/models/small.json \\
         --drafter benchmarks/models/small-eagle3.json --batch 1,4 --prompt-len 64 --output-len 32 \\
-        --fixed 4x2.9@4 --accept 1.2,2.9 --sync 4@4 --steps 40 --widths 1,2,4
+        --fixed 4x2.9@4 --accept 1.2,2.9 --sync 4@4 --steps 40 --windows 40 --widths 1,2,4
 
 Random weights: how many drafts are accepted is SIMULATED (`--accept`, or the number behind the x of
-`--fixed`), all else is done. First an engine without a drafter, then one with: steps of a fixed
-width, then of widths that are chosen as a decode worker does. `--sync WIDTH@ROWS`: the same steps
-each waited for before the next is launched; with `--profile` traces of both, for `benchmarks.idle`.
+`--fixed`: tokens of a step on average; below 1 the share of drafts that count where all before them
+did, so that wider windows keep more), all else is done. First an engine without a drafter, then one
+with: steps of a fixed width, then of widths that are chosen as a decode worker does. `--sync
+WIDTH@ROWS`: the same steps each waited for before the next is launched; with `--profile` traces of
+both, for `benchmarks.idle`.
 
 Only steps count in which every row decodes. They are repeated from the same prompts, of which only
 the first is computed, until there are `--steps` of them; what the choice has learnt stays.
@@ -70,10 +72,10 @@ class Rate:
 
 
 def run(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namespace) -> Rate:
-    """Decode until `rate` has options.steps steps."""
+    """Decode until `rate` has options.steps steps, and options.windows windows."""
     bench.scheduler.widths = policy
     once(bench, Rate(rate.rows, "", 0, rate.launched, widths=Counter()), policy, options)
-    while rate.steps < options.steps:
+    while rate.steps < options.steps or rate.steps * rate.rows < options.windows:
         once(bench, rate, policy, options)
     return rate
 
@@ -120,10 +122,13 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
 
 
 def accept(bench: Bench, mean_len: float) -> None:
-    """So many tokens of a step count from now on, in graphs that were captured too."""
+    """So many tokens of a step count from now on, in graphs that were captured too; see above."""
     simulated = bench.engine.runner.loaded.simulated
     assert simulated is not None
-    simulated.change(mean_len)
+    if mean_len < 1:
+        simulated.change_share(mean_len)
+    else:
+        simulated.change(mean_len)
 
 
 def parse() -> argparse.Namespace:
@@ -137,7 +142,8 @@ def parse() -> argparse.Namespace:
     add("--fixed", default="", metavar="5x3.3@1", help="width x accepted @ rows; several")
     add("--accept", default="", help="tokens of a step, on average, that widths are chosen for")
     add("--sync", default="", metavar="4@32", help="width @ rows")
-    add("--steps", type=int, default=600, help="of each line")
+    add("--steps", type=int, default=600, help="of each line, at least")
+    add("--windows", type=int, default=4000, help="of each line, at least: of all rows together")
     add("--profile", type=Path, help="chrome traces: FILE, and FILE.sync")
     add("--json", type=Path)
     parser.set_defaults(widths=[1, 2, 4, 8], cached=True, output_len=256, phase="decode")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.tracing.spans import Tracer
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
-SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_len): answers are junk"
+SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are junk"
 
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 PAGE = """<!doctype html>

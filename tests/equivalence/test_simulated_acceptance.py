@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import steps
@@ -20,8 +21,9 @@ from tests.support.engines import running
 from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
-from worker.config import ModelConfig, PingConfig
+from worker.config import ModelConfig, PingConfig, SpecConfig
 from worker.engine.step_log import StepLine
+from worker.sampling.simulated import SimulatedAcceptance
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -129,9 +131,24 @@ def test_metrics_and_the_step_log_count_the_same(
 
 def test_it_is_told_everywhere(served: Served) -> None:
     (warning,) = served.warnings
-    assert "simulate_accept_len is 2.5" in warning
+    assert "2.5 tokens a step" in warning
     assert "SIMULATED" in warning
     assert served.metrics["decode"]["simulated"] == 1
     assert served.metrics["prefill"]["simulated"] == 0
     assert served.model["simulated_accept_len"] == ACCEPT_LEN
     assert any("SIMULATED" in note for note in served.notes)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.859])
+def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
+    simulated = SimulatedAcceptance(torch.device("cpu"))
+    simulated.change_share(share)
+    position, seed = torch.arange(4096), torch.full((4096,), 9 << 35)
+    drafts = simulated.num_accepted(position, seed)
+    for width in (2, 4, 16):
+        mean = 1 + drafts.clamp(max=width - 1).double().mean().item()
+        wanted = (1 - share**width) / (1 - share)
+        assert abs(mean - wanted) < 0.05 * wanted
+        asked = SpecConfig(widths=[1, width], simulate_accept_share=share)
+        assert asked.simulated_len == pytest.approx(wanted)
+    assert not torch.equal(drafts, simulated.num_accepted(position, seed + 1))

@@ -118,7 +118,9 @@ def draw(
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
     draws = sample(logits, params, tail, changes)
-    forced = None if simulated is None or width == 1 else simulated.num_accepted(position)
+    forced = None
+    if simulated is not None and width > 1:
+        forced = simulated.num_accepted(position, params.seed)
     drawn = accept_rows(
         sampled.rows, position, sampled.valid, draws, params.stop_ids, params.min_len,
         state.columns, forced,
