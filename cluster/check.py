@@ -25,8 +25,8 @@ from router.port import listen
 from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
 from worker.errors import UserError
-from worker.models.chain_config import read_chain_spec
 from worker.models.config import ModelSpec, read_model_spec
+from worker.models.drafter_spec import READERS
 from worker.models.files import check_weights
 from worker.tracing.setup import check_tracing
 from worker.transfer import mooncake_libraries
@@ -155,7 +155,7 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
     if model.max_model_len != "auto" and model.max_model_len > longest:
         message = f"is {model.max_model_len}, but the model has {longest} positions"
         raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
-    if with_weights and config.spec.drafter == "chain":
+    if with_weights and config.spec.has_weights:
         _drafter(config, spec)
 
 
@@ -165,7 +165,7 @@ def _drafter(config: Config, target: ModelSpec) -> None:
     if not directory.is_dir():
         raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
     try:
-        read_chain_spec(directory, target)
+        READERS[config.spec.drafter](directory, target)
         if config.model.load_format == "safetensors":
             check_weights(directory)
     except UserError as error:

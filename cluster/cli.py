@@ -187,7 +187,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port of the routers; 0: any free one")
     parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
     parser.add_argument("--log-format", metavar="FORM", help="text, or json: an object a line")
-    parser.add_argument("--spec", metavar="DRAFTER", help="what drafts: none, chain, ngram")
+    parser.add_argument("--spec", metavar="DRAFTER", help="what drafts: none, chain, dflash, ngram")
     parser.add_argument("--spec-path", metavar="PATH", help="directory of the drafter")
     parser.add_argument(
         "--spec-simulate-accept-len",

@@ -50,7 +50,7 @@ from worker.schedule.width import WidthPolicy
 log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
-SIMULATED = "spec.simulate_accept_len is %g: acceptance is SIMULATED, answers are junk"
+SIMULATED = "acceptance is SIMULATED (spec.simulate_accept_*), %g tokens a step: answers are junk"
 ABORTED = Error(FinishReason.ABORT.value, "the router wants no more of it")
 
 
@@ -70,7 +70,7 @@ class DecodeLoop:
             partial(_preempted, metrics, self._traces),
             partial(_gets_row, metrics, self._traces),
             _widths(engine),
-            with_text=config.spec.reads_text,
+            spec=config.spec,
         )
         self._peers = PrefillPeers(
             engine.transport,

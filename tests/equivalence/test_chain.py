@@ -1,4 +1,4 @@
-"""A chain drafter proposes the same, and leaves the same in the pages, whatever serves a request.
+"""A drafter proposes the same, and leaves the same in the pages, whatever serves a request.
 
 Every window of every request is compared with the plain-torch reference (SPECULATION 13.1 to 13.3).
 So traces of one request are equal in all cases, and right in all of them. Texts equal those of
@@ -18,11 +18,10 @@ import msgspec
 import pytest
 import torch
 
-from tests.support import fitted_drafters
+from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
-from tests.support.chain_audit import audit, trace_is_right
+from tests.support.chain_audit import Reference, audit, trace_is_right
 from tests.support.chain_cases import NUM, Known, reference_of, serve, speculation, warm
-from tests.support.chain_reference import ChainReference
 from tests.support.chain_workers import workers
 from tests.support.delay_mix import differing, mix
 from tests.support.engines import Answer
@@ -33,9 +32,10 @@ from worker.plan import Drawn
 from worker.schedule.decode import DecodeScheduler, Settled
 
 WIDTH = 5
+FORMS = (*fitted_drafters.FORMS, *fitted_blocks.FORMS)
 EVERY = 9  # steps after which a row has to go
 FACTORS: dict[str, Any] = {
-    "form": fitted_drafters.FORMS,
+    "form": FORMS,
     "graph": (False, True),
     "chunks": ("eager", "pieces", "whole"),
     "overlap": (True, False),
@@ -94,7 +94,7 @@ def inside(trace: Sequence[Step], max_len: int) -> list[Step]:
 
 
 def only_trace(
-    text: Sequence[int], num_prompt: int, sampling: Sampling, reference: ChainReference
+    text: Sequence[int], num_prompt: int, sampling: Sampling, reference: Reference
 ) -> list[Step]:
     """The trace of a request that nobody has preempted."""
     found: list[Step] = []
@@ -164,8 +164,10 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
-def test_requests_of_every_kind_with_widths_that_change(num_prefill: int, known: Known) -> None:
+@pytest.mark.parametrize(("form", "num_prefill"), [("eagle3", 0), ("eagle3", 1), ("dflash", 1)])
+def test_requests_of_every_kind_with_widths_that_change(
+    form: str, num_prefill: int, known: Known
+) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
     asked = [
         replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
@@ -174,7 +176,7 @@ def test_requests_of_every_kind_with_widths_that_change(num_prefill: int, known:
     base = workers(num_prefill=num_prefill, num_tokens=800)
     wanted = base.serve(asked)
     base.close()
-    directory, widths = known.directory("eagle3"), (1, 2, 4, 8)
+    directory, widths = known.directory(form), (1, 2, 4, 8)
     made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
     made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
@@ -216,7 +218,7 @@ def check_against(
         assert audit(engine, reference) > 0
 
 
-@pytest.mark.product(form=fitted_drafters.FORMS, num_prefill=(0, 1), page_size=(1, 16))
+@pytest.mark.product(form=FORMS, num_prefill=(0, 1), page_size=(1, 16))
 def test_a_hit_of_every_number_of_pages(
     form: str, num_prefill: int, page_size: int, known: Known
 ) -> None:
@@ -241,7 +243,7 @@ def test_a_hit_of_every_number_of_pages(
     made.close()
 
 
-@pytest.mark.parametrize("form", fitted_drafters.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_chunks_with_every_border(form: str, known: Known) -> None:
     """A prompt in chunks of 1, 2, 3, ... tokens; other tokens begin it each time."""
     text, directory = known.texts("seeded")[0], known.directory(form)

@@ -18,8 +18,9 @@ from worker.comm.base import Collective
 from worker.comm.gloo import GlooCollective
 from worker.comm.single import SingleCollective
 from worker.kernels.attention.mask import KeyMask
+from worker.models.chain import ChainDrafter
 from worker.models.chain_config import read_chain_spec
-from worker.models.loader import load_chain, load_model
+from worker.models.loader import fill_drafter, load_model
 
 DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
 
@@ -30,7 +31,8 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
     target = load_model(Path(), TARGET, collective, load_format="dummy", **options)
     spec = read_chain_spec(path, TARGET)
-    drafter = load_chain(path, spec, target, collective, max_positions=64, **options)
+    drafter = ChainDrafter(spec, target, collective, max_positions=64, **options)
+    fill_drafter(drafter, path)
     heads = drafter.heads
     region = KVRegion("draft", 1, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32")
     pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)

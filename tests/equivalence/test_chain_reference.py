@@ -221,7 +221,7 @@ def test_draft_rows_and_tails_are_those_of_slots_and_pages(tmp_path: Path) -> No
     fitted_drafters.write(tmp_path, TARGET, "eagle3")
     reference, naive = ChainReference(TARGET, tmp_path), Naive(tmp_path, "eagle3")
     text = problem_ids(1)[0][:21]
-    keys, values = reference.draft_rows(text)
+    ((keys, values),) = reference.draft_rows(text)
     assert keys.shape == values.shape == (21, fitted_drafters.KV_HEADS, 32)
     assert keys[0].isnan().all()
     assert values[0].isnan().all()
@@ -392,7 +392,7 @@ def test_pages_that_differ_from_the_reference_in_one_row_are_found(
     for cache in (keys, values, tail):
         cache.fill_(float("nan"))
     for tokens, pages in known:
-        rows, tails = reference.draft_rows(tokens), reference.tails(tokens, 16)
+        (rows,), tails = reference.draft_rows(tokens), reference.tails(tokens, 16)
         for number, page in enumerate(pages):
             for cache, row in zip((keys, values), rows, strict=True):
                 cache[page] = row[16 * number : 16 * number + 16].transpose(0, 1)

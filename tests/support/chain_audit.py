@@ -1,13 +1,15 @@
-"""Judges of a chain drafter that serves: its traces and its pages against the reference."""
+"""Judges of a drafter that serves: its traces and its pages against the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tests.support.chain_reference import ChainReference
+from tests.support.dflash_reference import DFlashReference
 from tests.support.lockstep import Window
 from worker.api import Sampling
 from worker.cache.book import PageBook
@@ -15,6 +17,8 @@ from worker.cache.prefix import Node
 from worker.engine.engine import Engine
 
 TOLERANCE = 1e-4  # of the length of a row, in float32
+
+Reference: TypeAlias = ChainReference | DFlashReference
 
 
 def prefixes(book: PageBook) -> Iterator[tuple[list[int], list[int]]]:
@@ -28,7 +32,7 @@ def prefixes(book: PageBook) -> Iterator[tuple[list[int], list[int]]]:
             yield [token for each in path for token in each.key], [each.page for each in path]
 
 
-def audit(engine: Engine, reference: ChainReference, tolerance: float = TOLERANCE) -> int:
+def audit(engine: Engine, reference: Reference, tolerance: float = TOLERANCE) -> int:
     """Assert that pages of the prefix tree hold the draft rows and tails that they must.
 
     The engine is idle. Slot 0 of a request is no row: it is not looked at.
@@ -37,8 +41,8 @@ def audit(engine: Engine, reference: ChainReference, tolerance: float = TOLERANC
         The number of pages that were compared.
     """
     size, seen = engine.book.page_size, set[int]()
-    regions = engine.pool.layer(0, "draft")
-    tail_region = engine.pool.page_rows("tail")
+    num_layers = engine.layout.region("draft").num_layers
+    caches = [engine.pool.layer(layer, "draft") for layer in range(num_layers)]
     for tokens, pages in prefixes(engine.book):
         rows, tails = reference.draft_rows(tokens), reference.tails(tokens, size)
         for number, page in enumerate(pages):
@@ -46,11 +50,18 @@ def audit(engine: Engine, reference: ChainReference, tolerance: float = TOLERANC
                 continue
             seen.add(page)
             first = number * size
-            assert not far(tail_region[page][None], tails[number][None], tolerance), (
-                f"tail of page {page}, which ends with token {first + size - 1}"
-            )
-            begin = max(first, 1)
-            for name, region, wanted in zip("kv", regions, rows, strict=True):
+            if number in tails:
+                tail = engine.pool.page_rows("tail")[page][None]
+                assert not far(tail, tails[number][None], tolerance), (
+                    f"tail of page {page}, which ends with token {first + size - 1}"
+                )
+            begin = max(first, reference.first_slot)
+            parts = [
+                (f"{name} of layer {layer}", *each)
+                for layer, both in enumerate(zip(caches, rows, strict=True))
+                for name, *each in zip("kv", *both, strict=True)
+            ]
+            for name, region, wanted in parts:
                 found = region[page].transpose(0, 1)[begin - first :]
                 wrong = far(found.flatten(1), wanted[begin : first + size].flatten(1), tolerance)
                 slots = [begin + each for each in wrong]
@@ -68,7 +79,7 @@ def far(found: Tensor, wanted: Tensor, tolerance: float) -> list[int]:
 def trace_is_right(
     windows: Sequence[Window],
     text: Sequence[int],
-    reference: ChainReference,
+    reference: Reference,
     sampling: Sampling,
     max_len: int,
 ) -> int:
@@ -98,7 +109,8 @@ def trace_is_right(
             there = len(drafts)
             if width_before < window.width and set(drafts[width_before - 1 :]) <= {-1}:
                 there = width_before - 1
-            drawn = reference.drawn(text, at, there + 1, sampling)[: max(0, max_len - at - 1)]
+            drawn = reference.drawn(text, at, there + 1, sampling, width_before)
+            drawn = drawn[: max(0, max_len - at - 1)]
             wanted = [draft for draft, _ in drawn]
             margins = ", ".join(f"{margin:.2g}" for _, margin in drawn)
             assert list(drafts[: len(drawn)]) == wanted, (

@@ -1,4 +1,4 @@
-"""Requests, their plain answers, and chain drafters that are fitted to those."""
+"""Requests, their plain answers, and drafters that are fitted to those."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
-from tests.support import fitted_drafters
+from tests.support import fitted_blocks, fitted_drafters
+from tests.support.chain_audit import Reference
 from tests.support.chain_reference import ChainReference
 from tests.support.chain_workers import TARGET, VOCAB_SIZE, workers
+from tests.support.dflash_reference import DFlashReference
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.prompts import problem_ids
@@ -59,6 +61,11 @@ class Known:
         if not path.exists():
             texts = [text for drawn in self.asked for text in self.texts(drawn)]
             options: dict[str, Any] = {}
+            if form in fitted_blocks.FORMS:
+                d2t = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
+                fitted_blocks.write(path, TARGET, form, d2t if "mixed" in form else None)
+                fitted_blocks.fit(path, TARGET, texts, NUM_TOKENS)
+                return path
             kind, _, last = form.partition(" ")
             if kind == "eagle3":
                 options["d2t"] = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
@@ -74,13 +81,15 @@ class Known:
 
 
 @cache
-def reference_of(directory: Path) -> ChainReference:
-    return ChainReference(TARGET, directory)
+def reference_of(directory: Path) -> Reference:
+    of_blocks = directory.name in fitted_blocks.FORMS
+    return (DFlashReference if of_blocks else ChainReference)(TARGET, directory)
 
 
 def speculation(directory: Path, *widths: int) -> dict[str, object]:
     """The section of the workers' configuration."""
-    return {"drafter": "chain", "path": str(directory), "widths": list(widths)}
+    drafter = "dflash" if directory.name in fitted_blocks.FORMS else "chain"
+    return {"drafter": drafter, "path": str(directory), "widths": list(widths)}
 
 
 def warm(made: Lockstep, asked: Sequence[Ask]) -> None:

@@ -110,7 +110,7 @@ class Layer:
         hidden, self.num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
         self.num_kv_heads = self.config.get("num_key_value_heads") or self.num_heads
         self.head_dim = self.config.get("head_dim") or hidden // self.num_heads
-        self._rotary = _rotary(self.config, self.head_dim)
+        self._rotary = rotary_of(self.config, self.head_dim)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
@@ -187,8 +187,10 @@ class ChainReference:
         drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
     """
 
+    first_slot = 1  # of the draft region that has a row
+
     def __init__(self, target: Path, drafter: Path) -> None:
-        self.target = _load(target)
+        self.target = load_target(target)
         self.layer = Layer(drafter, self.target.config.num_hidden_layers)
         weights = self.layer.weights
         own = weights.get("embed_tokens")
@@ -204,10 +206,11 @@ class ChainReference:
         """[n, hidden]: what the drafter makes of the target's features of each token."""
         return self._of(tokens).features[: len(tokens)]
 
-    def draft_rows(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]; row 0 is NaN."""
+    def draft_rows(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer, here of one: keys and values of slots 0 .. n - 1, [n, num_kv_heads,
+        head_dim]; row 0 is NaN."""
         text = self._of(tokens)
-        return text.keys[: len(tokens)], text.values[: len(tokens)]
+        return [(text.keys[: len(tokens)], text.values[: len(tokens)])]
 
     def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
         """Number of each page of the text -> feature of its last token; all have target KV."""
@@ -229,9 +232,14 @@ class ChainReference:
         return [draft for draft, _ in self.drawn(tokens, length, width, sampling)]
 
     def drawn(
-        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
+        self,
+        tokens: Sequence[int],
+        length: int,
+        width: int,
+        sampling: Sampling,
+        block: int = 0,
     ) -> list[tuple[int, float]]:
-        """See `drafts`: each with its margin, see `draw`."""
+        """See `drafts`: each with its margin, see `draw`; `block` is of other drafters."""
         assert 0 < length < len(tokens)
         key = tuple(tokens[: length + 1]), width, sampling.temperature, sampling.seed
         if key not in self._drawn:
@@ -273,15 +281,9 @@ class ChainReference:
 
     @torch.no_grad()
     def _read(self, tokens: Sequence[int]) -> Text:
-        layer, ids, raw = self.layer, torch.tensor(tokens), []
-        body, num_layers = self.target.base_model, self.target.config.num_hidden_layers
-        hook = body.norm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
-        out = body(ids[None], use_cache=False, output_hidden_states=True)
-        hook.remove()
-        # hidden_states[i] is the input of layer i; the last one of them is normed.
-        behind = [*out.hidden_states[1:num_layers], raw[0]]
-        taps = [behind[layer_id][0] for layer_id in layer.taps]
-        features = layer.features(taps, out.last_hidden_state[0])
+        layer, ids = self.layer, torch.tensor(tokens)
+        behind, last = behind_layers(self.target, ids)
+        features = layer.features([behind[layer_id] for layer_id in layer.taps], last)
         keys = torch.full((len(ids), layer.num_kv_heads, layer.head_dim), float("nan"))
         values = keys.clone()
         x, _ = layer.inputs(embedding(ids[1:], self.embedding), features[:-1])
@@ -291,7 +293,18 @@ class ChainReference:
         return Text(features, keys, values)
 
 
-def _load(directory: Path) -> Any:
+def behind_layers(target: Any, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Residuals behind each layer of a target, and its normed output; [n, hidden] each."""
+    body, num_layers, raw = target.base_model, target.config.num_hidden_layers, []
+    hook = body.norm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
+    out = body(ids[None], use_cache=False, output_hidden_states=True)
+    hook.remove()
+    # hidden_states[i] is the input of layer i; the last one of them is normed.
+    behind = [*out.hidden_states[1:num_layers], raw[0]]
+    return [each[0] for each in behind], out.last_hidden_state[0]
+
+
+def load_target(directory: Path) -> Any:
     """The target, in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # takes seconds
 
@@ -302,7 +315,7 @@ def _load(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
 
 
-def _rotary(config: Mapping[str, Any], head_dim: int) -> Any:
+def rotary_of(config: Mapping[str, Any], head_dim: int) -> Any:
     """The rotary embedding of `transformers`: (cos, sin) of positions."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

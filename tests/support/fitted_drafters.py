@@ -163,22 +163,22 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]]) -> None:
         following.append(ids[at + 1])
     attended, residual = (torch.cat(each) for each in zip(*rows, strict=True))
     goal, token, weights = torch.cat(goals), torch.cat(following), layer.weights
-    weights["o_proj"] = _solve(attended, goal - residual)
+    weights["o_proj"] = solve(attended, goal - residual)
     hidden = residual + layer.project("o_proj", attended)
     normed = layer.norm("post_attention_layernorm", hidden)
     gated = silu(layer.project("gate_proj", normed)) * layer.project("up_proj", normed)
-    weights["down_proj"] = _solve(gated, goal - hidden)
+    weights["down_proj"] = solve(gated, goal - hidden)
     if layer.kind == "mtp":  # what is fed back is normed, as the feature of the target is
         weights["final_layernorm"] *= goal.pow(2).mean().sqrt()
     if "lm_head" in weights:
         wanted = one_hot(token, reference.vocab_size)[:, reference.ids].float()
-        weights["lm_head"] = _solve(layer.outputs(attended, residual)[0], SHARP * wanted - 1)
+        weights["lm_head"] = solve(layer.outputs(attended, residual)[0], SHARP * wanted - 1)
     tensors = {name: weights.get(short_name(name), each) for name, each in load_file(file).items()}
     tensors = {name: each.contiguous() for name, each in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _solve(x: Tensor, y: Tensor) -> Tensor:
+def solve(x: Tensor, y: Tensor) -> Tensor:
     """The weight of the linear layer from rows x to rows y, by ridge regression."""
     square = x.T @ x
     ridge = RIDGE * square.diagonal().mean() * torch.eye(len(square))

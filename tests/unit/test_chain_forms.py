@@ -28,7 +28,7 @@ from worker.models.chain_config import read_chain_spec
 from worker.models.config import ModelSpec, read_model_spec
 from worker.models.decoder import Decoder
 from worker.models.digest import model_digest, weights_digest
-from worker.models.loader import load_chain, load_model
+from worker.models.loader import fill_drafter, load_model
 
 CPU = torch.device("cpu")
 TARGET = ModelSpec(
@@ -115,10 +115,11 @@ def target() -> Decoder:
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
     spec = read_chain_spec(path, TARGET)
-    return load_chain(
-        path, spec, target, SingleCollective(), max_positions=64, device=CPU,
-        dtype=torch.float32, **options,
-    )  # fmt: skip
+    drafter = ChainDrafter(
+        spec, target, SingleCollective(), max_positions=64, device=CPU, dtype=torch.float32
+    )
+    fill_drafter(drafter, path, **options)
+    return drafter
 
 
 def weights(path: Path) -> Path:
@@ -265,7 +266,9 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(
     def load_drafter() -> ChainDrafter:
         drafts = read_chain_spec(tmp_path, spec)
         one = SingleCollective()
-        return load_chain(tmp_path, drafts, whole, one, max_positions=64, **options)
+        drafter = ChainDrafter(drafts, whole, one, max_positions=64, **options)
+        fill_drafter(drafter, tmp_path)
+        return drafter
 
     assert load_drafter().shards().keys() == tensors.keys()
     del tensors["model.mtp_layers.0.final_layernorm.weight"]

@@ -63,7 +63,7 @@ def log_choice(path: str, value: object, why: str) -> None:
     log.debug("%s = %s (%s)", path, value, why)
 
 
-TINY, TINY_DRAFTER = "tiny", "tiny-chain"  # the model that comes with kvlane, and its drafter
+TINY = "tiny"  # the model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
 
 
 class ModelConfig(Section):
@@ -210,7 +210,7 @@ def drafter_directory(model: ModelConfig, spec: SpecConfig) -> Path:
     if spec.path:
         return Path(spec.path).expanduser()
     directory = model.directory
-    return directory.with_name(TINY_DRAFTER) if model.path == TINY else directory
+    return directory.with_name(f"{TINY}-{spec.drafter}") if model.path == TINY else directory
 
 
 class WorkerConfig(Section):
@@ -296,9 +296,11 @@ class WorkerConfig(Section):
 
 def _widths(asked: SpecConfig) -> tuple[list[int], str]:
     """Widths that `auto` means, and why."""
+    if asked.drafter == "dflash":
+        return [1, 2, 4, 8, 16], "drafts of dflash; those within a block of the drafter stay"
     if asked.drafter != "none":
         return [1, 2, 4, 8], f"drafts of {asked.drafter}"
-    if asked.simulate_accept_len:
+    if asked.simulate_accept_len or asked.simulate_accept_share:
         return [1, 2, 4, 8], "drafts are simulated"
     return [1], "nothing proposes drafts"
 

@@ -26,11 +26,11 @@ from worker.engine.step_log import StepLog
 from worker.graph.base import BucketCheck
 from worker.kernels.step.logits import Masks
 from worker.metrics import Progress, WorkerMetrics, untold
-from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec, read_model_spec
+from worker.models.drafter_spec import DrafterSpec
 from worker.plan import Drawn, Plan
 from worker.registry import resolve
-from worker.spec.build import read_drafter, regions
+from worker.spec.build import read_drafter, regions, within_block
 from worker.tracing.setup import tracer_of
 from worker.transfer.base import TRANSPORTS, KVTransport
 
@@ -107,7 +107,7 @@ class Engine:
     def simulated_accept_len(self) -> float:
         """Tokens of a step that count whatever the model draws, on average; 0: not simulated."""
         decodes = self.config.role == "decode"
-        return self.config.spec.simulate_accept_len if decodes else 0.0
+        return self.config.spec.simulated_len if decodes else 0.0
 
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
         """Build the record under which other processes know this worker."""
@@ -152,10 +152,11 @@ def build_engine(
     tracer = tracer_of(config.tracing, config.role, name)
     spec = read_model_spec(config.model.directory)
     drafter = read_drafter(config, spec)
-    configured_len = config.model.max_model_len
+    configured_len, asked = config.model.max_model_len, config.spec
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
     )
+    config = within_block(config, asked, drafter)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     step_log = None
@@ -199,7 +200,9 @@ def build_engine(
     )
 
 
-def _model_layout(config: WorkerConfig, spec: ModelSpec, drafter: ChainSpec | None) -> ModelLayout:
+def _model_layout(
+    config: WorkerConfig, spec: ModelSpec, drafter: DrafterSpec | None
+) -> ModelLayout:
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,

@@ -20,12 +20,12 @@ from worker.errors import Unsupported
 from worker.graph.base import BucketCheck, LoadedModel
 from worker.graph.build import Graphs, build_graphs
 from worker.metrics import Progress, untold
-from worker.models.chain import ChainDrafter
 from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
 from worker.models.digest import combined, dummy_digest, model_digest, weights_digest
-from worker.models.loader import load_model
+from worker.models.drafter_spec import DrafterSpec
+from worker.models.loader import DrafterModel, load_model
 from worker.sampling.simulated import SimulatedAcceptance
 from worker.spec.build import build_drafter, load_drafter, poison
 from worker.step.buffers import BatchBuffers
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(
     config: WorkerConfig,
     spec: ModelSpec,
-    drafter_spec: ChainSpec | None,
+    drafter_spec: DrafterSpec | None,
     layout: KVLayout,
     configured_len: int | str,
     progress: Progress = untold,
@@ -114,10 +114,10 @@ class _Took:
 def _load_models(
     config: WorkerConfig,
     spec: ModelSpec,
-    drafter_spec: ChainSpec | None,
+    drafter_spec: DrafterSpec | None,
     device: torch.device,
     progress: Progress,
-) -> tuple[Decoder, ChainDrafter | None]:
+) -> tuple[Decoder, DrafterModel | None]:
     collective = SingleCollective()
     model = load_model(
         config.model.directory,
@@ -134,7 +134,7 @@ def _load_models(
     return model, load_drafter(config, drafter_spec, model, collective)
 
 
-def _digest(config: WorkerConfig, model: Decoder, drafter: ChainDrafter | None) -> str:
+def _digest(config: WorkerConfig, model: Decoder, drafter: DrafterModel | None) -> str:
     """Digest everything that the bytes of a page depend on."""
     if config.model.load_format == "dummy":
         dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
@@ -164,13 +164,14 @@ def _on_step_stream(device: torch.device) -> Iterator[None]:
 
 
 def _assemble(
-    config: WorkerConfig, pool: KVPool, model: Decoder, drafter: ChainDrafter | None
+    config: WorkerConfig, pool: KVPool, model: Decoder, drafter: DrafterModel | None
 ) -> LoadedModel:
     """Build everything that a step's device work needs, over `pool`."""
     engine, spec, page_size = config.engine, model.spec, int(config.kv.page_size)
     max_len, decodes = int(config.model.max_model_len), config.role == "decode"
     widths = config.spec.all_widths if decodes else (1,)
     max_width = max(widths)
+    longest = max(max_width, config.spec.block) if decodes else 1  # of what passes a text's end
     names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
     if max_width == 1:
         del names["spec"]
@@ -183,10 +184,9 @@ def _assemble(
             "lengths behind a window; set it to triton, or spec.widths to [1]",
             "engine.attention.decode",
         )
-    simulated_len = config.spec.simulate_accept_len if decodes else 0
     state = StepState(
         int(engine.max_num_reqs),
-        -(-(max_len + max_width - 1) // page_size) + 1,
+        -(-(max_len + longest - 1) // page_size) + 1,
         spec.eos_token_ids,
         pool.device,
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
@@ -198,7 +198,7 @@ def _assemble(
         state,
         page_size,
         int(engine.max_prefill_tokens),
-        drafts=drafter is not None,
+        drafts=drafter is not None and isinstance(drafter.spec, ChainSpec),
         # The last layer's output is computed of prompts' last tokens alone where steps are long.
         all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
     )
@@ -213,13 +213,25 @@ def _assemble(
         widths,
         decodes=decodes,
         always_hooked=not decodes and config.kv.num_groups not in ("auto", 1),
-        simulated=SimulatedAcceptance(simulated_len, pool.device) if simulated_len else None,
+        simulated=_simulated(config, pool.device) if decodes else None,
         drafter=build_drafter(config, drafter, model, pool, state),
     )
 
 
+def _simulated(config: WorkerConfig, device: torch.device) -> SimulatedAcceptance | None:
+    asked = config.spec
+    if not asked.simulated_len:
+        return None
+    found = SimulatedAcceptance(device)
+    if asked.simulate_accept_share:
+        found.change_share(asked.simulate_accept_share)
+    else:
+        found.change(asked.simulate_accept_len)
+    return found
+
+
 def run_largest_steps(
-    config: WorkerConfig, layout: KVLayout, model: Decoder, drafter: ChainDrafter | None = None
+    config: WorkerConfig, layout: KVLayout, model: Decoder, drafter: DrafterModel | None = None
 ) -> object:
     """Run the largest steps once, to measure their memory; the pool has two pages.
 

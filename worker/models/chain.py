@@ -14,9 +14,9 @@ from worker.layers.linear import ReplicatedLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.shard import Shard, split_heads
-from worker.models.chain_ids import DraftIds
 from worker.models.chain_spec import ChainSpec
 from worker.models.decoder import Decoder, Features, FeedForward, SelfAttention
+from worker.models.draft_ids import DraftIds
 
 
 class Kind(TypedDict):

@@ -19,8 +19,9 @@ from worker.layers.linear import (
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.shard import HeadSplit, Shard, split_heads
-from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
+from worker.models.dflash_spec import DFlashSpec
+from worker.models.drafter_spec import DrafterSpec
 from worker.models.taps import Taps
 
 
@@ -38,7 +39,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec | ChainSpec,
+        spec: ModelSpec | DrafterSpec,
         features: Features,
         heads: HeadSplit,
         layer_id: int,
@@ -100,7 +101,7 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec | ChainSpec,
+        spec: ModelSpec | DrafterSpec,
         collective: Collective,
         *,
         dtype: torch.dtype,
@@ -139,7 +140,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelSpec | DFlashSpec,
         features: Features,
         heads: HeadSplit,
         layer_id: int,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from worker.layers.shard import Shard
-from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
+from worker.models.drafter_spec import DrafterSpec
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
@@ -48,7 +48,7 @@ def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
     return _sha256(["noise 1", seed, str(dtype), device.type])
 
 
-def model_digest(spec: ModelSpec | ChainSpec, weights: str) -> str:
+def model_digest(spec: ModelSpec | DrafterSpec, weights: str) -> str:
     """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(spec).items() if name not in NOT_OF_KV}
     return _sha256([fields, weights])

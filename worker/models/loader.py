@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,13 +17,14 @@ from worker.layers.shard import Shard
 from worker.metrics import Progress, untold
 from worker.models.architectures import ARCHITECTURES
 from worker.models.chain import ChainDrafter
-from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
+from worker.models.dflash import DFlashDrafter
 from worker.models.files import listed, weight_files
 from worker.registry import resolve
 
 LoadFormat = Literal["safetensors", "dummy"]
+DrafterModel: TypeAlias = ChainDrafter | DFlashDrafter
 
 
 def load_model(
@@ -57,30 +58,22 @@ def load_model(
     return model.eval()
 
 
-def load_chain(
+def fill_drafter(
+    drafter: DrafterModel,
     path: Path,
-    spec: ChainSpec,
-    target: Decoder,
-    collective: Collective,
     *,
-    max_positions: int,
-    device: torch.device,
-    dtype: torch.dtype,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: Progress = untold,
-) -> ChainDrafter:
-    """This rank's part of the drafter in directory `path`, beside `target`; see load_model.
+) -> None:
+    """Fill a drafter that is built from directory `path`, in eval mode; see load_model.
 
-    max_positions: of the served length. "dummy" gives a reduced vocabulary evenly spread ids.
+    "dummy" gives a reduced vocabulary evenly spread ids.
 
     Raises:
         ValueError: as load_model; or the drafter's ids do not fit the target's.
     """
     _check(load_format)
-    drafter = ChainDrafter(
-        spec, target, collective, max_positions=max_positions, device=device, dtype=dtype
-    )
     if load_format == "dummy":
         tables = drafter.ids.shards()
         # Names of its own: a part that is called as one of the target's is not to equal it.
@@ -92,7 +85,7 @@ def load_chain(
     else:
         _read(drafter, Path(path), progress)
     drafter.ids.settle(Path(path))
-    return drafter.eval()
+    drafter.eval()
 
 
 def _check(load_format: str) -> None:
@@ -100,7 +93,7 @@ def _check(load_format: str) -> None:
         raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
 
 
-def _read(model: Decoder | ChainDrafter, path: Path, progress: Progress) -> None:
+def _read(model: Decoder | DrafterModel, path: Path, progress: Progress) -> None:
     shards = model.shards()
     missing = set(shards)
     unexpected: list[str] = []

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from worker.api import FinishReason
 from worker.cache.book import PageBook
-from worker.config import EngineConfig
+from worker.config import EngineConfig, SpecConfig
 from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
 from worker.schedule.req import Phase, Req, finish_reason
@@ -51,8 +51,9 @@ class DecodeScheduler:
         on_row: Callable[[Req, float], None] = lambda req, now: None,
         widths: WidthPolicy | None = None,
         *,
-        with_text: bool = False,
+        spec: SpecConfig | None = None,
     ) -> None:
+        spec = spec or SpecConfig()
         self.book = book
         self.local: deque[Req] = deque()
         self.ready: deque[Req] = deque()
@@ -63,8 +64,9 @@ class DecodeScheduler:
         self._on_preempt = on_preempt
         self._on_row = on_row  # told just before a request whose KV is here gets a row
         self.widths = widths or WidthPolicy((1,))
+        self._block = spec.block
         self._rows = RowTable(
-            int(engine.max_num_reqs), int(engine.penalty_rows), with_text=with_text
+            int(engine.max_num_reqs), int(engine.penalty_rows), with_text=spec.reads_text
         )
         self._step = 0
         self._arrivals = 0
@@ -239,11 +241,12 @@ class DecodeScheduler:
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
         """Rows of a step of windows of `width`, with pages for all that it stores; preempts.
 
-        The slots of the next step are bound one step early. Returns also the bounds of their KV
-        behind the step. None, for windows wider than 1: there are too few pages.
+        The slots of the next step, and of its drafts, are bound one step early. Returns also the
+        bounds of their KV behind the step. None, for windows wider than 1: too few pages.
         """
         chosen: list[Req] = []
         lengths: list[int] = []
+        ahead = max(width, self._block) if width > 1 else 1
         for req in sorted(self.running.values(), key=ARRIVAL):
             if len(req.tokens) + req.num_in_flight >= req.max_len or req in self._leaving:
                 continue  # its last token is in flight, or it is being preempted
@@ -251,7 +254,9 @@ class DecodeScheduler:
             if req.hold is None:
                 continue
             bound = len(req.tokens) - 1 + req.num_slots_in_flight
-            if bound + 2 * width > req.hold.num_slots and not self._bind(req, bound, width):
+            if bound + width + ahead > req.hold.num_slots and not self._bind(
+                req, bound, width, ahead
+            ):
                 if width > 1:
                     return None
                 continue
@@ -291,14 +296,15 @@ class DecodeScheduler:
             num_keys=sum(lengths),
         )
 
-    def _bind(self, req: Req, bound: int, width: int) -> bool:
-        """Bind pages for two windows; at width 1 preempt the youngest request if need be.
+    def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:
+        """Bind pages for a window and what is ahead of it; at width 1 preempt the youngest request
+        if need be.
 
         False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
         become free only when its step in flight settles, or windows of `width` are too wide.
         """
         assert req.hold is not None
-        num_slots = _num_slots(bound, width, req.max_len)
+        num_slots = _num_slots(bound, width, ahead, req.max_len)
         while True:
             try:
                 self.book.bind(req.hold, num_slots)
@@ -365,12 +371,13 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
     return num_after - num_before, reason
 
 
-def _num_slots(bound: int, width: int, max_len: int) -> int:
-    """Slots of a row that has KV of up to `bound` tokens, for this window and the next.
+def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
+    """Slots of a row that has KV of up to `bound` tokens: for this window, and the next or the
+    block that proposes it.
 
-    A window may pass the end of the text; what lies there is computed and never used.
+    Both may pass the end of the text; what lies there is computed and never used.
     """
-    return min(bound + 2 * width, max_len + width - 1)
+    return min(bound + width + ahead, max_len + ahead - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:

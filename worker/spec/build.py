@@ -2,68 +2,100 @@
 
 from __future__ import annotations
 
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionBackend, build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.base import Collective
-from worker.config import WorkerConfig
+from worker.config import SpecConfig, WorkerConfig
 from worker.errors import UserError
 from worker.kernels.attention.mask import KeyMask
-from worker.models.chain import ChainDrafter
-from worker.models.chain_config import read_chain_spec
-from worker.models.chain_spec import ChainSpec
+from worker.models.chain import ChainDrafter, Kind
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
-from worker.models.loader import load_chain
+from worker.models.dflash import DFlashDrafter
+from worker.models.dflash_spec import DFlashSpec
+from worker.models.drafter_spec import READERS, DrafterSpec
+from worker.models.loader import DrafterModel, fill_drafter
 from worker.models.taps import Taps
 from worker.plan import max_rows
 from worker.spec.base import Drafter
 from worker.spec.chain import Chain
+from worker.spec.dflash import DFlash
 from worker.spec.ngram import Ngram
 from worker.step.state import StepState
 
 FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
-def read_drafter(config: WorkerConfig, target: ModelSpec) -> ChainSpec | None:
+def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterSpec | None:
     """Read the shape of the drafter that is configured; None: it has no weights.
 
     Raises:
-        UserError: see `read_chain_spec`.
+        UserError: see `read_chain_spec` and `read_dflash_spec`.
     """
-    if config.spec.drafter != "chain":
-        return None
-    return read_chain_spec(config.drafter_directory, target)
+    kind = config.spec.drafter
+    return READERS[kind](config.drafter_directory, target) if kind in READERS else None
 
 
-def regions(spec: ChainSpec, page_size: int, dtype: str) -> tuple[KVRegion, KVRegion]:
-    """The KV regions of a chain drafter, see `spec/chain.py`."""
-    draft = KVRegion("draft", 1, spec.num_kv_heads, spec.head_dim, 1, page_size, dtype)
+def within_block(config: WorkerConfig, asked: SpecConfig, spec: DrafterSpec | None) -> WorkerConfig:
+    """Cut the widths that `auto` gave to what a block of the drafter holds.
+
+    config: after `WorkerConfig.resolved`; asked: its section before.
+
+    Raises:
+        UserError: a width or a block that was asked for is longer than the drafter's.
+    """
+    if not isinstance(spec, DFlashSpec):
+        return config
+    size, section = spec.block_size, config.spec
+    if asked.widths == "auto":
+        widths = [width for width in section.chosen if width <= size]
+        section = section.model_copy(update={"widths": widths})
+    for name, value in (("widths", max(section.chosen)), ("block", section.block)):
+        if value > size:
+            raise UserError(
+                f"spec.{name}: {value}, but the drafter's block has {size} tokens", f"spec.{name}"
+            )
+    return config.model_copy(update={"spec": section})
+
+
+def regions(spec: DrafterSpec, page_size: int, dtype: str) -> tuple[KVRegion, ...]:
+    """The KV regions of a drafter, see `spec/chain.py` and `spec/dflash.py`."""
+    heads, size = spec.num_kv_heads, spec.head_dim
+    if isinstance(spec, DFlashSpec):
+        return (KVRegion("draft", spec.num_layers, heads, size, 1, page_size, dtype),)
+    draft = KVRegion("draft", 1, heads, size, 1, page_size, dtype)
     tail = KVRegion("tail", 1, 1, spec.hidden_size, 1, page_size, dtype, parts=1, rows="page")
     return draft, tail
 
 
 def load_drafter(
-    config: WorkerConfig, spec: ChainSpec, target: Decoder, collective: Collective
-) -> ChainDrafter:
+    config: WorkerConfig, spec: DrafterSpec, target: Decoder, collective: Collective
+) -> DrafterModel:
     """Load the drafter's weights onto the target's device, in its dtype."""
-    weight = target.embedding.weight
-    return load_chain(
+    weight, max_len = target.embedding.weight, int(config.model.max_model_len)
+    kind: Kind = {"device": weight.device, "dtype": weight.dtype}
+    model: DrafterModel
+    if isinstance(spec, DFlashSpec):
+        # The last block may pass the end of the text.
+        longest = max_len + spec.block_size
+        model = DFlashDrafter(spec, target, collective, max_positions=longest, **kind)
+    else:
+        model = ChainDrafter(spec, target, collective, max_positions=max_len, **kind)
+    fill_drafter(
+        model,
         config.drafter_directory,
-        spec,
-        target,
-        collective,
-        max_positions=int(config.model.max_model_len),
-        device=weight.device,
-        dtype=weight.dtype,
         load_format=config.model.load_format,
         seed=config.model.seed,
     )
+    if isinstance(model, DFlashDrafter):
+        model.settle()
+    return model
 
 
 def build_drafter(
     config: WorkerConfig,
-    model: ChainDrafter | None,
+    model: DrafterModel | None,
     target: Decoder,
     pool: KVPool,
     state: StepState,
@@ -73,31 +105,46 @@ def build_drafter(
     model: loaded; None: it has no weights. Of those, prefill workers have nothing to do.
 
     Raises:
-        UserError: the attention backend of windows cannot serve the drafter's heads.
+        UserError: the attention backend of windows cannot serve the drafter's heads or masks.
     """
     if model is None:
         if state.text is None:
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
-    engine, spec = config.engine, model.spec
-    taps = None
-    if spec.taps != (target.spec.num_layers,):  # else it is fed with the target's output
-        taps = Taps(
-            spec.taps,
-            _most_tokens(config),
-            target.spec.hidden_size,
-            dtype=target.embedding.weight.dtype,
-            device=pool.device,
-        )
+    taps, strict = _taps(config, model, target), config.engine.strict
     target.taps = taps
-    backend = engine.attention.spec
+    if isinstance(model, ChainDrafter):
+        attention = _attention(config, model, pool, FROM_KEY_1)
+        return Chain(model, taps, attention, pool, state, poison=strict)
+    assert taps is not None
+    attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs()}
+    return DFlash(
+        model, taps, attentions, pool, state,
+        min_block=config.spec.block, max_len=int(config.model.max_model_len), poison=strict,
+    )  # fmt: skip
+
+
+def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | None:
+    """None: the drafter is fed with the target's output."""
+    spec = model.spec
+    if spec.taps == (target.spec.num_layers,):
+        return None
+    weight = target.embedding.weight
+    most, size = _most_tokens(config), target.spec.hidden_size
+    return Taps(spec.taps, most, size, dtype=weight.dtype, device=weight.device)
+
+
+def _attention(
+    config: WorkerConfig, model: DrafterModel, pool: KVPool, mask: KeyMask
+) -> AttentionBackend:
+    """The backend of windows, over the drafter's region."""
+    spec, backend = model.spec, config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
     try:
-        attention = build_attentions(names, pool, *heads, mask=FROM_KEY_1, region="draft").spec
+        return build_attentions(names, pool, *heads, mask=mask, region="draft").spec
     except UserError as refusal:
         raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
-    return Chain(model, taps, attention, pool, state, poison=engine.strict)
 
 
 def poison(pool: KVPool) -> None:

@@ -1,0 +1,21 @@
+"""Drafters with weights: what they compute, and who reads their directories. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from worker.models.chain_config import read_chain_spec
+from worker.models.chain_spec import ChainSpec
+from worker.models.config import ModelSpec
+from worker.models.dflash_config import read_dflash_spec
+from worker.models.dflash_spec import DFlashSpec
+
+DrafterSpec: TypeAlias = ChainSpec | DFlashSpec
+
+# spec.drafter -> who reads the directory of one, for a target.
+READERS: Mapping[str, Callable[[Path, ModelSpec], DrafterSpec]] = {
+    "chain": read_chain_spec,
+    "dflash": read_dflash_spec,
+}
