@@ -1,7 +1,7 @@
 """Makes the bundled model `tiny` from nothing, or a drafter for it.
 
     python -m benchmarks.train [--out DIR]
-    python -m benchmarks.train --drafter chain [--target DIR] [--out DIR]
+    python -m benchmarks.train --drafter chain|dflash [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too) to the output folder, and prints the
 figures for its README. The text is a function of --seed. The weights also depend on the machine,
@@ -26,25 +26,31 @@ from transformers import Qwen3ForCausalLM
 from benchmarks import accuracy
 from benchmarks.train import acceptance
 from benchmarks.train.answers import Speaker
+from benchmarks.train.base import Drafter, Lesson, save_drafter, train_drafter
+from benchmarks.train.block_drafter import BlockDrafter
+from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
-from benchmarks.train.drafter import TAPS, Lesson, save_drafter, train_drafter
 from benchmarks.train.model import Recipe, new_model, save_model, train
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
 TARGET = Path("worker/assets/tiny")
 DEFAULTS = {"out": TARGET, "steps": 3200, "batch": 384, "lr": 2e-3}
-DRAFTER_DEFAULTS = {
-    "out": TARGET.with_name("tiny-chain"),
-    "steps": 640,
-    "batch": 16,
-    "lr": 1e-2,
+DRAFTERS: dict[str, tuple[type[Drafter], dict[str, object]]] = {
+    "chain": (
+        ChainDrafter,
+        {"out": TARGET.with_name("tiny-chain"), "steps": 640, "batch": 16, "lr": 1e-2},
+    ),
+    "dflash": (
+        BlockDrafter,
+        {"out": TARGET.with_name("tiny-dflash"), "steps": 2000, "batch": 32, "lr": 1e-2},
+    ),
 }
 
 
 def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
-    for name, value in (DRAFTER_DEFAULTS if args.drafter else DEFAULTS).items():
+    for name, value in (DRAFTERS[args.drafter][1] if args.drafter else DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -79,10 +85,11 @@ def _make_target(args: argparse.Namespace) -> None:
 def _make_drafter(args: argparse.Namespace) -> None:
     started = time.monotonic()
     model = Qwen3ForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    speaker = Speaker(model.to(args.device), TAPS)
+    kind, _ = DRAFTERS[args.drafter]
+    speaker = Speaker(model.to(args.device), kind.taps)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     lesson = Lesson(args.steps, args.batch, args.lr)
-    drafter, losses = train_drafter(speaker, tokenizer, lesson, args.seed, args.device)
+    drafter, losses = train_drafter(kind, speaker, tokenizer, lesson, args.seed, args.device)
     num_params = save_drafter(drafter, args.out)
     _report(num_params, started, args.device)
     print(
@@ -91,7 +98,7 @@ def _make_drafter(args: argparse.Namespace) -> None:
         flush=True,
     )
     found = [
-        acceptance.measure(args.target, args.out, args.num, split, args.device)
+        acceptance.measure(kind, args.target, args.out, args.num, split, args.device)
         for split in ("trained", "held_out")
     ]
     print(acceptance.table(found), flush=True)
@@ -120,12 +127,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-chain")
-    parser.add_argument("--drafter", choices=("chain",), help="make a drafter of this kind")
+    parser.add_argument("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
+    parser.add_argument("--drafter", choices=tuple(DRAFTERS), help="make a drafter of this kind")
     parser.add_argument("--target", type=Path, default=TARGET, help="the drafter's target")
-    parser.add_argument("--steps", type=int, help="default: 3200, a drafter 640")
     parser.add_argument(
-        "--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16)"
+        "--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash)"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16, 32)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, help="peak learning rate: 2e-3, a drafter's 1e-2")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from benchmarks.accuracy import MAX_NEW_TOKENS
 from benchmarks.train.answers import Speaker, set_right
-from benchmarks.train.drafter import NUM_DRAFTS, TAPS, WIDTH, load_drafter
+from benchmarks.train.base import Drafter, load_drafter
 from benchmarks.train.problems import held_out_problems
 
 AT_ONCE = 50  # problems of one batch
@@ -40,7 +40,8 @@ class Acceptance:
 
 def table(found: Sequence[Acceptance]) -> str:
     """One line for each split; `by draft` are the shares in which drafts 1 … k are all right."""
-    lines = [f"templates  problems  steps  accepted tokens a step, of {WIDTH}  by draft"]
+    width = len(found[0].by_draft) + 1
+    lines = [f"templates  problems  steps  accepted tokens a step, of {width}  by draft"]
     for item in found:
         shares = " ".join(f"{share:.3f}" for share in item.by_draft)
         counts = f"{item.split:<9}  {item.num_problems:<8}  {item.num_steps:<5}"
@@ -49,36 +50,43 @@ def table(found: Sequence[Acceptance]) -> str:
 
 
 def measure(
-    target: Path, folder: Path, num: int, split: str, device: str = "cpu", seed: int = 0
+    kind: type[Drafter],
+    target: Path,
+    folder: Path,
+    num: int,
+    split: str,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> Acceptance:
     """Measures the saved drafter of `folder` on problems that training never drew."""
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).to(device)
-    speaker = Speaker(model, TAPS)
-    drafter = load_drafter(folder, model.model.embed_tokens.weight)
+    speaker = Speaker(model, kind.taps)
+    drafter = load_drafter(kind, folder, model.model.embed_tokens.weight)
     problems = [problem.question for problem in held_out_problems(num, seed, split)]
     runs: list[list[int]] = []
     for start in range(0, num, AT_ONCE):
         texts = greedy_texts(model, target, problems[start : start + AT_ONCE])
         said = speaker.read(texts, own_only=False)
-        batch = set_right(said, NUM_DRAFTS, device)
+        batch = set_right(said, kind.num_drafts, device)
         with torch.inference_mode():
-            drafts = torch.stack([logits.argmax(-1) for logits in drafter(batch, own=True)])
+            drafts = drafter.drafts(batch)
         num_right = (drafts == batch.labels).cumprod(0).sum(0).tolist()
         for row, (ids, num_prompt) in zip(num_right, texts, strict=True):
             num_anchors = len(ids) - 1 - num_prompt
             runs.append(row[len(row) - num_anchors :])
-    return walk(split, runs)
+    return walk(split, runs, kind.num_drafts + 1)
 
 
-def walk(split: str, runs: Sequence[Sequence[int]]) -> Acceptance:
+def walk(split: str, runs: Sequence[Sequence[int]], width: int) -> Acceptance:
     """Steps through answers as a server does.
 
     Args:
         split: of the problems.
         runs: for each answer and each of its tokens but the last, the number of drafts behind
             that token which are right.
+        width: of a window.
     """
-    num_undrafted, windows = 0, [0] * WIDTH  # windows[k]: those with k right drafts
+    num_undrafted, windows = 0, [0] * width  # windows[k]: those with k right drafts
     for run in runs:
         num_undrafted += len(run) > 0
         place = 1  # the step that verifies the second token has no drafts
@@ -91,7 +99,7 @@ def walk(split: str, runs: Sequence[Sequence[int]]) -> Acceptance:
         num_problems=len(runs),
         num_steps=num_undrafted + num_windows,
         num_accepted=sum(map(len, runs)),
-        by_draft=tuple(sum(windows[num:]) / num_windows for num in range(1, WIDTH)),
+        by_draft=tuple(sum(windows[num:]) / num_windows for num in range(1, width)),
     )
 
 

@@ -16,17 +16,10 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.train import acceptance
 from benchmarks.train.answers import Said, Speaker, set_right
-from benchmarks.train.drafter import (
-    CONFIG,
-    NUM_DRAFTS,
-    TAPS,
-    ChainDrafter,
-    Lesson,
-    load_drafter,
-    save_drafter,
-    train_drafter,
-)
+from benchmarks.train.base import Lesson, load_drafter, save_drafter, train_drafter
+from benchmarks.train.chain_drafter import TAPS, ChainDrafter
 
+NUM_DRAFTS = ChainDrafter.num_drafts
 TARGET = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 BUNDLED = TARGET.with_name("tiny-chain")
 LESSON = Lesson(steps=7, batch=4, round=16, passes=2)
@@ -62,11 +55,12 @@ def said(target: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[Said]:
 
 
 def test_a_few_steps_lower_the_loss_and_leave_a_published_checkpoint(target, tokenizer, tmp_path):
-    drafter, losses = train_drafter(Speaker(target, TAPS), tokenizer, LESSON, 0, "cpu")
+    speaker = Speaker(target, TAPS)
+    drafter, losses = train_drafter(ChainDrafter, speaker, tokenizer, LESSON, 0, "cpu")
     assert sum(losses[-2:]) < 0.7 * sum(losses[:2]), losses
     save_drafter(drafter, tmp_path)
     _check_published(tmp_path)
-    again = load_drafter(tmp_path, target.model.embed_tokens.weight)
+    again = load_drafter(ChainDrafter, tmp_path, target.model.embed_tokens.weight)
     for name, weight in again.state_dict().items():
         torch.testing.assert_close(weight, drafter.state_dict()[name].bfloat16().float())
 
@@ -74,7 +68,7 @@ def test_a_few_steps_lower_the_loss_and_leave_a_published_checkpoint(target, tok
 def test_the_bundled_drafter_is_small_and_drafts_well():
     _check_published(BUNDLED)
     assert sum(file.stat().st_size for file in BUNDLED.iterdir()) <= 1.5 * 2**20
-    found = acceptance.measure(TARGET, BUNDLED, 12, "trained")
+    found = acceptance.measure(ChainDrafter, TARGET, BUNDLED, 12, "trained")
     assert found.mean >= 3.3
 
 
@@ -84,7 +78,7 @@ def _check_published(folder: Path) -> None:
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == SHAPES
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    assert config == CONFIG
+    assert config == ChainDrafter.config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"] == {
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
@@ -128,7 +122,10 @@ def test_anchors_draft_together_as_one_row_after_the_other_does(target, said, ow
                 torch.testing.assert_close(together[: len(alone), row, column], alone)
                 wanted = item.ids[anchor + 1 : anchor + 1 + NUM_DRAFTS]
                 labels = batch.labels[:, row, column].tolist()
-                assert labels == [*wanted.tolist(), *[-100] * (NUM_DRAFTS - len(wanted))]
+                assert labels == [
+                    *wanted.tolist(),
+                    *[-100] * (NUM_DRAFTS - len(wanted)),
+                ]
 
 
 def _drafts_of(drafter: ChainDrafter, item: Said, anchor: int, own: bool) -> Tensor:
@@ -192,7 +189,7 @@ def _row(
 
 def test_windows_are_walked_as_a_server_steps():
     """Nine tokens behind the first: 1 without drafts, then 1 + 4, 1 + 0 and the last 2."""
-    found = acceptance.walk("trained", [[4, 4, 0, 0, 0, 0, 0, 2, 1], []])
+    found = acceptance.walk("trained", [[4, 4, 0, 0, 0, 0, 0, 2, 1], []], 5)
     assert found.num_problems == 2
     assert (found.num_steps, found.num_accepted) == (4, 9)
     assert found.mean == 2.25

@@ -1,4 +1,4 @@
-"""Chain drafters on a GPU: kernels, graphs and pulls leave what plain torch on the CPU says."""
+"""Drafters on a GPU: kernels, graphs and pulls leave what plain torch on the CPU says."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 from tests.support.chain_audit import audit, trace_is_right
 from tests.support.chain_reference import ChainReference
+from tests.support.dflash_reference import DFlashReference
 from tests.support.engines import running
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
-DRAFTER = TINY.with_name("tiny-chain")
+REFERENCES = {"chain": ChainReference, "dflash": DFlashReference}
+DRAFTERS = tuple(REFERENCES)
 NUM, WIDTHS = 8, [1, 2, 5, 8]
 NEAR = 2e-3  # of a row's length: float32 on a GPU against a CPU, over some layers
 
@@ -31,10 +33,10 @@ def requests() -> list[Ask]:
 
 
 def workers(
-    dtype: str, graph: str, widths: Sequence[int] = (), *, num_prefill: int = 0
+    drafter: str, dtype: str, graph: str, widths: Sequence[int] = (), *, num_prefill: int = 0
 ) -> Lockstep:
     """widths: none, no speculation."""
-    spec = {"drafter": "chain", "widths": list(widths)} if widths else {}
+    spec = {"drafter": drafter, "widths": list(widths)} if widths else {}
     sections: dict[str, dict[str, object]] = {
         "model": {"dtype": dtype},
         "kv": {"page_size": 16, "num_groups": 2},
@@ -55,10 +57,11 @@ def served(made: Lockstep) -> tuple[list[list[int]], list[list[Window]]]:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_graph_equals_eager_with_a_drafter(dtype: str) -> None:
+def test_every_graph_equals_eager_with_a_drafter(drafter: str, dtype: str) -> None:
     """Bit for bit, as engine.strict demands: drafts, draft rows and tails are compared too."""
-    made = workers(dtype, "auto", WIDTHS, num_prefill=1)
+    made = workers(drafter, dtype, "auto", WIDTHS, num_prefill=1)
     for engine in made.engines.values():
         assert engine.checks
         assert all(check.equal for check in engine.checks)
@@ -66,16 +69,18 @@ def test_every_graph_equals_eager_with_a_drafter(dtype: str) -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_prefill", [0, 1])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
-def test_traces_and_pages_are_the_reference_s(graph: str, num_prefill: int) -> None:
-    plain = workers("float32", "eager")
+def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_prefill: int) -> None:
+    plain = workers("none", "float32", "eager")
     wanted, _ = served(plain)
     plain.close()
-    made = workers("float32", graph, [5], num_prefill=num_prefill)
+    made = workers(drafter, "float32", graph, [5], num_prefill=num_prefill)
     texts, traces = served(made)
     assert texts == wanted
-    reference, num_compared = ChainReference(TINY, DRAFTER), 0
+    reference = REFERENCES[drafter](TINY, TINY.with_name(f"tiny-{drafter}"))
+    num_compared = 0
     for ask, text, trace in zip(requests(), texts, traces, strict=True):
         whole, max_len = [*ask.prompt, *text], len(ask.prompt) + ask.sampling.max_tokens
         num_compared += trace_is_right(trace, whole, reference, ask.sampling, max_len)
@@ -88,13 +93,14 @@ def test_traces_and_pages_are_the_reference_s(graph: str, num_prefill: int) -> N
 
 @pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_step_that_drafts_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
     import torch
 
     config: dict[str, Any] = {
         "kv": {"page_size": 16},
         "engine": {"device": "cuda", "num_pages": 400, "max_num_reqs": NUM},
-        "spec": {"drafter": "chain", "widths": [1, 4]},
+        "spec": {"drafter": drafter, "widths": [1, 4]},
         "disaggregation": {"mode": "never"},
     }
     prompts, sampling = problem_ids(NUM), Sampling(40, temperature=0.7, seed=3)
@@ -119,10 +125,11 @@ def test_a_step_that_drafts_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu(1)
-def test_totals_are_equal_in_graphs_and_eager() -> None:
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_totals_are_equal_in_graphs_and_eager(drafter: str) -> None:
     found = []
     for graph in ("eager", "auto"):
-        made = workers("float32", graph, [5], num_prefill=1)
+        made = workers(drafter, "float32", graph, [5], num_prefill=1)
         _, traces = served(made)
         nums = [window.num for trace in traces for window in trace]
         found.append((len(nums), sum(nums)))

@@ -1,0 +1,149 @@
+"""The block drafter of the model `tiny`: two layers in the published DFlash form.
+
+A block is a token of the text, its anchor, and masks behind it; row j says the token j places
+behind the anchor. Keys and values of the text before the anchor are made of the target's features
+g = hidden_norm(fc(...)) alone, in every layer; a block sees those and all of itself
+(arXiv:2602.06036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.train.answers import Batch
+from benchmarks.train.base import (
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    SHAPE,
+    Drafter,
+    FeedForward,
+)
+from benchmarks.train.model import CONFIG as TARGET
+
+TAPS, BLOCK_SIZE, NUM_LAYERS = (1, 3, 4), 8, 2
+MASK_ID = 0  # <|endoftext|>, which never stands inside a turn
+# Of the blocks of steps, in turn: narrow steps of a server draft shorter ones.
+BLOCKS = (BLOCK_SIZE, 4, BLOCK_SIZE, BLOCK_SIZE, 2, BLOCK_SIZE)
+
+
+class Attention(nn.Module):
+    """The projections and norms; their names and shapes are the checkpoint's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.q_norm = nn.RMSNorm(HEAD_DIM, EPS)
+        self.k_norm = nn.RMSNorm(HEAD_DIM, EPS)
+
+
+class Layer(nn.Module):
+    """A layer as Qwen3 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(HIDDEN, EPS)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS)
+        self.self_attn = Attention()
+        self.mlp = FeedForward()
+
+
+class BlockDrafter(Drafter):
+    """A DFlash drafter."""
+
+    taps, num_drafts, fading = TAPS, BLOCK_SIZE - 1, 0.8
+    config = {  # noqa: RUF012 - nobody changes it
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **SHAPE,
+        "num_hidden_layers": NUM_LAYERS,
+        "tie_word_embeddings": False,
+        "block_size": BLOCK_SIZE,
+        "num_target_layers": TARGET["num_hidden_layers"],
+        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(TAPS)},
+    }
+
+    def __init__(self, embedding: Tensor) -> None:
+        super().__init__(embedding)
+        self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+
+    def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
+        """See Drafter.learn."""
+        return iter(self(batch, BLOCKS[number % len(BLOCKS)]))
+
+    def drafts(self, batch: Batch) -> Tensor:
+        """See Drafter.drafts."""
+        return self(batch, BLOCK_SIZE).argmax(-1)
+
+    def forward(self, batch: Batch, block: int) -> Tensor:
+        """Logits [block - 1, batch, anchors, vocab] of the blocks of all anchors at once.
+
+        A row of `batch` stands for slot t and has the features of token t - 1: rows up to an
+        anchor's are the text before it.
+        """
+        text = self.hidden_norm(self.fc(batch.features))
+        num_rows, num_anchors = text.shape[1], batch.num_anchors
+        anchors = batch.slots[:, num_rows - num_anchors :]
+        masks = self.embedding[MASK_ID].expand(len(text), num_anchors, block, HIDDEN)
+        hidden = masks.clone()
+        hidden[:, :, 0] = functional.embedding(
+            batch.tokens(0, num_rows)[:, num_rows - num_anchors :], self.embedding
+        )
+        positions = anchors[..., None] + torch.arange(block, device=anchors.device)
+        before = (batch.slots - 1).clamp(min=0)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            hidden = hidden + self._attend(layer, hidden, positions, text, before, batch.mask)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        rows = self.norm(hidden[:, :, 1:]).permute(2, 0, 1, 3)
+        return functional.linear(rows, self.embedding)
+
+    def _attend(
+        self,
+        layer: Layer,
+        hidden: Tensor,
+        positions: Tensor,
+        text: Tensor,
+        before: Tensor,
+        mask: Tensor,
+    ) -> Tensor:
+        """[batch, anchors, block, hidden]: what a layer's attention adds to blocks.
+
+        Args:
+            layer: of the drafter.
+            hidden: [batch, anchors, block, hidden] of blocks.
+            positions: [batch, anchors, block].
+            text: [batch, rows, hidden], g of tokens.
+            before: [batch, rows], their positions.
+            mask: [batch, 1, 1, anchors, rows], added to scores.
+        """
+        attn, (num, num_anchors, block, _) = layer.self_attn, hidden.shape
+        normed, at = layer.input_layernorm(hidden).flatten(1, 2), positions.flatten(1)
+
+        def heads(x: Tensor, part: nn.Linear) -> Tensor:
+            return part(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+        q = self.turn(attn.q_norm(heads(normed, attn.q_proj)), at) * HEAD_DIM**-0.5
+        keys = self.turn(attn.k_norm(heads(text, attn.k_proj)), before)
+        own = self.turn(attn.k_norm(heads(normed, attn.k_proj)), at)
+        values, own_values = heads(text, attn.v_proj), heads(normed, attn.v_proj)
+        q = q.unflatten(1, (KV_HEADS, -1)).unflatten(3, (num_anchors, block))
+        own, own_values = (x.unflatten(2, (num_anchors, block)) for x in (own, own_values))
+        seen = torch.einsum("bkgajd,bkrd->bkgajr", q, keys) + mask[..., None, :]
+        among = torch.einsum("bkgajd,bkaid->bkgaji", q, own)
+        shares = torch.cat((seen, among), -1).softmax(-1)
+        num_rows = keys.shape[2]
+        found = torch.einsum("bkgajr,bkrd->bkgajd", shares[..., :num_rows], values)
+        found = found + torch.einsum("bkgaji,bkaid->bkgajd", shares[..., num_rows:], own_values)
+        found = found.permute(0, 3, 4, 1, 2, 5).reshape(num, num_anchors, block, HEADS * HEAD_DIM)
+        return attn.o_proj(found)

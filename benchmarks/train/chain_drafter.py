@@ -1,0 +1,145 @@
+"""The chain drafter of the model `tiny`: one layer in the published EAGLE-3 form, and its training.
+
+Slot t of the drafter holds the pair (token t, g of token t − 1), where g is `fc` of the target's
+features; its row says token t + 1. A draft behind the first takes the drafter's own output as g.
+Training does the same ("training-time test"): a row of step k sees the rows of the target's
+features up to its anchor, and behind them its own rows of the steps before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.train.answers import Batch
+from benchmarks.train.base import (
+    EPS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    SHAPE,
+    Drafter,
+    FeedForward,
+)
+
+TAPS = (1, 2, 4)
+
+
+class SelfAttention(nn.Module):
+    """The projections; their names and shapes are the checkpoint's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(2 * HIDDEN, HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(2 * HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(2 * HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+
+
+class Layer(nn.Module):
+    """The drafter's only layer; its attention takes the token beside the feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(HIDDEN, EPS)
+        self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS)
+        self.self_attn = SelfAttention()
+        self.mlp = FeedForward()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of one draft step leave for those of later steps."""
+
+    keys: Tensor  # [batch, KV_HEADS, rows, HEAD_DIM]
+    values: Tensor  # [batch, KV_HEADS, rows, HEAD_DIM]
+
+
+class ChainDrafter(Drafter):
+    """An EAGLE-3 drafter."""
+
+    taps, num_drafts, fading = TAPS, 4, 0.8
+    config = {  # noqa: RUF012 - nobody changes it
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **SHAPE,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(TAPS),
+            "use_aux_hidden_state": True,
+        },
+    }
+
+    def __init__(self, embedding: Tensor) -> None:
+        super().__init__(embedding)
+        self.midlayer = Layer()
+
+    def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
+        """See Drafter.learn."""
+        return self(batch)
+
+    def drafts(self, batch: Batch) -> Tensor:
+        """See Drafter.drafts."""
+        return torch.stack([logits.argmax(-1) for logits in self(batch, own=True)])
+
+    def forward(self, batch: Batch, own: bool = False) -> Iterator[Tensor]:
+        """Logits [batch, anchors, vocab] of drafts 1 … num_drafts of all anchors at once.
+
+        Args:
+            batch: chats, the features of their tokens and their anchors.
+            own: feed the drafter's own tokens back, as served, rather than the text's.
+        """
+        context = self.fc(batch.features)
+        num_rows, num_anchors = context.shape[1], batch.num_anchors
+        anchored = slice(num_rows - num_anchors, num_rows)
+        mixed = self._mix(batch.tokens(0, num_rows), context)
+        seen = [self._rows(mixed, batch.slots)]
+        hidden, mixed = context[:, anchored], mixed[:, anchored]
+        for step in range(self.num_drafts):
+            slots = batch.slots[:, anchored] + step
+            if step > 0:
+                seen.append(self._rows(mixed, slots))
+            hidden = self._layer(mixed, hidden, slots, seen, batch.mask)
+            logits = functional.linear(self.norm(hidden), self.embedding)
+            yield logits
+            tokens = logits.argmax(-1) if own else batch.tokens(step + 1, num_anchors)
+            mixed = self._mix(tokens, hidden)
+
+    def _mix(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        layer = self.midlayer
+        embedded = functional.embedding(tokens, self.embedding)
+        return torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
+
+    def _rows(self, mixed: Tensor, slots: Tensor) -> Rows:
+        attention = self.midlayer.self_attn
+        keys, values = (
+            part(mixed).unflatten(-1, (KV_HEADS, HEAD_DIM)).transpose(1, 2)
+            for part in (attention.k_proj, attention.v_proj)
+        )
+        return Rows(self.turn(keys, slots), values)
+
+    def _layer(
+        self, mixed: Tensor, hidden: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
+    ) -> Tensor:
+        layer, num_anchors = self.midlayer, mixed.shape[1]
+        queries = layer.self_attn.q_proj(mixed).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+        queries = self.turn(queries, slots).unflatten(1, (KV_HEADS, -1)) * HEAD_DIM**-0.5
+        context, *own = seen
+        grouped = queries.flatten(2, 3)  # the query heads of one kv head, one behind the other
+        scores = (grouped @ context.keys.transpose(2, 3)).view(*queries.shape[:4], -1) + mask
+        parts = [scores, *((queries * rows.keys[:, :, None]).sum(-1, keepdim=True) for rows in own)]
+        weights = torch.cat(parts, -1).softmax(-1)
+        num_rows = scores.shape[-1]
+        found = (weights[..., :num_rows].flatten(2, 3) @ context.values).view_as(queries)
+        for place, rows in enumerate(own):
+            found = found + weights[..., num_rows + place, None] * rows.values[:, :, None]
+        found = found.flatten(1, 2).transpose(1, 2).reshape(-1, num_anchors, HEADS * HEAD_DIM)
+        hidden = hidden + layer.self_attn.o_proj(found)
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
