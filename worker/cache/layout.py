@@ -146,6 +146,13 @@ class KVLayout:
         """One page of all regions together."""
         return sum(region.page_bytes for region in self.regions)
 
+    def describe(self) -> str:
+        """Say what a token takes, by region."""
+        parts = [
+            f"{region.name} {region.page_bytes / self.page_size:,.0f}" for region in self.regions
+        ]
+        return f"bytes a token: {', '.join(parts)}"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:

@@ -82,6 +82,7 @@ def load(
         config = memory.fit(config, configured_len, num_pages)
         with memory.explain_shortage("allocating the KV pool and the graphs", device):
             pool = KVPool(layout, num_pages, device)
+            log.info("KV pool: %d pages, %s", num_pages, layout.describe())
             took.ended("pool")
             with memory.taking(reserve_bytes, device):
                 loaded = _assemble(config, pool, model, drafter)
