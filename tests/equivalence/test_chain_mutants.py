@@ -181,7 +181,7 @@ def noise_by_draft_id(real: Any) -> Any:
     def draw(*given: Any) -> Tensor:
         *first, ids, drafts = given
         found = real(*first, None, drafts)
-        drafts[given[1]] = torch.where(drafts[given[1]] >= 0, ids[found], -1)
+        drafts[given[1]] = torch.where(drafts[given[1]] >= 0, ids[found][:, None], -1)
         return ids[found]
 
     return draw

@@ -270,12 +270,12 @@ def drafts_one_place_late(real: Any) -> Any:
     return read
 
 
-def binds_no_slots_behind_the_end(bound: int, width: int, max_len: int) -> int:
+def binds_no_slots_behind_the_end(bound: int, width: int, ahead: int, max_len: int) -> int:
     """Windows write there, and the page table has what other rows have had."""
     return min(bound + 2 * width, max_len)
 
 
-def binds_no_slots_of_steps_in_flight(bound: int, width: int, max_len: int) -> int:
+def binds_no_slots_of_steps_in_flight(bound: int, width: int, ahead: int, max_len: int) -> int:
     return min(bound + 1, max_len + width - 1)
 
 
