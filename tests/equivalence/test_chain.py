@@ -26,13 +26,14 @@ from tests.support.chain_workers import workers
 from tests.support.delay_mix import differing, mix
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
-from tests.support.pairwise import every, pairwise, whole
+from tests.support.pairwise import every, in_whole, pairwise, whole
 from worker.api import Sampling
 from worker.plan import Drawn
 from worker.schedule.decode import DecodeScheduler, Settled
 
 WIDTH = 5
 FORMS = (*fitted_drafters.FORMS, *fitted_blocks.FORMS)
+ONE_OF_BLOCKS = (*fitted_drafters.FORMS, "dflash")
 EVERY = 9  # steps after which a row has to go
 FACTORS: dict[str, Any] = {
     "form": FORMS,
@@ -164,7 +165,9 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@pytest.mark.parametrize(("form", "num_prefill"), [("eagle3", 0), ("eagle3", 1), ("dflash", 1)])
+@pytest.mark.parametrize(
+    ("form", "num_prefill"), [("eagle3", 1), ("dflash", 1), *in_whole(("eagle3", 0))]
+)
 def test_requests_of_every_kind_with_widths_that_change(
     form: str, num_prefill: int, known: Known
 ) -> None:
@@ -191,7 +194,7 @@ def test_requests_of_every_kind_with_widths_that_change(
                 ask.sampling,
                 len(ask.prompt) + ask.sampling.max_tokens,
             )
-    assert num_compared > 60
+    assert num_compared > 40
     for engine in made.engines.values():
         assert audit(engine, reference_of(directory)) > 0
     made.close()
@@ -218,7 +221,7 @@ def check_against(
         assert audit(engine, reference) > 0
 
 
-@pytest.mark.product(form=FORMS, num_prefill=(0, 1), page_size=(1, 16))
+@pytest.mark.product(form=ONE_OF_BLOCKS, num_prefill=(0, 1), page_size=(1, 16))
 def test_a_hit_of_every_number_of_pages(
     form: str, num_prefill: int, page_size: int, known: Known
 ) -> None:
@@ -243,7 +246,7 @@ def test_a_hit_of_every_number_of_pages(
     made.close()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ONE_OF_BLOCKS)
 def test_chunks_with_every_border(form: str, known: Known) -> None:
     """A prompt in chunks of 1, 2, 3, ... tokens; other tokens begin it each time."""
     text, directory = known.texts("seeded")[0], known.directory(form)

@@ -86,7 +86,7 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]], num_last:
     attended, hidden, goals, following = [], [], [], []
     for tokens in texts:
         _, states = behind_layers(reference.target, torch.tensor(tokens))
-        for length in range(len(tokens) - num_last, len(tokens) - FITTED):
+        for length in range(len(tokens) - num_last, len(tokens) - FITTED, 2):
             seen: list[tuple[Tensor, Tensor]] = []
             reference.block(tokens, length, FITTED, seen)
             attended.append(seen[last][0][1:])
