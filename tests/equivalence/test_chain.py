@@ -22,7 +22,7 @@ from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_audit import Reference, audit, trace_is_right
 from tests.support.chain_cases import NUM, Known, reference_of, serve, speculation, warm
-from tests.support.chain_workers import workers
+from tests.support.chain_workers import MAX_LEN, workers
 from tests.support.delay_mix import differing, mix
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
@@ -262,4 +262,31 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
         scheduler._engine = scheduler._engine.model_copy(update=limit)
         made.windows.clear()
         check_against([wanted], made, [ask], directory)
+    made.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Known) -> None:
+    """Pages are there for all of a block, also behind the end of a text that fills the model."""
+    directory, asked = known.directory("dflash"), known.asked["seeded"]
+    spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
+    made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
+    made.decode._scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
+    rest = MAX_LEN - len(asked[0].prompt)
+    longest = msgspec.structs.replace(asked[0].sampling, max_tokens=rest)
+    last = replace(asked[0], sampling=longest, at=NUM + 1)
+    answers, reference, num_compared = made.serve([*asked, last]), reference_of(directory), 0
+    assert [each.tokens for each in answers[:-1]] == [
+        each.tokens for each in known.answers["seeded"]
+    ]
+    for number, (ask, answer) in enumerate(zip([*asked, last], answers, strict=True)):
+        max_len = min(MAX_LEN, len(ask.prompt) + ask.sampling.max_tokens)
+        num_compared += trace_is_right(
+            made.windows[number], [*ask.prompt, *answer.tokens], reference, ask.sampling, max_len,
+            fitted_blocks.BLOCK_SIZE,
+        )  # fmt: skip
+    assert len(last.prompt) + len(answers[-1].tokens) == MAX_LEN
+    assert num_compared > 100
+    for engine in made.engines.values():
+        assert audit(engine, reference) > 0
     made.close()

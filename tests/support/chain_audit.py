@@ -82,6 +82,7 @@ def trace_is_right(
     reference: Reference,
     sampling: Sampling,
     max_len: int,
+    block: int = 0,
 ) -> int:
     """Assert that each window verified what the drafter must have proposed, and kept what is right.
 
@@ -95,6 +96,7 @@ def trace_is_right(
         reference: of its target and drafter.
         sampling: the request's.
         max_len: tokens of prompt and output at which it ends.
+        block: `spec.block`.
 
     Returns:
         How many drafts were compared.
@@ -109,7 +111,7 @@ def trace_is_right(
             there = len(drafts)
             if width_before < window.width and set(drafts[width_before - 1 :]) <= {-1}:
                 there = width_before - 1
-            drawn = reference.drawn(text, at, there + 1, sampling, width_before)
+            drawn = reference.drawn(text, at, there + 1, sampling, max(width_before, block))
             drawn = drawn[: max(0, max_len - at - 1)]
             wanted = [draft for draft, _ in drawn]
             margins = ", ".join(f"{margin:.2g}" for _, margin in drawn)
