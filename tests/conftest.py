@@ -28,6 +28,10 @@ __all__ = ["clusters", "serve"]
 # Hundreds of processes import the same modules: else each compiles them anew, asserts as well.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Each process has a core. Engines, in this process and in clusters, take as many threads as this
+# says; two threads that wait for each other on busy cores take several times as long as one.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 # No test speaks TLS; but every client of httpx would load all certificates of the machine, 40 ms.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
@@ -129,10 +133,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.whole:
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     items.sort(key=lambda item: rank_of(item.path))
-    if not hasattr(config, "workerinput"):  # not a process of pytest-xdist
-        return
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)  # each process has a core
 
 
 @pytest.hookimpl(trylast=True)
