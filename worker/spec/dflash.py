@@ -66,7 +66,8 @@ class DFlash:
             max_len=torch.full_like(state.ints.max_len, max_len + longest),
             drafts=masks.expand(num_rows, -1),
         )
-        self._every = torch.arange(num_rows, dtype=torch.int32, device=state.device)
+        every = torch.arange(num_rows, dtype=torch.int32, device=state.device)
+        self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
         """See Drafter.observe."""
@@ -89,14 +90,13 @@ class DFlash:
     def _propose(self, sampled: SampledRows, block: int, *, greedy: bool) -> None:
         n, num_drafts = len(sampled.rows), sampled.width - 1
         bound = sampled.max_seq_len_ub + block
-        rows = read_rows(
-            sampled.rows, self._blocks, self._page_size, -(-bound // self._page_size), block
-        )
+        num_pages = min(-(-bound // self._page_size), self._blocks.page_table.shape[1])
+        rows = read_rows(sampled.rows, self._blocks, self._page_size, num_pages, block)
         batch = Batch(
             input_ids=rows.input_ids,
             positions=rows.positions,
             slot_mapping=rows.slots,
-            query_start=self._every[: n + 1] * block,
+            query_start=self._starts[block][: n + 1],
             seq_lens=rows.seq_lens,
             page_table=rows.table,
             num_reqs=n,
@@ -111,14 +111,15 @@ class DFlash:
             with forward_context(batch, self._attentions[mask], plans[mask]):
                 part, residual = model.run(part, residual, batch.positions, numbers)
         assert residual is not None
-        state, ints = self._state, self._state.ints
-        drafted = (n, block)
+        state = self._state
+        before, own = rows.positions.view(n, block), rows.slots.view(n, block)
         draw_drafts(
             model.logits(part, residual, block, num_drafts),
             rows.live,
-            rows.positions.view(drafted)[:, :num_drafts].flatten().contiguous(),
-            rows.slots.view(drafted)[:, 1 : 1 + num_drafts].flatten().contiguous(),
-            None if greedy else ints.seed,
+            # Of blocks of two tokens flatten() is a view with a stride.
+            before[:, :num_drafts].flatten().contiguous(),
+            own[:, 1 : 1 + num_drafts].flatten().contiguous(),
+            None if greedy else state.ints.seed,
             state.floats.temperature,
             model.id_map,
             state.columns.drafts[:, :num_drafts],
@@ -133,7 +134,7 @@ class DFlash:
 
     def _store(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Store tokens of text; nothing attends."""
-        none = self._every[:0]
+        none = self._starts[0][:0]
         batch = Batch(
             input_ids=positions,  # not read
             positions=positions,

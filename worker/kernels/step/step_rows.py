@@ -148,5 +148,6 @@ def read_rows(
     rows: Tensor, columns: RowColumns, page_size: int, num_pages: int, width: int = 1
 ) -> StepRows:
     """read_rows_ref, on CUDA by one kernel."""
+    assert num_pages <= columns.page_table.shape[1]
     op = read_rows_triton if rows.is_cuda else read_rows_ref
     return op(rows, columns, page_size, num_pages, width)
