@@ -26,7 +26,7 @@ from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
 from worker.errors import UserError
 from worker.models.config import ModelSpec, read_model_spec
-from worker.models.drafter_spec import READERS
+from worker.models.drafter_spec import READERS, check_block
 from worker.models.files import check_weights
 from worker.tracing.setup import check_tracing
 from worker.transfer import mooncake_libraries
@@ -165,12 +165,13 @@ def _drafter(config: Config, target: ModelSpec) -> None:
     if not directory.is_dir():
         raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
     try:
-        READERS[config.spec.drafter](directory, target)
+        spec = READERS[config.spec.drafter](directory, target)
         if config.model.load_format == "safetensors":
             check_weights(directory)
     except UserError as error:
         unset = "" if path else " (spec.path is not set, so this is the model's own directory)"
         raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
+    check_block(config.spec, spec)
 
 
 def _errors(*checks: Callable[[], None]) -> list[UserError]:

@@ -66,6 +66,15 @@ def test_a_drafter_is_checked_with_its_target(model: Path, tmp_path: Path) -> No
         load(None, [f"spec.path={drafter}"])
 
 
+def test_windows_fit_into_a_drafter_s_block() -> None:
+    on = "spec.drafter=dflash"
+    for fits in ("spec.widths=auto", "spec.widths=[1,8]", "spec.block=8"):
+        check_model(load(None, [on, fits]))
+    for field, value in (("widths", "[1,16]"), ("block", "16")):
+        with pytest.raises(UserError, match=f"spec.{field}: 16, but the drafter's block has 8"):
+            check_model(load(None, [on, f"spec.{field}={value}"]))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the bundled model, in two files with an index."""

@@ -152,11 +152,11 @@ def build_engine(
     tracer = tracer_of(config.tracing, config.role, name)
     spec = read_model_spec(config.model.directory)
     drafter = read_drafter(config, spec)
-    configured_len, asked = config.model.max_model_len, config.spec
+    configured_len = config.model.max_model_len
     config = config.resolved(
         probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
     )
-    config = within_block(config, asked, drafter)
+    config = within_block(config, drafter)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     step_log = None

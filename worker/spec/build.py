@@ -6,7 +6,7 @@ from worker.attention.base import AttentionBackend, build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.comm.base import Collective
-from worker.config import SpecConfig, WorkerConfig
+from worker.config import WorkerConfig
 from worker.errors import UserError
 from worker.kernels.attention.mask import KeyMask
 from worker.models.chain import ChainDrafter, Kind
@@ -14,7 +14,7 @@ from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
 from worker.models.dflash import DFlashDrafter
 from worker.models.dflash_spec import DFlashSpec
-from worker.models.drafter_spec import READERS, DrafterSpec
+from worker.models.drafter_spec import READERS, DrafterSpec, check_block
 from worker.models.loader import DrafterModel, fill_drafter
 from worker.models.taps import Taps
 from worker.plan import max_rows
@@ -31,31 +31,24 @@ def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterSpec | None:
     """Read the shape of the drafter that is configured; None: it has no weights.
 
     Raises:
-        UserError: see `read_chain_spec` and `read_dflash_spec`.
+        UserError: see `read_chain_spec`, `read_dflash_spec` and `check_block`.
     """
-    kind = config.spec.drafter
-    return READERS[kind](config.drafter_directory, target) if kind in READERS else None
+    if not config.spec.has_weights:
+        return None
+    spec = READERS[config.spec.drafter](config.drafter_directory, target)
+    check_block(config.spec, spec)
+    return spec
 
 
-def within_block(config: WorkerConfig, asked: SpecConfig, spec: DrafterSpec | None) -> WorkerConfig:
+def within_block(config: WorkerConfig, spec: DrafterSpec | None) -> WorkerConfig:
     """Cut the widths that `auto` gave to what a block of the drafter holds.
 
-    config: after `WorkerConfig.resolved`; asked: its section before.
-
-    Raises:
-        UserError: a width or a block that was asked for is longer than the drafter's.
+    config: after `WorkerConfig.resolved`.
     """
     if not isinstance(spec, DFlashSpec):
         return config
-    size, section = spec.block_size, config.spec
-    if asked.widths == "auto":
-        widths = [width for width in section.chosen if width <= size]
-        section = section.model_copy(update={"widths": widths})
-    for name, value in (("widths", max(section.chosen)), ("block", section.block)):
-        if value > size:
-            raise UserError(
-                f"spec.{name}: {value}, but the drafter's block has {size} tokens", f"spec.{name}"
-            )
+    widths = [width for width in config.spec.chosen if width <= spec.block_size]
+    section = config.spec.model_copy(update={"widths": widths})
     return config.model_copy(update={"spec": section})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from worker.kernels.attention.qk_rope_store import MAX_HEADS, _normed, qk_rope_store_ref
+from worker.kernels.attention.qk_rope_store import MAX_HEADS, normed_heads, qk_rope_store_ref
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
 
@@ -75,7 +75,7 @@ def _layers_rope_store_kernel(
         x, y = a.to(tl.float32), b.to(tl.float32)
         if NORM:
             weight = k_weights + layer * HEAD_DIM
-            normed = _normed(x, y, weight, lanes, inside, eps, HEAD_DIM, DTYPE)
+            normed = normed_heads(x, y, weight, lanes, inside, eps, HEAD_DIM, DTYPE)
             x, y = normed[0], normed[1]
         to = k_cache + start + heads[:, None] * stride_head + lanes[None, :]
         tl.store(to, (x * cos - y * sin).to(DTYPE), mask=both)

@@ -56,7 +56,7 @@ def qk_rope_store_ref(
 
 
 @triton.jit
-def _normed(a, b, weight, lanes, inside, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+def normed_heads(a, b, weight, lanes, inside, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """rms_norm of the rows whose halves are a and b; rounded as rms_norm_ref does."""
     squares = tl.sum(a * a + b * b, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
@@ -103,9 +103,9 @@ def _qk_rope_store_kernel(
         x, y = a.to(tl.float32), b.to(tl.float32)
         if NORM:
             if first < NUM_HEADS:
-                normed = _normed(x, y, q_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
+                normed = normed_heads(x, y, q_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
             else:
-                normed = _normed(x, y, k_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
+                normed = normed_heads(x, y, k_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
             x, y = normed[0], normed[1]
         a = (x * cos - y * sin).to(DTYPE)
         b = (y * cos + x * sin).to(DTYPE)
