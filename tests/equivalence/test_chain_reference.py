@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.support import fitted_drafters
-from tests.support.chain_audit import audit, prefixes, trace_is_right
 from tests.support.chain_reference import ChainReference, short_name, tapped_layers
-from tests.support.chain_workers import TARGET, VOCAB_SIZE, workers
+from tests.support.drafter_audit import audit, prefixes, trace_is_right
+from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.prompts import problem_ids

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from tests.support import fitted_blocks, fitted_drafters
-from tests.support.chain_audit import Reference
 from tests.support.chain_reference import ChainReference
-from tests.support.chain_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.dflash_reference import DFlashReference
+from tests.support.drafter_audit import Reference
+from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.prompts import problem_ids

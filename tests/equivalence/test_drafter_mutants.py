@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
-from tests.support.chain_audit import audit, trace_is_right
-from tests.support.chain_cases import Known, reference_of, speculation
-from tests.support.chain_workers import workers
+from tests.support.drafter_audit import audit, trace_is_right
+from tests.support.drafter_cases import Known, reference_of, speculation
+from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
 from worker.kernels.attention.mask import KeyMask
 

@@ -1,4 +1,4 @@
-"""Workers in lockstep for tests of chain drafters: four layers of the bundled model, in float32."""
+"""Workers in lockstep for tests of drafters: four layers of the bundled model, in float32."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.chain_audit import audit, trace_is_right
 from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
+from tests.support.drafter_audit import audit, trace_is_right
 from tests.support.engines import running
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids

@@ -20,10 +20,10 @@ import torch
 
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
-from tests.support.chain_audit import Reference, audit, trace_is_right
-from tests.support.chain_cases import NUM, Known, reference_of, serve, speculation, warm
-from tests.support.chain_workers import MAX_LEN, workers
 from tests.support.delay_mix import differing, mix
+from tests.support.drafter_audit import Reference, audit, trace_is_right
+from tests.support.drafter_cases import NUM, Known, reference_of, serve, speculation, warm
+from tests.support.drafter_workers import MAX_LEN, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.pairwise import every, in_whole, pairwise, whole
