@@ -51,7 +51,8 @@ CLUSTERS = (
 LONGEST = (
     OWN_RAY, CLUSTER, "test_interpreted", "test_windows", "test_api_laws", "test_full_decode",
     "test_compiled", "test_random_delays", "test_transport", "test_engine_laws", "test_first_token",
-    "test_protocol_faults", "test_attention_backends", "test_sampler", "test_piecewise",
+    "test_protocol_faults", "test_drafters", "test_wire", "test_router_direct", "test_liveness",
+    "test_router_door", "test_attention_backends", "test_sampler", "test_piecewise",
     "test_contained", "test_load_harness", "test_router_benchmark", "test_models",
 )  # fmt: skip
 SPLIT = (
