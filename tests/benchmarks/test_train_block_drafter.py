@@ -41,16 +41,6 @@ SHAPES = {"fc.weight": (192, 576), "hidden_norm.weight": (192,), "norm.weight": 
 
 
 @pytest.fixture(scope="module")
-def target() -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
 def said(target: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[Said]:
     return Speaker(target, TAPS).said(tokenizer, random.Random(3), 4)
 

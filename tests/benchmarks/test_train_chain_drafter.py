@@ -40,16 +40,6 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
 def said(target: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[Said]:
     return Speaker(target, TAPS).said(tokenizer, random.Random(3), 6)
 

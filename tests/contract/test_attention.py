@@ -8,7 +8,6 @@ tests/gpu/test_attention_on_cuda.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +32,8 @@ from worker.kernels.attention.mask import CAUSAL, KeyMask
 from worker.kernels.jit import HAS_TRITON
 from worker.registry import resolve
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_LAYERS = 4
 BOUNDS = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.004}
 CPU = torch.device("cpu")
@@ -44,15 +45,6 @@ TABLE = {
 }
 STATIC = ["triton"] if INTERPRETED else ["reference"]
 BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference", "by_length"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy core take twenty times as long as one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(slots=True)

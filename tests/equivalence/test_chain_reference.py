@@ -30,6 +30,8 @@ from worker.forward.batch import Batch
 from worker.kernels.step.philox import gumbel_ref
 from worker.step.state import SampledRows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH = 5
 FEW = 480  # tokens of a pool for which requests preempt each other
 D2T = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(2))[:300].sort().values
@@ -181,15 +183,6 @@ SAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """Two threads that wait for each other on a busy core take twenty times as long as one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,9 @@ from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
 from worker.kernels.attention.mask import KeyMask
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTHS = (1, 5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
-    return Known.made(tmp_path_factory.mktemp("drafters"))
 
 
 def obeys(known: Known, form: str, *, graph: bool = False) -> None:

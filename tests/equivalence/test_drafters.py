@@ -8,7 +8,7 @@ plain decode. At the end draft rows and tails of all pages in the prefix trees a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
@@ -30,6 +29,8 @@ from tests.support.pairwise import every, in_whole, pairwise, whole
 from worker.api import Sampling
 from worker.plan import Drawn
 from worker.schedule.decode import DecodeScheduler, Settled
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH = 5
 FORMS = (*fitted_drafters.FORMS, *fitted_blocks.FORMS)
@@ -49,20 +50,6 @@ FACTORS: dict[str, Any] = {
 }
 Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
 CASES = every(FACTORS) if whole else pairwise(FACTORS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy core take twenty times as long as one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
-    return Known.made(tmp_path_factory.mktemp("drafters"))
 
 
 def preempt_now_and_then(scheduler: DecodeScheduler) -> None:

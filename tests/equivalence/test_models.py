@@ -26,6 +26,8 @@ from worker.models.decoder import Decoder
 from worker.models.loader import load_model
 from worker.models.qwen3 import Qwen3ForCausalLM
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BOUND = 1e-4  # absolute, on logits of about ±10
 NUM_GREEDY = 32
 PAGE_SIZE = 4
@@ -68,15 +70,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy core take twenty times as long as one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -> torch.nn.Module:
