@@ -362,8 +362,7 @@ def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Callable[..., End
         client.nothing(0.3)
         relay.swallowing = True
         client.wire.send("w/1", MESSAGES[2])
-        time.sleep(0.05)
-        relay.swallowing = False
+        relay.swallow(api.encode(MESSAGES[2]))
         relay.cut()
         assert isinstance(worker.next()[1], Lost)
         assert isinstance(client.next()[1], Lost)
@@ -374,6 +373,7 @@ class Relay:
 
     def __init__(self, port: int) -> None:
         self.swallowing = False
+        self._swallowed: list[bytes] = []
         self._target = port
         self._sockets: list[socket.socket] = []
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -392,6 +392,14 @@ class Relay:
         self.cut()
         for each in self._passing:
             each.join()
+
+    def swallow(self, wanted: bytes) -> None:
+        """Wait until `wanted` was swallowed, then pass on what follows."""
+        gives_up_at = time.monotonic() + LIMIT_S
+        while wanted not in b"".join(self._swallowed):
+            assert time.monotonic() < gives_up_at, f"{wanted!r} is not among {self._swallowed!r}"
+            time.sleep(0.001)
+        self.swallowing = False
 
     def cut(self) -> None:
         """End the connections that stand; new ones are accepted."""
@@ -414,7 +422,9 @@ class Relay:
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError), source:
             while piece := source.recv(1 << 16):
-                if not self.swallowing:
+                if self.swallowing:
+                    self._swallowed.append(piece)
+                else:
                     sink.sendall(piece)
             sink.shutdown(socket.SHUT_RDWR)
 
