@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.gpu.sync import fail_on_sync
 from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
@@ -95,7 +95,6 @@ def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_pref
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
-    import torch
 
     config: dict[str, Any] = {
         "kv": {"page_size": 16},
@@ -106,20 +105,7 @@ def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
     prompts, sampling = problem_ids(NUM), Sampling(40, temperature=0.7, seed=3)
     with running(config, num_prefill=0) as cluster:
         cluster.client.generate(prompts, sampling)  # warm: allocator, kernels
-        runner = cluster.workers["decode-0"].engine.runner
-        run = runner._run
-
-        def strict(step: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(step)
-            except BaseException:
-                traceback.print_exc()  # the engine ends the process next
-                raise
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        runner._run = strict
+        fail_on_sync(cluster.workers["decode-0"].engine.runner)
         answers = cluster.client.generate(prompts, sampling)
     assert all(answer.error is None for answer in answers)
 

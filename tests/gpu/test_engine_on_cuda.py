@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 
 from tests.equivalence.test_structured import accepted, answers_of, check
+from tests.gpu.sync import fail_on_sync
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -75,24 +74,10 @@ def test_masked_steps_on_cuda_equal_the_cpu() -> None:
 @pytest.mark.parametrize("widths", [[1], [4], [1, 2, 4, 8]])
 def test_a_step_never_waits_for_the_device(widths: list[int]) -> None:
     """Everything that launch enqueues, under torch's own detector of host syncs."""
-    import torch
 
     config = sections("cuda", "never")
     config["spec"] = {"widths": widths, "simulate_accept_len": 2.5}
     with running(config, num_prefill=0) as cluster:
         ask(cluster)  # warm: allocator, kernels
-        runner = cluster.workers["decode-0"].engine.runner
-        run = runner._run
-
-        def strict(plan):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(plan)
-            except BaseException:
-                traceback.print_exc()  # the engine ends the process next
-                raise
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        runner._run = strict
+        fail_on_sync(cluster.workers["decode-0"].engine.runner)
         ask(cluster)

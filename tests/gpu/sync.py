@@ -1,0 +1,27 @@
+"""Steps under torch's own detector of host syncs."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from worker.engine.runner import ModelRunner, Step
+from worker.sampling.tail import Result
+
+
+def fail_on_sync(runner: ModelRunner) -> None:
+    """From now on a plan without masks fails where it waits for the device, as it is enqueued."""
+    run = runner._run
+
+    def strict(step: Step) -> Result | None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(step)
+        except BaseException:
+            traceback.print_exc()  # the engine ends the process next
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner._run = strict
