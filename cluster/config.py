@@ -53,13 +53,16 @@ class RoleConfig(Section):
 
     replicas: int = Field(default=1, ge=0)
     """Workers of this role."""
+    tp: PositiveInt = 1
+    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's weights
+    and KV, and with a GPU of its own if they compute on GPUs."""
     num_cpus: float = Field(default=1, ge=0)
-    """CPUs reserved in Ray for each worker."""
+    """CPUs reserved in Ray for each rank of a worker."""
     num_gpus: Auto | NonNegativeFloat = "auto"
-    """GPUs reserved in Ray for each worker; 0.5 is half a GPU. auto: none on CPUs, else 1; where
-    the machine has too few, the part of one that fits."""
+    """GPUs reserved in Ray for each rank of a worker; 0.5 is half a GPU, only with tp 1. auto: none
+    on CPUs, else 1; where the machine has too few, workers of one rank get the part that fits."""
     resources: Resources = Field(default_factory=dict)
-    """Ray's custom resources reserved for each worker, by name."""
+    """Ray's custom resources reserved for each rank of a worker, by name."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -163,6 +166,7 @@ class Config(Section):
         """The configuration of one worker of `role`; values that are `auto` stay `auto`."""
         return WorkerConfig(
             role=role,
+            tp=self.role(role).tp,
             model=self.model,
             kv=self.kv,
             engine=self.role(role).engine,

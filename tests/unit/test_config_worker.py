@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from worker.cache.pages import PageAllocator
 from worker.config import Machine, WorkerConfig
+from worker.errors import UserError
 from worker.pull.lease import MARGIN_S, Lease
 
 CPU = Machine("cpu", 6, 1 << 34, "laptop")
@@ -47,6 +48,7 @@ def leaves(tree: BaseModel, path: str = "") -> dict[str, Any]:
         ("engine", "memory_fraction", 1.5),
         ("engine", "growth_tokens", -1),
         ("engine", "device", "tpu"),
+        ("engine", "collective", "carrier pigeon"),
         ("kv", "num_groups", 0),
         ("kv", "page_size", 0),
         ("kv", "page_size", -16),
@@ -109,6 +111,18 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
     for path, value in leaves(tree).items():
         if value != "auto":
             assert leaves(done)[path] == value
+
+
+def test_ranks_sum_by_gloo_on_the_cpu_and_as_they_are_told_on_gpus() -> None:
+    assert resolved(config(), CPU).engine.collective == "gloo"
+    assert resolved(config(), CUDA).engine.collective == "custom"
+    for name in ("nccl", "gloo"):
+        named = config(tp=2, engine={"collective": name})
+        assert resolved(named, CUDA).engine.collective == name
+    with pytest.raises(UserError, match="engine.collective: nccl needs GPUs"):
+        resolved(config(tp=2, engine={"collective": "nccl"}), CPU)
+    with pytest.raises(ValidationError):
+        WorkerConfig.model_validate({"role": "decode", "tp": 0})
 
 
 def test_resolved_depends_on_the_device() -> None:

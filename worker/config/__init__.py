@@ -214,9 +214,11 @@ def drafter_directory(model: ModelConfig, spec: SpecConfig) -> Path:
 
 
 class WorkerConfig(Section):
-    """All that one worker process is told."""
+    """All that the processes of one worker are told."""
 
     role: Literal["prefill", "decode"]
+    tp: PositiveInt = 1
+    """Ranks of the worker: processes, each with a GPU of its own if it computes on one."""
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
     engine: EngineConfig = EngineConfig()
@@ -252,7 +254,8 @@ class WorkerConfig(Section):
             note: is told every choice.
 
         Raises:
-            UserError: max_model_len is beyond what the model was made for.
+            UserError: max_model_len is beyond what the model was made for, or the collective needs
+                GPUs.
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
         attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
@@ -262,6 +265,7 @@ class WorkerConfig(Section):
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
             ("engine", "device"): (machine.device, "what is here"),
             ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
+            ("engine", "collective"): ("gloo", "CPU") if cpu else ("custom", "GPUs of one host"),
             ("engine", "max_prefill_tokens"): _chunk(self.role, cpu),
             ("engine", "memory_fraction"): (MEMORY_FRACTION, "a GPU to itself, or none"),
             ("engine", "attention", "prefill"): attention,
@@ -291,6 +295,9 @@ class WorkerConfig(Section):
                 f"but the model has {model_max_len} positions",
                 "model.max_model_len",
             )
+        if cpu and tree["engine"]["collective"] != "gloo":
+            path, name = "engine.collective", tree["engine"]["collective"]
+            raise UserError(f"{path}: {name} needs GPUs; on the CPU it is gloo", path)
         return WorkerConfig.model_validate(tree)
 
 

@@ -75,6 +75,9 @@ class EngineConfig(Section):
     """auto: what the worker's machine has."""
     threads: Auto | int = "auto"
     """Threads of one operation on CPU; auto: the CPUs that Ray gave the worker."""
+    collective: Auto | Literal["gloo", "nccl", "custom"] = "auto"
+    """What sums among the ranks of a worker, if it has several. auto: gloo on CPU; on CUDA custom
+    (our own kernels over peer memory) within a host, nccl across hosts."""
     num_pages: Auto | int = "auto"
     """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
     memory_fraction: Auto | Fraction = "auto"
