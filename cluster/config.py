@@ -54,8 +54,8 @@ class RoleConfig(Section):
     replicas: int = Field(default=1, ge=0)
     """Workers of this role."""
     tp: PositiveInt = 1
-    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's weights
-    and KV, and with a GPU of its own if they compute on GPUs."""
+    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's
+    weights and KV, and with a GPU of its own if they compute on GPUs."""
     num_cpus: float = Field(default=1, ge=0)
     """CPUs reserved in Ray for each rank of a worker."""
     num_gpus: Auto | NonNegativeFloat = "auto"

@@ -56,7 +56,7 @@ def dialled(
         "tcp://",
         model="tiny",
         layout_hash=layout_hash,
-        endpoint=endpoint,
+        endpoints=(endpoint,),
         digest="d",
     )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()

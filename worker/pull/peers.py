@@ -222,7 +222,7 @@ class PrefillPeers:
         identity = Identity(member.model, member.digest, member.layout_hash)
         if identity.layout_hash != self._identity.layout_hash:
             raise Incompatible(self._identity.explain(identity))
-        endpoint = _decode_endpoint(member.endpoint)
+        endpoint = _decode_endpoint(member.endpoints[0])
         pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
         return self._transport.connect(endpoint, self._timeout_s), pool_pages
 
