@@ -47,6 +47,7 @@ class Engine:
 
     config: WorkerConfig  # resolved
     spec: ModelSpec
+    model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity
     pool: KVPool
@@ -109,6 +110,11 @@ class Engine:
         decodes = self.config.role == "decode"
         return self.config.spec.simulated_len if decodes else 0.0
 
+    @property
+    def endpoints(self) -> tuple[bytes, ...]:
+        """How peers reach the transport of each rank, in their order; see Member."""
+        return (msgspec.msgpack.encode(self.transport.endpoint()),)
+
     def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
         """Build the record under which other processes know this worker."""
         return Member(
@@ -121,7 +127,7 @@ class Engine:
             max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.identity.layout_hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
-            endpoint=msgspec.msgpack.encode(self.transport.endpoint()),
+            endpoints=self.endpoints,
             node=os.uname().nodename,
             pid=os.getpid(),
             digest=self.identity.digest,
@@ -186,6 +192,7 @@ def build_engine(
     return Engine(
         config,
         spec,
+        whole,
         layout,
         identity,
         pool,
