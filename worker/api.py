@@ -65,7 +65,7 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    # msgpack of worker.transfer.base.Endpoint of each rank, opaque to everyone else
+    # Of each rank, in order: msgpack of worker.transfer.base.Endpoint, opaque to everyone else.
     endpoints: tuple[bytes, ...] = ()
     node: str = ""
     pid: int = 0

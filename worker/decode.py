@@ -38,6 +38,7 @@ from worker.plan import Drawn, Plan
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.sources import LocalRank
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
@@ -73,11 +74,8 @@ class DecodeLoop:
             spec=config.spec,
         )
         self._peers = PrefillPeers(
-            engine.transport,
-            engine.layout,
+            _local_rank(engine),
             engine.identity,
-            engine.pool.num_pages,
-            config.transport.connect_timeout_s,
             thread.post,
             thread.connect,
             thread.disconnect,
@@ -322,6 +320,15 @@ class DecodeLoop:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
             self._leave(req, FinishReason.ABORT, error)
+
+
+def _local_rank(engine: Engine) -> LocalRank:
+    """The leader, as the end that its own pulls are into."""
+    timeout_s = engine.config.transport.connect_timeout_s
+    return LocalRank(
+        engine.transport, engine.model_layout, engine.pool.num_pages, timeout_s,
+        engine.meeting.size, engine.meeting.rank,
+    )  # fmt: skip
 
 
 def _widths(engine: Engine) -> WidthPolicy:

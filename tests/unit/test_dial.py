@@ -14,9 +14,9 @@ from tests.support.patience import HANG_S
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
-from worker.pull.peers import NUM_READS, DialFailed, Link, PrefillPeers
+from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.sources import NUM_READS, LocalRank
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
-from worker.transfer.layout import PoolPages
 
 WHOLE = ModelLayout(
     (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))
@@ -61,7 +61,7 @@ def dialled(
     )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     peers = PrefillPeers(
-        cast("Any", transport), LAYOUT, IDENTITY, OURS, 1.0,
+        LocalRank(cast("Any", transport), WHOLE, OURS, 1.0), IDENTITY,
         events.put, lambda *_: None, lambda *_: None,
     )  # fmt: skip
     peers.update([member])
@@ -79,7 +79,10 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
     once += [Run(1, 0, 0, draft.group_bytes)]
     assert transport.runs == NUM_READS * once
-    assert event.pool_pages == PoolPages(OURS, THEIRS)
+    transport.runs.clear()
+    event.pull([(2, 3), (3, 4)], range(1, 3))
+    places = [(OURS * g + 2, THEIRS * g + 3) for g in (1, 2)]
+    assert transport.runs == [Run(0, size * a, size * b, 2 * size) for a, b in places]
 
 
 @pytest.mark.parametrize("change", ["layout", "pages"])

@@ -169,7 +169,7 @@ class ModelLayout:
 
     @property
     def page_bytes(self) -> int:
-        """One page of all regions together, of all ranks; a head's copies are not counted."""
+        """One page of all regions together, all heads of them."""
         return sum(region.page_bytes for region in self.regions)
 
     def share(self, tp_size: int, rank: int) -> KVLayout:
