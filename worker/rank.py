@@ -15,7 +15,7 @@ from worker.api import Between, Lost, PeerId, WorkerStats
 from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
-from worker.engine.ranks import between, from_leader, launched, masks_of
+from worker.engine.ranks import between, from_leader, launched, masks_of, rank_peer
 from worker.errors import PeerLost
 from worker.graph.base import PaddedShape
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
@@ -132,8 +132,3 @@ class Rank:
     def join(self) -> None:
         """Wait until the loop has ended."""
         self._thread.join()
-
-
-def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
-    """The name under which the leader addresses a rank."""
-    return f"{name}.{rank}/{incarnation}"

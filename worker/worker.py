@@ -8,12 +8,11 @@ from worker.api import Between, Lost, Member, PullPath
 from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
-from worker.engine.ranks import Ranks, from_rank
+from worker.engine.ranks import from_rank, lead
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.metrics import Progress, untold
 from worker.plan import Ended, Launched
-from worker.rank import rank_peer
 from worker.registry import resolve
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
@@ -55,11 +54,13 @@ class Worker:
             self._host, self._metrics_port, self._thread.stalled
         )
         endpoints = tuple(self._meeting.tell(self.engine.endpoint()))
-        turn = self._loop.turn
+        address = self._thread.start(self._host, self._turn)
         if self._meeting.size > 1:
-            turn = self._led
-        address = self._thread.start(self._host, turn)
-        self._lead([each.decode() for each in self._meeting.tell(address.encode())[1:]])
+            me, thread = (self._name, self._incarnation), self._thread
+            compared = self.engine.config.engine.strict
+            self.engine.ranks = lead(
+                self._meeting, *me, thread.connect, thread.send, compared=compared
+            )
         return self.engine.member(
             self._name, self._incarnation, address, metrics_address, endpoints
         )
@@ -106,22 +107,14 @@ class Worker:
         """Wait until the loop has ended."""
         self._thread.join()
 
-    def _lead(self, addresses: Sequence[str]) -> None:
-        """Connect to the other ranks; nothing is launched before."""
-        if not addresses:
-            return
-        peers = [rank_peer(self._name, self._incarnation, i + 1) for i in range(len(addresses))]
-        for peer, address in zip(peers, addresses, strict=True):
-            self._thread.connect(peer, address)
-        compared = self.engine.config.engine.strict
-        self.engine.ranks = Ranks(peers, self._thread.send, compared=compared)
-
-    def _led(self, events: list[Incoming]) -> float:
-        """The role's turn, of what does not concern ranks alone. A rank's death is the worker's."""
+    def _turn(self, events: list[Incoming]) -> float:
+        """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
+        ranks = self.engine.ranks
+        if ranks is None:
+            return self._loop.turn(events)
         others: list[Incoming] = []
         for peer, event in events:
-            ranks = self.engine.ranks
-            if ranks is None or peer not in ranks.peers:
+            if peer not in ranks.peers:
                 others.append((peer, event))
             elif isinstance(event, Lost):
                 raise PeerLost(f"rank {peer} is lost: {event.reason}")

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from worker.api import AnyMessage, Between, PeerId
+from worker.comm.meeting import Meeting
 from worker.engine.runner import Step
 from worker.graph.base import PaddedShape
 from worker.kernels.step.logits import Masks
@@ -81,6 +82,32 @@ class Ranks:
         assert found[0] == what, f"ranks differ: {found}"
         if len(found) > len(self.peers):
             del self._found[what.step]
+
+
+def lead(
+    meeting: Meeting,
+    name: str,
+    incarnation: str,
+    connect: Callable[[PeerId, str], None],
+    send: Callable[[PeerId, AnyMessage], None],
+    *,
+    compared: bool,
+) -> Ranks:
+    """Connect to the other ranks of a worker, which say where they listen; see Ranks.
+
+    Raises:
+        PeerLost: one of them is gone.
+    """
+    peers: list[PeerId] = []
+    for rank, address in enumerate(meeting.tell(b"")[1:], 1):
+        peers.append(rank_peer(name, incarnation, rank))
+        connect(peers[-1], address.decode())
+    return Ranks(peers, send, compared=compared)
+
+
+def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
+    """The name under which the leader of a worker addresses a rank."""
+    return f"{name}.{rank}/{incarnation}"
 
 
 def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
