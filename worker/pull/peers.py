@@ -189,8 +189,9 @@ class PrefillPeers:
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        XX
-                is pulled lands in page 0. Takes up to a few seconds for a peer that does not answer.
+        Of the leader's part only: its heads, over connections of its own, which are made and closed
+        like those that requests use. What is pulled lands in page 0. Takes up to a few seconds for
+        a peer that does not answer.
         """
         return [self._measured(member) for member in list(self._listed.values())]
 
