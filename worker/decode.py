@@ -38,6 +38,7 @@ from worker.plan import Drawn, Plan
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
 from worker.pull.sources import LocalRank
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
@@ -73,10 +74,12 @@ class DecodeLoop:
             _widths(engine),
             spec=config.spec,
         )
+        rank = _local_rank(engine)
+        self._ranks = LeaderPulls(rank, lambda _: None, thread.post)
         self._peers = PrefillPeers(
-            _local_rank(engine),
+            rank,
             engine.identity,
-            thread.post,
+            self._ranks.dial,
             thread.connect,
             thread.disconnect,
         )
@@ -185,6 +188,8 @@ class DecodeLoop:
             case MembersChanged():
                 for gone in self._peers.update(event.members):
                     self._lose(gone)
+            case OwnDialled() | PeerDialled() | PeerNotDialled() | PullEnded():
+                self._ranks.on(event)
             case Link():
                 self._peers.dialled(event)
             case DialFailed():

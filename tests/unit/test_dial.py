@@ -15,6 +15,7 @@ from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
 from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.ranked import LeaderPulls, OwnDialled
 from worker.pull.sources import NUM_READS, LocalRank
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
 
@@ -60,13 +61,17 @@ def dialled(
         digest="d",
     )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    peers = PrefillPeers(
-        LocalRank(cast("Any", transport), WHOLE, OURS, 1.0), IDENTITY,
-        events.put, lambda *_: None, lambda *_: None,
-    )  # fmt: skip
+    rank = LocalRank(cast("Any", transport), WHOLE, OURS, 1.0)
+    leader = LeaderPulls(rank, lambda _: None, events.put)
+    peers = PrefillPeers(rank, IDENTITY, leader.dial, lambda *_: None, lambda *_: None)
+    peers.failed = events.put
     peers.update([member])
     peers.tend(1.0, lambda _: False)
-    return events.get(timeout=HANG_S)
+    event = events.get(timeout=HANG_S)
+    if isinstance(event, OwnDialled):
+        leader.on(event)
+        event = events.get(timeout=HANG_S)
+    return event
 
 
 def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:

@@ -1,6 +1,6 @@
 """PrefillPeers: the prefill workers that a decode worker knows, and the links to pull over.
 
-Each peer is dialled in a thread of its own, before a request needs it: the transport connects,
+Each peer is dialled before a request needs it, by all ranks (`ranked.py`): the transport connects,
 probes and warms up, and the link's rate is measured. A peer with another model, KV layout or
 transport is never used, and a warning is logged. A lost peer that is still a member is dialled
 again.
@@ -18,7 +18,7 @@ from typing import Protocol
 from worker.api import Candidate, Member, PeerId, PullPath
 from worker.cache.layout import Identity
 from worker.errors import Incompatible, TransferError
-from worker.pull.sources import NUM_READS, SINK, LocalRank, Sources, fastest_pull_s
+from worker.pull.sources import NUM_READS, SINK, LocalRank, fastest_pull_s
 from worker.transfer.base import Pull
 from worker.transfer.layout import Pages
 
@@ -81,20 +81,26 @@ class _Known:
 class PrefillPeers:
     """The live prefill workers.
 
-    Other threads may only read num_connected, call `measured`, and run `_dial`.
+    Other threads may only read num_connected and call `measured`.
+
+    Args:
+        rank: of the leader, for `measured`.
+        identity: ours.
+        dial: begins to dial, from all ranks; leads to a call of `dialled` or `failed`.
+        connect, disconnect: of the wire.
     """
 
     def __init__(
         self,
         rank: LocalRank,
         identity: Identity,
-        post: Callable[[object], None],
+        dial: Callable[[Member], None],
         connect: Callable[[PeerId, str], None],
         disconnect: Callable[[PeerId], None],
     ) -> None:
         self._rank = rank
         self._identity = identity
-        self._post = post
+        self._dial = dial
         self._connect = connect
         self._disconnect = disconnect
         self._listed: dict[PeerId, Member] = {}  # by the control plane
@@ -155,10 +161,15 @@ class PrefillPeers:
             if known.link is None and not known.dialling and due:
                 known.dialling = True
                 self._connect(peer, known.member.address)
-                self._dial(known.member)
+                try:
+                    self._check(known.member)
+                except Incompatible as error:
+                    self.failed(DialFailed(peer, error))
+                else:
+                    self._dial(known.member)
 
     def dialled(self, link: Link) -> None:
-        """Keep the link that a dialling thread has made."""
+        """Keep a link that has been made."""
         known = self._known.get(link.peer)
         if known is None or known.link is not None:
             link.close()  # the peer died meanwhile, or was lost and dialled again
@@ -178,8 +189,9 @@ class PrefillPeers:
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        Over connections of their own, which are made and closed like those that requests use. What
-        is pulled lands in page 0. Takes up to a few seconds for a peer that does not answer.
+        Of the leader's part only: its heads, over connections of its own, which are made and closed
+        like those that requests use. What is pulled lands in page 0. Takes up to a few seconds for
+        a peer that does not answer.
         """
         return [self._measured(member) for member in list(self._listed.values())]
 
@@ -209,23 +221,6 @@ class PrefillPeers:
             return PullPath(member.peer, label, error=str(error))
         num_bytes, num_runs = times * num_bytes, times * num_runs
         return PullPath(member.peer, label, num_bytes / took_s, num_bytes, num_runs, small_s)
-
-    def _dial(self, member: Member) -> None:
-        """Dial in a thread that posts a Link or a DialFailed."""
-
-        def answer(result: Sources | TransferError, page_s: float) -> None:
-            if isinstance(result, TransferError):
-                self._post(DialFailed(member.peer, result))
-            else:
-                rate = self._rank.model.page_bytes / page_s
-                self._post(Link(member.peer, result, rate))
-
-        try:
-            self._check(member)
-        except Incompatible as error:
-            self._post(DialFailed(member.peer, error))
-        else:
-            self._rank.dial(member, answer)
 
     def _check(self, member: Member) -> None:
         """Raise Incompatible unless it holds KV of our model, which any rank of ours can use."""
