@@ -1,4 +1,4 @@
-"""Sums over ranks: processes that poll and write each other's memory, under Triton's interpreter."""
+"""Sums over ranks, of processes that poll each other's memory, under Triton's interpreter."""
 
 from __future__ import annotations
 
