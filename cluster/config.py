@@ -54,8 +54,8 @@ class RoleConfig(Section):
     replicas: int = Field(default=1, ge=0)
     """Workers of this role."""
     tp: PositiveInt = 1
-    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's weights
-    and KV, and with a GPU of its own if they compute on GPUs."""
+    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's
+    weights and KV, and with a GPU of its own if they compute on GPUs."""
     num_cpus: float = Field(default=1, ge=0)
     """CPUs reserved in Ray for each rank of a worker."""
     num_gpus: Auto | NonNegativeFloat = "auto"
@@ -64,6 +64,15 @@ class RoleConfig(Section):
     resources: Resources = Field(default_factory=dict)
     """Ray's custom resources reserved for each rank of a worker, by name."""
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _ranks_share_no_gpu(self) -> RoleConfig:
+        if self.tp > 1 and self.num_gpus != "auto" and 0 < self.num_gpus < 1:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g} and tp {self.tp}: ranks of a worker share no GPU; "
+                "set num_gpus to 1, or tp to 1"
+            )
+        return self
 
 
 class RoutersConfig(Section):
