@@ -70,13 +70,13 @@ class RankedProcess(RayProcess):
 
     def __init__(self, parts: Sequence[RayProcess]) -> None:
         super().__init__(parts[0].actor, parts[0].identity)
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._is_stopping = False
 
     @property
     def place(self) -> str:
         """Each node and its pids."""
-        nodes = groupby((part.identity for part in self._parts), lambda who: who.node_address)
+        nodes = groupby((part.identity for part in self.parts), lambda who: who.node_address)
         return "; ".join(
             f"node {address}, pids {' '.join(str(who.pid) for who in there)}"
             for address, there in nodes
@@ -85,7 +85,7 @@ class RankedProcess(RayProcess):
     @property
     def pids(self) -> tuple[int, ...]:
         """See process.Process."""
-        return tuple(part.identity.pid for part in self._parts)
+        return tuple(part.identity.pid for part in self.parts)
 
     async def start(self) -> Member:
         """See process.Process. What the first rank raises that fails ends it at once: the others
@@ -93,7 +93,7 @@ class RankedProcess(RayProcess):
         """
         rendezvous = await call(self.actor.rendezvous)
         told = await asyncio.gather(
-            *(self._of(rank, call(p.actor.start, rendezvous)) for rank, p in enumerate(self._parts))
+            *(self._of(rank, call(p.actor.start, rendezvous)) for rank, p in enumerate(self.parts))
         )
         return cast("Member", told[0])
 
@@ -101,7 +101,7 @@ class RankedProcess(RayProcess):
         """See process.Process. The end of any rank is that of the worker."""
         runs = [
             asyncio.create_task(self._of(rank, call(part.actor.run)))
-            for rank, part in enumerate(self._parts)
+            for rank, part in enumerate(self.parts)
         ]
         try:
             ended, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
@@ -119,11 +119,11 @@ class RankedProcess(RayProcess):
         """See process.Process. The leader first: it tells the others that no step follows."""
         self._is_stopping = True
         await super().stop()
-        await asyncio.gather(*(part.stop() for part in self._parts[1:]))
+        await asyncio.gather(*(part.stop() for part in self.parts[1:]))
 
     async def fence(self) -> None:
         """See RayProcess. All at once: none is left to wait for another, or to hold memory."""
-        await asyncio.gather(*(part.fence() for part in self._parts))
+        await asyncio.gather(*(part.fence() for part in self.parts))
 
     async def _of(self, rank: int, work: Awaitable[T]) -> T:
         """The result of `work`; what the world does to a rank other than the leader names it."""
@@ -132,4 +132,4 @@ class RankedProcess(RayProcess):
         except WorldError as error:
             if rank == 0:
                 raise
-            raise type(error)(f"rank {rank} ({self._parts[rank].place}): {error}") from None
+            raise type(error)(f"rank {rank} ({self.parts[rank].place}): {error}") from None
