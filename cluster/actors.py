@@ -1,4 +1,4 @@
-"""The Ray side of one process: a thin actor, an asyncio handle of it, and the fence.
+"""The Ray side of one process: a thin actor and an asyncio handle of it.
 
 Ray never restarts an actor of ours (max_restarts=0). It reports a death after about 20 ms, and the
 monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
@@ -6,19 +6,13 @@ monitor decides what follows. `run` blocks one of the actor's threads until the 
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
-import os
-import re
-import signal
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -27,31 +21,21 @@ from ray.util.scheduling_strategies import (
 from cluster.config import Config
 from cluster.doctor.running import Examination, examined_here
 from cluster.door import Door
+from cluster.fence import Identity, fence, own_identity
 from cluster.logs import Logs
 from cluster.placement import Group
 from cluster.process import News, Report, Stage
-from cluster.ray_private import RAY
+from cluster.ray_private import RAY, reason_of
 from worker.api import Member
+from worker.comm.rendezvous import free_rendezvous
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
 from worker.tracing.setup import tracer_of
-from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
 
 MAX_CONCURRENCY = 8  # run() and start() hold one thread each
-FENCE_TIMEOUT_S = 20.0
 LOCAL_HOST = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Names one process for ever: a pid is used again, a pid with its start time is not."""
-
-    node_id: str
-    node_address: str
-    pid: int
-    start_ticks: int
 
 
 class ProcessActor:
@@ -71,17 +55,14 @@ class ProcessActor:
 
     def identify(self) -> Identity:
         """Which process this is. Asked first, because the fence needs it."""
-        context = RAY.get_runtime_context()
-        return Identity(
-            node_id=context.get_node_id(),
-            node_address=RAY.util.get_node_ip_address(),
-            pid=os.getpid(),
-            start_ticks=process_stat(os.getpid()).start_ticks,
-        )
+        return own_identity()
 
     def stage(self) -> Stage:
         """How far `start` is."""
         return self._stage
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._stage = Stage(stage, done / total)
 
     def tell(self, news: News) -> None:
         """The members from now on. Calls may overtake each other: an older list is ignored."""
@@ -99,7 +80,7 @@ class ProcessActor:
 
 
 class WorkerActor(ProcessActor):
-    """One prefill or decode worker."""
+    """One prefill or decode worker; of several ranks the first, which speaks for all."""
 
     def __init__(
         self,
@@ -115,12 +96,16 @@ class WorkerActor(ProcessActor):
         self._host = host
         self._metrics_port = metrics_port
 
-    def start(self) -> Member:
-        """Load the weights and listen; may take minutes."""
-        from worker.worker import Worker  # torch: imported in this process only
+    def rendezvous(self) -> str:
+        """Where its ranks shall meet: at a port of this node."""
+        return free_rendezvous(self._host)
 
-        def progress(stage: str, done: int, total: int) -> None:
-            self._stage = Stage(stage, done / total)
+    def start(self, rendezvous: str = "") -> Member:
+        """Load the weights and listen; may take minutes.
+
+        rendezvous: where its ranks meet, all of which start at the same time; "": it is alone.
+        """
+        from worker.worker import Worker  # torch: imported in this process only
 
         self._part = Worker(
             self._config,
@@ -128,7 +113,8 @@ class WorkerActor(ProcessActor):
             incarnation=self._incarnation,
             host=self._host,
             metrics_port=self._metrics_port,
-            progress=progress,
+            progress=self._progress,
+            rendezvous=rendezvous,
         )
         return cast("Member", self._part.start())
 
@@ -220,6 +206,11 @@ class RayProcess:
         """Node and pid."""
         return f"node {self.identity.node_address}, pid {self.identity.pid}"
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """See process.Process."""
+        return (self.identity.pid,)
+
     async def start(self) -> Member:
         """See process.Process."""
         return cast("Member", await call(self.actor.start))
@@ -248,6 +239,10 @@ class RayProcess:
         """See process.Process."""
         await call(self.actor.stop)
 
+    async def fence(self) -> None:
+        """Returns when it is gone for certain, or its node is."""
+        await fence(self.actor, self.identity)
+
 
 class RouterProcess(RayProcess):
     """`process.Process` of a router.
@@ -271,6 +266,11 @@ class RouterProcess(RayProcess):
             self.door.leave(self)
         await super().drain(others)
 
+    async def fence(self) -> None:
+        """See RayProcess."""
+        await super().fence()
+        self.door.leave(self)
+
 
 async def call(method: Any, *args: object) -> Any:
     """Call an actor's method.
@@ -283,7 +283,7 @@ async def call(method: Any, *args: object) -> Any:
     try:
         return await method.remote(*args)
     except RayActorError as error:
-        raise PeerLost(_why(error)) from None
+        raise PeerLost(reason_of(error)) from None
     except RayTaskError as error:
         cause = cast("BaseException", error.cause)  # pyright: ignore[reportUnknownMemberType]
         if isinstance(cause, UserError):
@@ -298,6 +298,7 @@ def create(
     *,
     name: str,
     group: Group | None,
+    rank: int,
     bundle: dict[str, float],
     home: str,
 ) -> Any:
@@ -308,6 +309,7 @@ def create(
         args: of its constructor.
         name: for the log.
         group: the placement group to start in; None: start on the node `home`.
+        rank: number of its bundle in that group.
         bundle: the resources that it uses of its group.
         home: id of the node that `serve` runs on.
     """
@@ -315,7 +317,7 @@ def create(
     if group is None:
         strategy = NodeAffinitySchedulingStrategy(home, soft=False)
     else:
-        strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=0)
+        strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=rank)
     rest = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
     remote = RAY.remote(kind)
     options = remote.options(
@@ -328,69 +330,3 @@ def create(
     )
     log.debug("creating %s", name)
     return options.remote(*args)
-
-
-async def fence(process: RayProcess) -> None:
-    """Kill the process and make sure, on its own node, that it is gone.
-
-    ray.kill asks the process to end, which a stopped or hung one never does. So a task on its node
-    sends SIGKILL to the pid, if that still is the same process, and waits until it is gone. On a
-    lost node no task can run. What may be left there uses no device that a new process gets, and
-    its messages carry an old incarnation.
-    """
-    RAY.kill(process.actor)
-    who = process.identity
-    if who.node_id == RAY.get_runtime_context().get_node_id():
-        await asyncio.to_thread(_kill_for_certain, who.pid, who.start_ticks)
-        return
-    alive = {row["NodeID"] for row in RAY.nodes() if row["Alive"]}
-    if who.node_id not in alive:
-        log.warning("pid %d on %s: its node is lost, not fenced", who.pid, who.node_address)
-        return
-    task = RAY.remote(_kill_for_certain).options(
-        num_cpus=0,
-        max_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(who.node_id, soft=False),
-    )
-    try:
-        gone = await asyncio.wait_for(task.remote(who.pid, who.start_ticks), FENCE_TIMEOUT_S)
-        if not gone:
-            log.error("pid %d on %s survives SIGKILL", who.pid, who.node_address)
-    except (RayError, TimeoutError) as error:
-        log.warning("pid %d on %s not fenced: %s", who.pid, who.node_address, _why(error))
-
-
-def _kill_for_certain(pid: int, start_ticks: int) -> bool:
-    """SIGKILL the process, on its node, and wait for up to half of FENCE_TIMEOUT_S.
-
-    Returns whether it is gone.
-    """
-    deadline = time.monotonic() + FENCE_TIMEOUT_S / 2
-    while _is_running(pid, start_ticks):
-        if time.monotonic() > deadline:
-            return False
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return True
-
-
-def _is_running(pid: int, start_ticks: int) -> bool:
-    """Whether this very process runs; one that has ended and is not reaped yet does not."""
-    try:
-        stat = process_stat(pid)
-    except OSError:
-        return False
-    return stat.state not in "ZX" and stat.start_ticks == start_ticks
-
-
-def _why(error: BaseException) -> str:
-    """The sentence of one of Ray's long messages that says what happened."""
-    text = " ".join(str(error).split())
-    detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
-    if detail:
-        return f"its process died ({detail.group(1)})"
-    sentence = re.search(r"(The (?:actor|node|worker) .+?)(?:\. |$)", text)
-    return sentence.group(1) if sentence else text or type(error).__name__

@@ -16,8 +16,7 @@ import msgspec
 
 from cluster import hub
 from cluster.config import Config, WorkerRole
-from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
-from cluster.seats import seats_of
+from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.defaults import defaults_of
 from router.keys import read_keys
 from router.policy import POLICIES
@@ -25,8 +24,9 @@ from router.port import listen
 from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
 from worker.errors import UserError
+from worker.layers.shard import split_even, split_heads
 from worker.models.config import ModelSpec, read_model_spec
-from worker.models.drafter_spec import READERS, check_block
+from worker.models.drafter_spec import READERS, DrafterSpec, check_block
 from worker.models.files import check_weights
 from worker.tracing.setup import check_tracing
 from worker.transfer import mooncake_libraries
@@ -97,6 +97,7 @@ def mistakes(config: Config, num_gpus: int) -> list[UserError]:
         lambda: _port(config),
         lambda: _cpus(decided),
         lambda: _gpus(decided, num_gpus),
+        lambda: _collective(decided),
         lambda: _torch(decided, num_gpus),
         lambda: _attention(decided),
         lambda: _transport(decided),
@@ -155,8 +156,23 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
     if model.max_model_len != "auto" and model.max_model_len > longest:
         message = f"is {model.max_model_len}, but the model has {longest} positions"
         raise UserError(f"model.max_model_len: {message}", "model.max_model_len")
+    _ranks(config, spec)
     if with_weights and config.spec.has_weights:
         _drafter(config, spec)
+
+
+def _ranks(config: Config, spec: ModelSpec | DrafterSpec) -> None:
+    """Whether a model, or a drafter, can be divided among the ranks of a worker."""
+    for role in ROLES:
+        part, path = config.role(role), f"{role}.tp"
+        if not part.replicas:
+            continue
+        try:
+            split_heads(spec.num_heads, spec.num_kv_heads, 0, part.tp)
+            split_even("intermediate_size", spec.intermediate_size, 0, part.tp)
+            split_even("vocab_size", spec.vocab_size, 0, part.tp)
+        except UserError as error:
+            raise type(error)(f"{path}: {error}", path) from error
 
 
 def _drafter(config: Config, target: ModelSpec) -> None:
@@ -172,6 +188,10 @@ def _drafter(config: Config, target: ModelSpec) -> None:
         unset = "" if path else " (spec.path is not set, so this is the model's own directory)"
         raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
     check_block(config.spec, spec)
+    try:
+        _ranks(config, spec)
+    except UserError as error:
+        raise type(error)(f"{error}: of the drafter", error.param) from error
 
 
 def _errors(*checks: Callable[[], None]) -> list[UserError]:
@@ -241,7 +261,7 @@ def _port(config: Config) -> None:
 
 def _cpus(decided: Config) -> None:
     there = decided.cluster.local_ray.num_cpus
-    needed = sum(bundle_of(decided, seat).get("CPU", 0.0) for seat in seats_of(decided))
+    needed = reserved(decided, "CPU")
     if there != "auto" and needed > there:
         path = "cluster.local_ray.num_cpus"
         raise UserError(f"{path}: is {there}, but all processes reserve {needed:g}", path)
@@ -255,18 +275,29 @@ def _gpus(decided: Config, num_gpus: int) -> None:
     whose = " and ".join(f"{wanted[role]:g} for {role}" for role in roles)
     on_cpu = " ".join(f"--set {r}.num_gpus=0 --set {r}.engine.device=cpu" for r in roles)
     share = " ".join(f"--set {role}.num_gpus=0.5" for role in roles)
-    path = f"{roles[-1]}.num_gpus"
+    of_ranks = [role for role in ROLES if wanted[role] and decided.role(role).tp > 1]
+    path = f"{of_ranks[-1]}.tp" if of_ranks else f"{roles[-1]}.num_gpus"
+    remedy = f"On the CPU: {on_cpu}"
+    if of_ranks and wanted["prefill"] and wanted["decode"] <= num_gpus:
+        remedy = f"Decode workers alone: --prefill 0. {remedy}"
+    elif num_gpus and not of_ranks:
+        remedy = f"{remedy}; to share a GPU: {share}"
     raise UserError(
-        f"{path}: GPUs are asked for ({whose}), and here are {num_gpus}. On the CPU: {on_cpu}"
-        + (f"; to share a GPU: {share}" if num_gpus else ""),
-        path,
+        f"{path}: GPUs are asked for ({whose}), and here are {num_gpus}. {remedy}", path
     )
 
 
 def _num_gpus(decided: Config, role: WorkerRole) -> float:
     """That all workers of a role reserve together."""
     part = decided.role(role)
-    return float(part.num_gpus) * part.replicas
+    return float(part.num_gpus) * part.tp * part.replicas
+
+
+def _collective(decided: Config) -> None:
+    for role in ROLES:
+        engine, path = decided.role(role).engine, f"{role}.engine.collective"
+        if engine.device == "cpu" and engine.collective in ("custom", "nccl"):
+            raise UserError(f"{path}: {engine.collective} needs GPUs; on the CPU it is gloo", path)
 
 
 def _torch(decided: Config, num_gpus: int) -> None:

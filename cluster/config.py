@@ -65,6 +65,15 @@ class RoleConfig(Section):
     """Ray's custom resources reserved for each rank of a worker, by name."""
     engine: EngineConfig = EngineConfig()
 
+    @model_validator(mode="after")
+    def _ranks_share_no_gpu(self) -> RoleConfig:
+        if self.tp > 1 and self.num_gpus != "auto" and 0 < self.num_gpus < 1:
+            raise ValueError(
+                f"num_gpus is {self.num_gpus:g} and tp {self.tp}: ranks of a worker share no GPU; "
+                "set num_gpus to 1, or tp to 1"
+            )
+        return self
+
 
 class RoutersConfig(Section):
     """Where the routers run; without resources of their own they run beside `serve`."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from cluster.actors import (
     LOCAL_HOST,
-    Identity,
     ProcessActor,
     RayProcess,
     RouterActor,
@@ -23,17 +22,24 @@ from cluster.actors import (
     WorkerActor,
     call,
     create,
-    fence,
 )
 from cluster.config import Config, differences
 from cluster.doctor.running import Examined, Patient
 from cluster.door import Door
+from cluster.fence import Identity
 from cluster.logs import Logs
 from cluster.monitor import Monitor, in_time
 from cluster.placement import Ask, Group, live_nodes, place, remove
 from cluster.process import Process, Stage
+from cluster.ranks import RankActor, RankedProcess
 from cluster.ray_private import RAY
-from cluster.resolve import bundle_of, with_devices, with_transport
+from cluster.resolve import (
+    bundle_of,
+    num_ranks,
+    with_collective,
+    with_devices,
+    with_transport,
+)
 from cluster.seats import Event, Seat, SeatStatus, State, last_of_its_kind, seats_of
 from worker.api import Lost
 from worker.errors import UserError, WorldError
@@ -107,33 +113,37 @@ class RaySite:
         seat = self._seats[name]
         await self._renew_group(seat)
         group = self._groups.get(name)
-        kind, args = self._recipe(seat, incarnation, group)
-        actor = create(
-            kind,
-            args,
-            name=name,
-            group=group,
-            bundle=bundle_of(self.config, seat),
-            home=self._home.node_id,
-        )
+        actors = [
+            create(
+                kind,
+                args,
+                name=name,
+                group=group,
+                rank=rank,
+                bundle=bundle_of(self.config, seat),
+                home=self._home.node_id,
+            )
+            for rank, (kind, args) in enumerate(self._recipes(seat, incarnation, group))
+        ]
         try:
-            identity: Identity = await asyncio.wait_for(
-                call(actor.identify), self.config.cluster.start_timeout_s
+            found: list[Identity] = await asyncio.wait_for(
+                asyncio.gather(*(call(actor.identify) for actor in actors)),
+                self.config.cluster.start_timeout_s,
             )
         except BaseException:
-            RAY.kill(actor)
+            for actor in actors:
+                RAY.kill(actor)
             raise
         if seat.role == "router":
-            door = self._doors.setdefault(identity.node_id, Door(self.config.cluster.port))
-            return RouterProcess(actor, identity, door)
-        return RayProcess(actor, identity)
+            door = self._doors.setdefault(found[0].node_id, Door(self.config.cluster.port))
+            return RouterProcess(actors[0], found[0], door)
+        parts = [RayProcess(actor, who) for actor, who in zip(actors, found, strict=True)]
+        return RankedProcess(parts) if len(parts) > 1 else parts[0]
 
     async def fence(self, process: Process) -> None:
         """See process.Site."""
         assert isinstance(process, RayProcess)
-        await fence(process)
-        if isinstance(process, RouterProcess):
-            process.door.leave(process)
+        await process.fence()
 
     async def release(self, name: str) -> None:
         """See process.Site."""
@@ -148,9 +158,10 @@ class RaySite:
                 return
         else:
             alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
-            if group.node.node_id in alive:
+            gone = {node.address for node in group.nodes if node.node_id not in alive}
+            if not gone:
                 return
-            log.warning("%s: node %s is gone, placing it anew", seat.name, group.node.address)
+            log.warning("%s: node %s is gone, placing it anew", seat.name, ", ".join(gone))
             await self.release(seat.name)
         self._groups |= await self._place([seat])
         nodes = self._worker_nodes()
@@ -165,7 +176,15 @@ class RaySite:
             )
 
     async def _place(self, seats: Sequence[Seat]) -> dict[str, Group]:
-        asks = [Ask(seat.name, bundle_of(self.config, seat)) for seat in seats]
+        asks = [
+            Ask(
+                seat.name,
+                bundle_of(self.config, seat),
+                num_ranks(self.config, seat),
+                together=self._together(seat),
+            )
+            for seat in seats
+        ]
         try:
             return await asyncio.to_thread(
                 place,
@@ -183,25 +202,41 @@ class RaySite:
             raise WorldError("stopped while there was no room yet")
         self.waiting = text
 
+    def _together(self, seat: Seat) -> bool:
+        """Whether ranks of a seat reach each other within a node only."""
+        if seat.role == "router" or seat.role == "controller":
+            return False
+        return self.config.role(seat.role).engine.collective == "custom"
+
     def _worker_nodes(self) -> set[str]:
         workers = [name for name, seat in self._seats.items() if seat.role != "router"]
-        groups = [self._groups.get(name) for name in workers]
-        return {group.node.node_id if group else self._home.node_id for group in groups}
+        found: set[str] = set()
+        for group in map(self._groups.get, workers):
+            found |= {node.node_id for node in group.nodes} if group else {self._home.node_id}
+        return found
 
-    def _recipe(
+    def _recipes(
         self, seat: Seat, incarnation: str, group: Group | None
-    ) -> tuple[type[ProcessActor], list[object]]:
-        """Class and arguments of a seat's actor."""
+    ) -> list[tuple[type[ProcessActor], list[object]]]:
+        """Class and arguments of each actor of a seat."""
         if seat.role == "router":
-            return RouterActor, [self.config, seat.name, incarnation]
+            return [(RouterActor, [self.config, seat.name, incarnation])]
         assert seat.role != "controller"
-        host = group.node.address if group is not None else self._home.address
+        num = num_ranks(self.config, seat)
+        hosts = [node.address for node in group.nodes] if group else [self._home.address] * num
         if self._home.local:
-            host = LOCAL_HOST
-        worker = self.config.worker(seat.role)
+            hosts = [LOCAL_HOST] * num
+        worker = with_collective(self.config.worker(seat.role), hosts)
         cluster = self.config.cluster
-        port = cluster.worker_metrics_port
-        return WorkerActor, [worker, seat.name, incarnation, host, port, Logs.of(cluster)]
+        logs, port = Logs.of(cluster), cluster.worker_metrics_port
+        found: list[tuple[type[ProcessActor], list[object]]] = []
+        for rank, host in enumerate(hosts):
+            args: list[object] = [worker, seat.name, incarnation, host]
+            if rank == 0:
+                found.append((WorkerActor, [*args, port, logs]))
+            else:
+                found.append((RankActor, [*args, logs, rank]))
+        return found
 
 
 class Controller:

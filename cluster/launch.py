@@ -6,6 +6,7 @@ Import this module only after `cli` has prepared the environment: Ray reads it w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -19,8 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import Config
 from cluster.controller import NAME, NAMESPACE, Controller, Home
 from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
-from cluster.resolve import bundle_of, with_devices
-from cluster.seats import seats_of
+from cluster.resolve import reserved, with_devices
 from worker.errors import KvlaneError, UserError, WorldError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -176,5 +176,4 @@ def over(reference: Any, timeout_s: float) -> bool:
 def num_cpus(config: Config) -> int:
     """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
     config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
-    needed = sum(bundle_of(config, seat).get("CPU", 0.0) for seat in seats_of(config))
-    return max(os.cpu_count() or 1, int(-(-needed // 1)))
+    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))

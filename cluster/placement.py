@@ -18,15 +18,18 @@ from cluster.ray_private import RAY, free_resources
 from worker.errors import Placement
 
 POLL_S = 0.2
+MARGIN = 1e-6  # of a quotient of decimal fractions
 HIDDEN = ("node:", "memory", "object_store_memory", "accelerator_type:", "bundle_group")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one process needs, all on one node."""
+    """What the processes of one worker or router need."""
 
     name: str
-    bundle: Mapping[str, float]
+    bundle: Mapping[str, float]  # of each process, all on one node
+    num: int = 1  # of processes
+    together: bool = False  # they work on one node only
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A placed placement group and its node."""
+    """A placed placement group and the node of each of its bundles, in order."""
 
     pg: PlacementGroup
-    node: Node
+    nodes: tuple[Node, ...]
 
 
 def place(
@@ -66,10 +69,12 @@ def place(
         Placement: something does not fit; the message says what and why. No group is left.
     """
     began_at = time.monotonic()
-    if not can_grow and too_much(asks, nodes := live_nodes()):
+    nodes = live_nodes()
+    if not can_grow and too_much(asks, nodes):
         raise Placement(explain(asks, nodes, 0.0))
-    groups = {ask.name: placement_group([dict(ask.bundle)], name=ask.name) for ask in asks}
-    missing = list(asks)
+    # The largest first: else small ones take a bit of each node that one of those needs whole.
+    missing = sorted(asks, key=lambda ask: -ask.num)
+    groups = {ask.name: _begin(ask, nodes) for ask in missing}
     try:
         while True:
             missing = [ask for ask in missing if not groups[ask.name].wait(POLL_S)]
@@ -85,23 +90,40 @@ def place(
         raise
 
 
+def _begin(ask: Ask, nodes: Sequence[Node]) -> PlacementGroup:
+    bundles = [dict(ask.bundle)] * ask.num
+    return placement_group(bundles, name=ask.name, strategy=strategy(ask, nodes))
+
+
+def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
+    """Ray's strategy for a group: on one node, wherever some node is large enough.
+
+    Ranks add up their results twice a layer. Within a node that takes microseconds; so it is better
+    to wait for room on a node than to compute over the network at once.
+    """
+    whole = ask.together or any(num_held(ask, node) >= ask.num for node in nodes)
+    return "STRICT_PACK" if whole else "PACK"
+
+
 def remove(pg: PlacementGroup) -> None:
     """Give the room back; whatever still runs in it is killed by Ray."""
     remove_placement_group(pg)
 
 
-def node_of(pg: PlacementGroup) -> str:
-    """Id of the node that holds the only bundle of a group, or '' if it has none."""
+def nodes_of(pg: PlacementGroup) -> list[str]:
+    """Ids of the nodes that hold the bundles of a group, in order; '' for one that none holds."""
     table = cast("dict[str, Any]", RAY.util.placement_group_table(pg))
-    return str(table.get("bundles_to_node_id", {}).get(0, ""))
+    held = cast("dict[int, str]", table.get("bundles_to_node_id", {}))
+    return [str(held.get(i, "")) for i in range(pg.bundle_count)]
 
 
 def _placed(name: str, pg: PlacementGroup) -> Group:
-    held_by = node_of(pg)
-    for node in live_nodes():
-        if node.node_id == held_by:
-            return Group(pg, node)
-    raise Placement(f"the node that had room for {name} was lost again")
+    alive = {node.node_id: node for node in live_nodes()}
+    found = [alive.get(node_id) for node_id in nodes_of(pg)]
+    nodes = tuple(node for node in found if node is not None)
+    if len(nodes) < len(found):
+        raise Placement(f"the node that had room for {name} was lost again")
+    return Group(pg, nodes)
 
 
 def live_nodes() -> list[Node]:
@@ -120,10 +142,20 @@ def live_nodes() -> list[Node]:
     ]
 
 
+def num_held(ask: Ask, node: Node) -> int:
+    """How many of the processes of `ask` the node could hold if it were empty."""
+    shares = [node.total.get(name, 0.0) / amount for name, amount in ask.bundle.items()]
+    return int(min(shares) + MARGIN)
+
+
 def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
-    """Why no node could hold `ask` even if it were empty; '' if one could."""
-    if any(_fits(ask.bundle, node.total) for node in nodes):
+    """Why the nodes could not hold `ask` even if they were empty; '' if they could."""
+    held = [num_held(ask, node) for node in nodes]
+    if any(num >= ask.num for num in held) or (not ask.together and sum(held) >= ask.num):
         return ""
+    if any(held):
+        of = f"the most that a node can hold is {max(held)}"
+        return of if ask.together else f"all nodes together can hold {sum(held)}"
     lacking: list[str] = []
     for name, amount in ask.bundle.items():
         most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
@@ -137,7 +169,7 @@ def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
 def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Whether these nodes, even if empty, could not hold all asks."""
     names = {name for ask in asks for name in ask.bundle}
-    wanted = {name: sum(ask.bundle.get(name, 0.0) for ask in asks) for name in names}
+    wanted = {name: sum(ask.bundle.get(name, 0.0) * ask.num for ask in asks) for name in names}
     total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
     return not _fits(wanted, total) or any(shortage(ask, nodes) for ask in asks)
 
@@ -145,20 +177,23 @@ def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
 def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> str:
     """The message of Placement: each ask with its reason, then each node."""
     after = f" within {waited_s:.0f} s" if waited_s else ""
-    lines = [f"Ray has no room{after} for {len(missing)} of the processes asked for:"]
+    num = sum(ask.num for ask in missing)
+    lines = [f"Ray has no room{after} for {num} of the processes asked for:"]
     for ask in missing:
         reason = shortage(ask, nodes) or "nodes that are large enough have too little free"
-        lines.append(f"  {ask.name} needs {_amounts(ask.bundle)}: {reason}")
+        lines.append(f"  {ask.name} needs {_needs(ask)}: {reason}")
     lines.append("nodes (free of total):" if nodes else "nodes: none")
     for node in nodes:
         have = (f"{name} {node.free.get(name, 0.0):g}/{t:g}" for name, t in node.total.items())
         lines.append(f"  {node.address}: {', '.join(have) or 'nothing to reserve'}")
-    if any(ask.bundle.get("GPU", 0) >= 1 for ask in missing) and any(
+    if any(ask.bundle.get("GPU", 0) >= 1 and ask.num == 1 for ask in missing) and any(
         node.total.get("GPU") for node in nodes
     ):
         lines.append("To share a GPU: --set prefill.num_gpus=0.5 --set decode.num_gpus=0.5")
     if any("GPU" in ask.bundle for ask in missing):
         lines.append("Without GPUs: --set prefill.engine.device=cpu --set decode.engine.device=cpu")
+    if any(ask.num > 1 for ask in missing):
+        lines.append("With fewer ranks: --set prefill.tp=1 --set decode.tp=1")
     lines.append(
         "Ask for fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."
     )
@@ -176,6 +211,12 @@ def _countable(resources: Mapping[str, float]) -> dict[str, float]:
         for name, amount in sorted(resources.items())
         if not name.startswith(HIDDEN) and "_group_" not in name
     }
+
+
+def _needs(ask: Ask) -> str:
+    each = _amounts(ask.bundle)
+    where = ", all on one node" if ask.together else ""
+    return each if ask.num == 1 else f"{ask.num} times {each}{where}"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

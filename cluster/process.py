@@ -45,6 +45,11 @@ class Process(Protocol):
         """Where it runs, for people: node and pid."""
         ...
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its process; a worker of several ranks has one for each, in order."""
+        ...
+
     async def start(self) -> Member:
         """Load and listen. Raises UserError if what was asked for cannot work."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ray
@@ -34,3 +35,13 @@ def free_resources() -> dict[str, dict[str, float]]:
     """Node id -> what is not reserved there."""
     private: Any = state
     return private.available_resources_per_node()
+
+
+def reason_of(error: BaseException) -> str:
+    """The sentence of one of Ray's long messages that says what happened."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
+    if detail:
+        return f"its process died ({detail.group(1)})"
+    sentence = re.search(r"(The (?:actor|node|worker) .+?)(?:\. |$)", text)
+    return sentence.group(1) if sentence else text or type(error).__name__

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cluster.config import Config, WorkerRole
-from cluster.seats import Seat
-from worker.config import MEMORY_FRACTION, Note, log_choice
+from cluster.seats import Seat, seats_of
+from worker.config import MEMORY_FRACTION, Note, WorkerConfig, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
@@ -32,13 +32,14 @@ def with_devices(
     Args:
         config: as the user wrote it.
         has_gpus: some node of the Ray cluster has a GPU.
-        local_gpus: all GPUs if no node can join, else None. Workers share them if there are too
-            few.
+        local_gpus: all GPUs if no node can join, else None. Workers of one rank share them if there
+            are too few.
         note: is told every choice.
     """
-    each = 1.0 if local_gpus is None else _share(config, local_gpus)
+    share = 1.0 if local_gpus is None else _share(config, local_gpus)
     for role in ROLES:
         part = config.role(role)
+        each = share if part.tp == 1 else 1.0
         device, num_gpus = part.engine.device, part.num_gpus
         if num_gpus == "auto":
             wanted = device == "cuda" or (device == "auto" and has_gpus)
@@ -61,23 +62,46 @@ def _with_routers(config: Config, note: Note) -> Config:
     """Decide `routers.replicas`; all of its processes share one port."""
     if config.routers.replicas != "auto":
         return config
-    num_gpus = float(config.decode.num_gpus) * config.decode.replicas
+    num_gpus = float(config.decode.num_gpus) * config.decode.tp * config.decode.replicas
     num_routers = max(1, math.ceil(num_gpus / DECODE_GPUS_PER_ROUTER))
     note("routers.replicas", num_routers, f"decode workers have {num_gpus:g} GPUs")
     return _changed(config, {"routers": {"replicas": num_routers}})
 
 
 def _share(config: Config, local_gpus: float) -> float:
-    """GPUs of each worker whose num_gpus is auto: 1, or the half, third, … that fits."""
+    """GPUs of each worker of one rank whose num_gpus is auto: 1, or the half, third, … that fits.
+
+    Ranks of a worker share none: each waits in its kernels for what the others compute.
+    """
     num_workers = 0
     for part in map(config.role, ROLES):
         if part.num_gpus != "auto":
-            local_gpus -= part.num_gpus * part.replicas
+            local_gpus -= part.num_gpus * part.tp * part.replicas
         elif part.engine.device != "cpu":
-            num_workers += part.replicas
+            if part.tp > 1:
+                local_gpus -= part.tp * part.replicas
+            else:
+                num_workers += part.replicas
     if local_gpus <= 0 or num_workers <= local_gpus:
         return 1.0  # where even sharing cannot help, the placement says so
     return GRAIN // math.ceil(num_workers / local_gpus) / GRAIN
+
+
+def with_collective(
+    worker: WorkerConfig, nodes: Collection[str], *, note: Note = log_choice
+) -> WorkerConfig:
+    """Decide the collective of a worker whose GPUs are on several nodes; else it does so itself.
+
+    Args:
+        worker: with its device decided.
+        nodes: addresses of the nodes that its ranks were placed on.
+        note: is told the choice.
+    """
+    engine = worker.engine
+    if engine.collective != "auto" or engine.device == "cpu" or len(set(nodes)) == 1:
+        return worker
+    note("engine.collective", "nccl", f"its ranks are on {len(set(nodes))} nodes")
+    return worker.model_copy(update={"engine": engine.model_copy(update={"collective": "nccl"})})
 
 
 def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_choice) -> Config:
@@ -102,8 +126,16 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
     return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 
+def num_ranks(config: Config, seat: Seat) -> int:
+    """Processes of a seat."""
+    if seat.role == "router" or seat.role == "controller":
+        return 1
+    return config.role(seat.role).tp
+
+
 def bundle_of(config: Config, seat: Seat) -> dict[str, float]:
-    """What a seat reserves in Ray, without zeros; empty for a router that reserves nothing."""
+    """What each rank of a seat reserves in Ray, without zeros; empty for a router that reserves
+    nothing."""
     if seat.role == "router":
         wanted = {"CPU": config.routers.num_cpus, **config.routers.resources}
     else:
@@ -112,6 +144,17 @@ def bundle_of(config: Config, seat: Seat) -> dict[str, float]:
         assert part.num_gpus != "auto", "with_devices comes first"
         wanted = {"CPU": part.num_cpus, "GPU": part.num_gpus, **part.resources}
     return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def reserved(config: Config, name: str) -> float:
+    """How much of a resource all processes reserve together.
+
+    config: with devices decided.
+    """
+    return sum(
+        bundle_of(config, seat).get(name, 0.0) * num_ranks(config, seat)
+        for seat in seats_of(config)
+    )
 
 
 def _changed(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -130,11 +130,16 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     ]
 
 
+def pids(row: SeatStatus) -> str:
+    """Of all its ranks."""
+    return " ".join(map(str, row.pids)) or str(row.pid)
+
+
 def table(rows: Sequence[SeatStatus]) -> str:
     """The rows of `status` in columns, and below them the counters that are not zero."""
     head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
     cells = [
-        (r.name, r.state, r.incarnation, str(r.restarts), r.node, str(r.pid), r.metrics_address)
+        (r.name, r.state, r.incarnation, str(r.restarts), r.node, pids(r), r.metrics_address)
         for r in rows
     ]
     lines = columns([head, *cells])

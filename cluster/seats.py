@@ -48,6 +48,7 @@ class SeatStatus:
     restarts: int
     node: str
     pid: int
+    pids: tuple[int, ...]  # of all ranks, `pid` first; empty until it is ready
     address: str
     metrics_address: str
     counters: dict[str, int] | None  # None: it did not answer, or is not ready
@@ -96,6 +97,7 @@ class Seat:
             restarts=self.restarts,
             node=member.node if member else "",
             pid=member.pid if member else 0,
+            pids=self.process.pids if member and self.process else (),
             address=member.address if member else "",
             metrics_address=member.metrics_address if member else "",
             counters=report.counters if report else None,

@@ -46,7 +46,7 @@ NICE = 5  # of processes that run other tests: clusters wait more than they comp
 OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
     *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_kill_under_load",
-    "test_fuzz", "test_openapi", "test_browser", "test_disconnects",
+    "test_fuzz", "test_openapi", "test_browser", "test_disconnects", "test_tensor_parallel",
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (

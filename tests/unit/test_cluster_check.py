@@ -152,6 +152,58 @@ def test_gpus_are_counted_over_both_roles() -> None:
     assert "decode.num_gpus" in refused("decode.num_gpus=0.5", "decode.replicas=3", num_gpus=1)
 
 
+def test_gpus_are_counted_rank_by_rank_and_ranks_share_none() -> None:
+    message = refused("decode.tp=4", "decode.replicas=2", num_gpus=4)
+    assert message.startswith("decode.tp: GPUs are asked for (1 for prefill and 8 for decode), and")
+    assert "0.5" not in message
+    alone = refused("decode.tp=2", num_gpus=2)
+    assert "here are 2. Decode workers alone: --prefill 0. On the CPU: " in alone
+    assert "prefill.tp: GPUs are asked for (2 for prefill" in refused("prefill.tp=2", num_gpus=2)
+    with pytest.raises(UserError, match=r"decode: num_gpus is 0\.5 and tp 2: ranks of a worker"):
+        load(None, ["decode.num_gpus=0.5", "decode.tp=2"])
+    check_before_ray(load(None, ["cluster.port=0", "decode.tp=2", "prefill.tp=2"]), 0)
+
+
+def test_cpus_are_counted_rank_by_rank() -> None:
+    message = refused("decode.tp=4", "cluster.local_ray.num_cpus=4")
+    assert message.startswith("cluster.local_ray.num_cpus: is 4, but all processes reserve 5")
+
+
+def test_a_collective_of_gpus_is_refused_on_the_cpu() -> None:
+    for name in ("custom", "nccl"):
+        message = refused("decode.tp=2", f"decode.engine.collective={name}")
+        assert message == f"decode.engine.collective: {name} needs GPUs; on the CPU it is gloo"
+
+
+def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> None:
+    for fits in ("decode.tp=2", "prefill.tp=4", "prefill.tp=1"):
+        check_model(load(None, [fits]))
+        check_model(load(None, [fits, "spec.drafter=dflash"]))
+    told = model_refused(TINY, "decode.tp=3")
+    assert told == "decode.tp: 4 attention heads cannot be divided among 3 ranks"
+    config = json.loads((model / "config.json").read_text())
+
+    def changed(**fields: int) -> str:
+        (model / "config.json").write_text(json.dumps(config | fields))
+        return model_refused(model, "prefill.tp=4", "model.load_format=dummy")
+
+    assert changed(vocab_size=1022) == "prefill.tp: vocab_size 1022 cannot be divided among 4 ranks"
+    assert changed(intermediate_size=510).startswith("prefill.tp: intermediate_size 510 cannot be")
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    assert changed(**heads).startswith("prefill.tp: 3 kv heads can be neither divided among 4")
+    check_model(load(None, [f"model.path={model}", "prefill.tp=4", "prefill.replicas=0"]))
+
+
+def test_a_drafter_that_cannot_be_divided_among_ranks_is_refused(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(TINY.with_name("tiny-chain"), drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    (drafter / "config.json").write_text(json.dumps(config | heads))
+    message = model_refused(TINY, "decode.tp=2", "spec.drafter=chain", f"spec.path={drafter}")
+    assert message == "decode.tp: 3 attention heads cannot be divided among 2 ranks: of the drafter"
+
+
 def test_a_torch_without_cuda_is_told_where_there_is_a_gpu() -> None:
     if torch.version.cuda:
         pytest.skip("this torch has CUDA")

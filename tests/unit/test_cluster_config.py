@@ -11,7 +11,15 @@ import pytest
 import yaml
 
 from cluster.config import Config, differences, leaves, load
-from cluster.resolve import ROLES, bundle_of, with_devices, with_transport
+from cluster.launch import num_cpus
+from cluster.resolve import (
+    ROLES,
+    bundle_of,
+    reserved,
+    with_collective,
+    with_devices,
+    with_transport,
+)
 from cluster.seats import seats_of
 from worker.errors import UserError
 
@@ -203,6 +211,43 @@ def test_nvlink_is_chosen_only_between_gpus_of_one_node(
 ) -> None:
     config = with_devices(load(None, sets), has_gpus=has_gpus)
     assert with_transport(config, nodes).transport.kind == kind
+
+
+def test_every_rank_counts() -> None:
+    on_gpus = load(None, ["decode.tp=4", "decode.replicas=2", "prefill.tp=2"])
+    config = with_devices(on_gpus, has_gpus=True)
+    assert (config.prefill.num_gpus, config.decode.num_gpus) == (1, 1)
+    assert (reserved(config, "GPU"), reserved(config, "CPU")) == (10, 10)
+    assert config.routers.num == 4
+    assert num_cpus(load(None, ["decode.tp=64"])) == 65
+    assert (config.worker("decode").tp, config.worker("prefill").tp) == (4, 2)
+
+
+def test_ranks_share_no_gpu_and_others_share_what_is_left() -> None:
+    config = with_devices(load(None, ["decode.tp=2"]), has_gpus=True, local_gpus=3)
+    assert (config.prefill.num_gpus, config.decode.num_gpus) == (1, 1)
+    three = load(None, ["decode.tp=2", "prefill.replicas=2"])
+    config = with_devices(three, has_gpus=True, local_gpus=3)
+    assert (config.prefill.num_gpus, config.decode.num_gpus) == (0.5, 1)
+    config = with_devices(load(None, ["decode.tp=2"]), has_gpus=True, local_gpus=2)
+    assert (config.prefill.num_gpus, config.decode.num_gpus) == (1, 1)  # the check says: too few
+
+
+@pytest.mark.parametrize(
+    ("sets", "has_gpus", "nodes", "collective"),
+    [
+        ([], True, ["a", "a"], "auto"),
+        ([], True, ["a", "b"], "nccl"),
+        ([], False, ["a", "b"], "auto"),
+        (["decode.engine.collective=gloo"], True, ["a", "b"], "gloo"),
+    ],
+)
+def test_nccl_is_chosen_where_ranks_span_nodes(
+    sets: list[str], has_gpus: bool, nodes: list[str], collective: str
+) -> None:
+    config = with_devices(load(None, ["decode.tp=2", *sets]), has_gpus=has_gpus)
+    chosen = with_collective(config.worker("decode"), nodes)
+    assert chosen.engine.collective == collective
 
 
 def test_a_bundle_has_no_zeros() -> None:

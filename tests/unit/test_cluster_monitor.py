@@ -24,6 +24,7 @@ class FakeProcess:
     incarnation: str
     log: list[str]
     place: str = "here"
+    pids: tuple[int, ...] = (1, 2)
     idle: bool = True
     start_error: Exception | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.placement import Ask, Node, explain, shortage, too_much
+import pytest
+
+from cluster.placement import Ask, Node, explain, shortage, strategy, too_much
 
 NODES = [
     Node("id1", "10.0.0.1", {"CPU": 4, "rdma": 1}, {"CPU": 1, "rdma": 1}),
@@ -43,6 +45,50 @@ def test_the_message_lists_asks_and_nodes() -> None:
         "  10.0.0.1: CPU 1/4, rdma 1/1",
         "  10.0.0.2: CPU 8/8, GPU 0/1",
     ]
+
+
+GPUS = [Node(f"id{i}", f"10.0.0.{i}", {"CPU": 8, "GPU": n}, {}) for i, n in ((1, 4), (2, 2))]
+RANK = {"CPU": 1, "GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("num", "together", "strategy_", "reason"),
+    [
+        (1, False, "STRICT_PACK", ""),
+        (4, False, "STRICT_PACK", ""),
+        (4, True, "STRICT_PACK", ""),
+        (6, False, "PACK", ""),
+        (6, True, "STRICT_PACK", "the most that a node can hold is 4"),
+        (8, False, "PACK", "all nodes together can hold 6"),
+    ],
+)
+def test_ranks_span_nodes_only_where_no_node_is_large_enough(
+    num: int, together: bool, strategy_: str, reason: str
+) -> None:
+    ask = Ask("decode-0", RANK, num, together)
+    assert (strategy(ask, GPUS), shortage(ask, GPUS)) == (strategy_, reason)
+    assert too_much([ask], GPUS) is bool(reason)
+
+
+def test_workers_of_several_ranks_are_counted_rank_by_rank() -> None:
+    fours = [Ask(f"decode-{i}", RANK, 4) for i in range(2)]
+    assert not too_much(fours[:1], GPUS)
+    assert too_much(fours, GPUS)
+    tenths = Ask("decode-0", {"GPU": 0.1}, 20)
+    assert shortage(tenths, [Node("id", "a", {"GPU": 2}, {})]) == ""
+
+
+def test_the_message_says_how_many_ranks_need_what() -> None:
+    asks = [Ask("decode-0", RANK, 6, together=True), Ask("prefill-0", RANK, 8)]
+    lines = explain(asks, GPUS, 0.0).splitlines()
+    assert lines[:3] == [
+        "Ray has no room for 14 of the processes asked for:",
+        "  decode-0 needs 6 times CPU 1, GPU 1, all on one node: "
+        "the most that a node can hold is 4",
+        "  prefill-0 needs 8 times CPU 1, GPU 1: all nodes together can hold 6",
+    ]
+    assert "With fewer ranks: --set prefill.tp=1 --set decode.tp=1" in lines
+    assert not any("To share a GPU" in line for line in lines)
 
 
 def test_the_message_without_any_node() -> None:

@@ -289,16 +289,20 @@ class WorkerConfig(Section):
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
             note("transport.kind", kind, f"transport.name is {name}")
-        if tree["model"]["max_model_len"] > model_max_len:
-            raise UserError(
-                f"model.max_model_len is {tree['model']['max_model_len']}, "
-                f"but the model has {model_max_len} positions",
-                "model.max_model_len",
-            )
-        if cpu and tree["engine"]["collective"] != "gloo":
-            path, name = "engine.collective", tree["engine"]["collective"]
-            raise UserError(f"{path}: {name} needs GPUs; on the CPU it is gloo", path)
+        _refuse(tree, model_max_len, cpu)
         return WorkerConfig.model_validate(tree)
+
+
+def _refuse(tree: dict[str, Any], model_max_len: int, cpu: bool) -> None:
+    """Refuse what this model or machine cannot do; `tree` has no `auto`."""
+    asked = tree["model"]["max_model_len"]
+    if asked > model_max_len:
+        path = "model.max_model_len"
+        raise UserError(f"{path} is {asked}, but the model has {model_max_len} positions", path)
+    name = tree["engine"]["collective"]
+    if cpu and name != "gloo":
+        path = "engine.collective"
+        raise UserError(f"{path}: {name} needs GPUs; on the CPU it is gloo", path)
 
 
 def _widths(asked: SpecConfig) -> tuple[list[int], str]:

@@ -1,12 +1,17 @@
-"""How a checkpoint's tensors, and the model's heads, are divided among tensor-parallel ranks."""
+"""How a checkpoint's tensors, and the model's heads, are divided among tensor-parallel ranks.
+
+Free of torch: what cannot be divided is refused before anything starts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from worker.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,95 @@
+"""Workers of several ranks on the CPU: the texts of one rank, any rank's death, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from benchmarks.train.problems import held_out_problems
+from tests.e2e.check import MAX_TOKENS, NUM
+from tests.e2e.harness import Serve, processes, shared_memory
+from tests.e2e.shared import Clusters
+from tests.support.asking import Outcome, ask_all
+from tests.support.patience import HANG_S
+from tests.support.reference import reference_texts
+from tests.support.scrape import scrape
+
+NUM_ASKED = 8  # greedy and seeded ones by turns
+COMPUTED = "kvlane_prompt_tokens_computed_total"
+
+
+def pids_of(serve: Serve) -> dict[str, list[int]]:
+    """Of all ranks of each worker and router, the leader's first."""
+    return {name: row["pids"] for name, row in serve.status().items()}
+
+
+async def answers(serve: Serve, victim: int = 0) -> list[Outcome]:
+    """All at once. `victim`: a process that is killed once the first token is there."""
+    questions = [problem.question for problem in held_out_problems(NUM_ASKED)]
+    outcomes = [Outcome() for _ in questions]
+    asking = asyncio.create_task(
+        ask_all(serve.url, questions, max_tokens=MAX_TOKENS, timeout_s=HANG_S, outcomes=outcomes)
+    )
+    if victim:
+        while not any(each.num_chunks for each in outcomes) and not asking.done():
+            await asyncio.wait((asking,), timeout=0.01)
+        os.kill(victim, signal.SIGKILL)
+    return await asking
+
+
+def check_answers(serve: Serve, victim: int = 0, *, may_be_cut: bool = False) -> None:
+    """Texts of one rank, greedy and seeded; those of a decode worker that dies may be cut off."""
+    outcomes = asyncio.run(answers(serve, victim))
+    expected = reference_texts(NUM, MAX_TOKENS)[:NUM_ASKED]
+    for each, (text, reason) in zip(outcomes, expected, strict=True):
+        if may_be_cut and each.error == "worker_lost":
+            assert text.startswith(each.text)
+        else:
+            assert (each.error, each.text, each.finish_reason) == (None, text, reason), serve.output
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "victim", "rank"),
+    [(1, 2, "decode-0", 1), (2, 1, "prefill-0", 1), (2, 2, "decode-0", 0)],
+)
+def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
+    clusters: Clusters, prefill: int, decode: int, victim: str, rank: int
+) -> None:
+    ranks = {"prefill-0": prefill, "decode-0": decode, "router-0": 1}
+    serve = clusters.fresh(
+        "--set", f"prefill.tp={prefill}",
+        "--set", f"decode.tp={decode}",
+        "--set", "disaggregation.mode=always",
+    )  # fmt: skip
+    first = pids_of(serve)
+    assert {name: len(pids) for name, pids in first.items()} == ranks
+    check_answers(serve)
+    computed = scrape(serve.url)
+    assert computed[COMPUTED, "prefill", ""] > 0
+    assert computed[COMPUTED, "decode", ""] == 0
+
+    check_answers(serve, first[victim][rank], may_be_cut=victim == "decode-0")
+    row = serve.wait_status(victim, restarts=1, state="ready")
+    assert not set(first[victim]) & set(processes()), "ranks of the dead incarnation"
+    second = pids_of(serve)
+    assert row["pids"] == second[victim]
+    assert {name: len(pids) for name, pids in second.items()} == ranks
+    assert {name for name in ranks if second[name] != first[name]} == {victim}
+    check_answers(serve)
+
+    serve.wait_idle()
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert not {pid for pids in second.values() for pid in pids} & set(processes())
+    assert shared_memory() == clusters.shm_before
+
+
+def test_ranks_that_the_model_has_no_heads_for_are_refused_before_anything_starts(
+    serve: Serve,
+) -> None:
+    done = serve.command("serve", "--set", "decode.tp=3")
+    assert done.returncode == 2
+    assert done.stderr == "error: decode.tp: 4 attention heads cannot be divided among 3 ranks\n"
