@@ -39,7 +39,6 @@ from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
 from worker.pull.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
-from worker.pull.sources import LocalRank
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
@@ -74,8 +73,10 @@ class DecodeLoop:
             _widths(engine),
             spec=config.spec,
         )
-        rank = _local_rank(engine)
-        self._ranks = LeaderPulls(rank, lambda _: None, thread.post)
+        rank = engine.local_rank()
+        self._ranks = LeaderPulls(
+            rank, engine.tell_ranks, thread.post, lambda: engine.meter.num_steps
+        )
         self._peers = PrefillPeers(
             rank,
             engine.identity,
@@ -325,15 +326,6 @@ class DecodeLoop:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
             self._leave(req, FinishReason.ABORT, error)
-
-
-def _local_rank(engine: Engine) -> LocalRank:
-    """The leader, as the end that its own pulls are into."""
-    timeout_s = engine.config.transport.connect_timeout_s
-    return LocalRank(
-        engine.transport, engine.model_layout, engine.pool.num_pages, timeout_s,
-        engine.meeting.size, engine.meeting.rank,
-    )  # fmt: skip
 
 
 def _widths(engine: Engine) -> WidthPolicy:

@@ -8,6 +8,7 @@ whether steps and pulls have ended.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,22 @@ from worker.api import Between, Lost, PeerId, WorkerStats
 from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
-from worker.engine.ranks import between, from_leader, launched, masks_of, rank_peer
+from worker.engine.ranks import (
+    FromLeader,
+    FromRank,
+    between,
+    from_leader,
+    launched,
+    masks_of,
+    rank_peer,
+)
 from worker.errors import PeerLost
 from worker.graph.base import PaddedShape
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.metrics import Progress, untold
 from worker.plan import Ended, Launch, LaunchTail
+from worker.pull.rank import RankPulls
+from worker.pull.ranked import PullPages, RankOrder
 
 if TYPE_CHECKING:
     from worker.engine.runner import Step
@@ -40,7 +51,10 @@ class RankLoop:
         self._leader: PeerId = ""  # once it has told something
         self._steps: deque[Step] = deque()  # launched and not ended, in order
         self._masked: Step | None = None  # its tail is not launched yet
+        self._pulls = RankPulls(engine.local_rank(), self._answer)
         self._num_steps = 0  # ended
+        # What the leader has told of pulls, from the first on that has to wait for steps to end.
+        self._orders: deque[RankOrder] = deque()
         self._over = False  # the leader has said so
 
     def turn(self, events: list[Incoming]) -> float:
@@ -56,25 +70,37 @@ class RankLoop:
                     pass
         while self._steps and self._steps[0].done():
             self._end_step()
+        while self._orders and _due_after(self._orders[0]) <= self._num_steps:
+            self._pulls.on(self._orders.popleft())
+        self._pulls.poll()
         has_work = bool(self._steps)
         self._thread.stats = WorkerStats(num_steps=self._num_steps, has_work=has_work)
-        return STEP_POLL_S if has_work else MAX_IDLE_S
+        idle_s = STEP_POLL_S if has_work else MAX_IDLE_S
+        return min(idle_s, self._pulls.poll_after_s(time.monotonic()))
 
-    def _handle(self, message: Launch | LaunchTail | Ended) -> None:
-        runner = self._engine.runner
-        if isinstance(message, Ended):
-            self._over = True
-            return
-        if isinstance(message, LaunchTail):
-            step, self._masked = self._masked, None
-            assert step is not None, "a tail without a step"
-            runner.launch_tail(step, masks_of(message))
-            self._steps.append(step)
-            return
+    def close(self) -> None:
+        """Close the links to prefill workers."""
+        self._pulls.close()
+
+    def _handle(self, message: FromLeader) -> None:
+        match message:
+            case Launch():
+                self._launch(message)
+            case LaunchTail():
+                step, self._masked = self._masked, None
+                assert step is not None, "a tail without a step"
+                self._engine.runner.launch_tail(step, masks_of(message))
+                self._steps.append(step)
+            case Ended():
+                self._over = True
+            case _:
+                self._orders.append(message)
+
+    def _launch(self, message: Launch) -> None:
         while len(self._steps) >= MAX_STEPS:
             self._end_step()
         shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
-        step = runner.launch(message.plan, shape=shape)
+        step = self._engine.runner.launch(message.plan, shape=shape)
         if message.plan.masked:
             assert self._masked is None, "a step before the tail of the one before"
             self._masked = step
@@ -86,7 +112,15 @@ class RankLoop:
         drawn = step.wait()
         self._num_steps += 1
         if self._engine.config.engine.strict:
-            self._thread.send(self._leader, between(launched(step, drawn)))
+            self._answer(launched(step, drawn))
+
+    def _answer(self, message: FromRank) -> None:
+        self._thread.send(self._leader, between(message))
+
+
+def _due_after(order: RankOrder) -> int:
+    """How many steps of this rank have to end before."""
+    return order.after_steps if isinstance(order, PullPages) else 0
 
 
 class Rank:
@@ -127,6 +161,7 @@ class Rank:
     def stop(self) -> None:
         """End the loop and free everything."""
         self._thread.stop()
+        self._loop.close()
         self._engine.close()
 
     def join(self) -> None:

@@ -97,8 +97,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the loop and free everything."""
-        if self.engine.ranks is not None:
-            self.engine.ranks.tell(Ended())
+        self.engine.tell_ranks(Ended())
         self._thread.stop()
         self._loop.close()
         self.engine.close()
@@ -122,4 +121,6 @@ class Worker:
                 message = from_rank(event.body)
                 if isinstance(message, Launched):
                     ranks.found(message)
+                else:
+                    others.append((peer, message))
         return self._loop.turn(others)

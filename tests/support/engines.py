@@ -6,8 +6,10 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.support.patience import HANG_S
 from worker.api import (
@@ -27,7 +29,9 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
+from worker.comm.rendezvous import free_rendezvous
 from worker.config import PingConfig, WorkerConfig
+from worker.rank import Rank
 from worker.wire import Wire
 from worker.worker import Worker
 
@@ -201,21 +205,26 @@ def running(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
     decode_sections: dict[str, dict[str, object]] | None = None,
 ) -> Iterator[Running]:
-    """Serve with workers of this process; all peers connected when the block begins."""
+    """Serve with workers of this process, and threads of it for the other ranks of each; all peers
+    connected when the block begins."""
     workers: dict[str, Worker] = {}
     members: list[Member] = []
-    for role, count in (("prefill", num_prefill), ("decode", num_decode)):
+    ranks: list[Rank] = []
+    roles = ("prefill", num_prefill, prefill_tp), ("decode", num_decode, decode_tp)
+    for role, count, tp in roles:
         extra = decode_sections if role == "decode" and decode_sections else {}
         merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
         for index in range(count):
             name = f"{role}-{index}"
-            worker = Worker(
-                worker_config(role, merged), name=name, incarnation=f"i{index}", host="127.0.0.1"
-            )
+            config = worker_config(role, merged).model_copy(update={"tp": tp})
+            worker, member, others = started(config, name, f"i{index}")
             workers[name] = worker
-            members.append(worker.start())
+            members.append(member)
+            ranks += others
     for worker in workers.values():
         worker.update_members(members)
     client = Client(members)
@@ -228,5 +237,22 @@ def running(
         yield Running(workers, members, client)
     finally:
         client.close()
-        for worker in workers.values():
-            worker.stop()
+        for each in (*workers.values(), *ranks):
+            each.stop()
+
+
+def started(config: WorkerConfig, name: str, incarnation: str) -> tuple[Worker, Member, list[Rank]]:
+    """A worker that serves, and its other ranks, which come up in threads of their own."""
+    told: dict[str, Any] = {"name": name, "incarnation": incarnation, "host": "127.0.0.1"}
+    rendezvous = free_rendezvous("127.0.0.1") if config.tp > 1 else ""
+
+    def rank(number: int) -> Rank:
+        made = Rank(config, rank=number, rendezvous=rendezvous, **told)
+        made.start()
+        return made
+
+    with ThreadPoolExecutor(config.tp) as threads:
+        others = [threads.submit(rank, number) for number in range(1, config.tp)]
+        worker = Worker(config, rendezvous=rendezvous, **told)
+        member = worker.start()
+        return worker, member, [each.result() for each in others]

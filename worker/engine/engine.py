@@ -22,7 +22,7 @@ from worker.engine.groups import LayerGroups
 from worker.engine.load import load
 from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
-from worker.engine.ranks import Ranks
+from worker.engine.ranks import FromLeader, Ranks
 from worker.engine.runner import ModelRunner, Step, padded_shape
 from worker.engine.step_log import StepLog
 from worker.graph.base import BucketCheck
@@ -31,6 +31,7 @@ from worker.metrics import Progress, WorkerMetrics, untold
 from worker.models.config import ModelSpec, read_model_spec
 from worker.models.drafter_spec import DrafterSpec
 from worker.plan import Drawn, Plan
+from worker.pull.sources import LocalRank
 from worker.registry import resolve
 from worker.spec.build import read_drafter, regions, within_block
 from worker.tracing.setup import tracer_of
@@ -120,6 +121,18 @@ class Engine:
         """Tokens of a step that count whatever the model draws, on average; 0: not simulated."""
         decodes = self.config.role == "decode"
         return self.config.spec.simulated_len if decodes else 0.0
+
+    def tell_ranks(self, message: FromLeader) -> None:
+        """Send to the other ranks, if there are any."""
+        if self.ranks is not None:
+            self.ranks.tell(message)
+
+    def local_rank(self) -> LocalRank:
+        """This rank, as the end that its pulls are into."""
+        return LocalRank(
+            self.transport, self.model_layout, self.pool.num_pages,
+            self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
+        )  # fmt: skip
 
     def endpoint(self) -> bytes:
         """Where this rank's pages can be pulled from, as `Member` has it."""

@@ -19,9 +19,10 @@ from worker.engine.runner import Step
 from worker.graph.base import PaddedShape
 from worker.kernels.step.logits import Masks
 from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, Plan
+from worker.pull.ranked import RankAnswer, RankOrder
 
-FromLeader = Launch | LaunchTail | Ended
-FromRank = Launched
+FromLeader = Launch | LaunchTail | Ended | RankOrder
+FromRank = Launched | RankAnswer
 
 _encode = msgspec.msgpack.Encoder().encode
 from_leader = msgspec.msgpack.Decoder(FromLeader).decode

@@ -20,6 +20,8 @@ from worker.plan import Drawn, Plan, Tail
 from worker.sampling.tail import Result
 from worker.step.state import SampledRows
 
+JOINED = 8  # elements of a sum that ranks only wait for: 16 bytes, as collectives like them
+
 
 @cache
 def step_stream(device: torch.device) -> torch.cuda.Stream:
@@ -216,6 +218,7 @@ class ModelRunner:
         shape = step.shape
         batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = self.graphs.chunks.launch(batch, on_layer)
+        self._join_ranks()
         if step.groups is not None:
             step.groups.on_regions()
         # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
@@ -230,6 +233,18 @@ class ModelRunner:
         )
         valid = torch.ones_like(rows, dtype=torch.bool)
         return Decoded(hidden[at], SampledRows(rows, position, valid), None, path)
+
+    def _join_ranks(self) -> None:
+        """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
+
+        The leader announces KV for all ranks. That all have stored the model's own it knows from
+        sums that follow; behind the drafter's rows there may be none.
+        """
+        loaded = self.loaded
+        collective = loaded.model.collective
+        if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
+            nothing = collective.buffer((JOINED,), loaded.model.embedding.weight.dtype)
+            collective.all_reduce(nothing.zero_())
 
     def _seed(self, plan: Plan) -> None:
         rows = [start.row for start in plan.starts if start.active]

@@ -42,6 +42,9 @@ class PullPages(Message, frozen=True):
     pairs: tuple[tuple[int, int], ...]  # (local page, remote page)
     first_group: int
     num_groups: int
+    # Begin once so many of your steps have ended: as many as of the leader's, when it chose pages
+    # that no step uses any more.
+    after_steps: int = 0
 
 
 class CancelPull(Message, frozen=True):
@@ -113,6 +116,7 @@ class LeaderPulls:
         tell: sends a message to all other ranks, in order; called by the loop.
         post: hands the loop an event. OwnDialled is for `on`; Link and DialFailed are what `dial`
             has led to.
+        num_settled: how many steps the leader has settled.
     """
 
     def __init__(
@@ -120,8 +124,10 @@ class LeaderPulls:
         own: LocalRank,
         tell: Callable[[RankOrder], None],
         post: Callable[[OwnDialled | Link | DialFailed], None],
+        num_settled: Callable[[], int] = lambda: 0,
     ) -> None:
         self._own = own
+        self._num_settled = num_settled
         self._tell = tell
         self._post = post
         self._numbers = itertools.count(1)  # of links and of pulls
@@ -160,7 +166,10 @@ class LeaderPulls:
         if self._own.tp_size == 1:
             return own.pull(pairs, groups)
         number = next(self._numbers)
-        self._tell(PullPages(number, link, tuple(pairs), groups.start, len(groups)))
+        order = PullPages(
+            number, link, tuple(pairs), groups.start, len(groups), self._num_settled()
+        )
+        self._tell(order)
         others = set(range(1, self._own.tp_size))
         pull = RankedPull(own.pull(pairs, groups), others, lambda: self._tell(CancelPull(number)))
         self._pulls[number] = pull

@@ -1,0 +1,100 @@
+"""Workers of several ranks: the texts and accept traces of one rank, whatever the two sides are.
+
+Ranks of this process sum over gloo. In float32 sums in another order differ in their last bits, and
+no draw of these texts is so close that it shows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.engines import Answer, Running, running
+from tests.support.prompts import problem_ids
+from tests.support.shallow import shallow
+from worker.api import Sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = problem_ids(4)
+NUM_TOKENS = 20
+DIGITS = "%llguidance {}\nstart: /[0-9 ]{1,12}/"
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.7, "seed": 8, "presence_penalty": 0.5, "logprobs": 3},
+    {"temperature": 0.0, "grammar": DIGITS, "logit_bias": ((17, 2.0),)},
+]
+DRAFTERS = {
+    "none": {},
+    "chain": {"drafter": "chain", "widths": [4]},
+    "dflash": {"drafter": "dflash", "widths": [4]},
+    "ngram": {"drafter": "ngram", "widths": [3]},
+}
+
+
+def sections(drafter: str, mode: str, **kv: object) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"path": str(shallow())} if drafter == "none" else {},
+        "engine": {
+            "device": "cpu", "threads": 1, "num_pages": 160, "max_num_reqs": 16, "strict": True,
+        },
+        "kv": {"page_size": 16, **kv},
+        "spec": DRAFTERS[drafter],
+        "disaggregation": {"mode": mode},
+    }  # fmt: skip
+
+
+def asked(cluster: Running) -> list[Answer]:
+    """All wishes at once, twice: cold, then with what the prefix trees kept."""
+    samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in WISHES]
+    answers = [each for _ in range(2) for each in cluster.client.generate(PROMPTS, samplings)]
+    cluster.wait_idle()
+    assert not any(each.error for each in answers)
+    return answers
+
+
+def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) -> None:
+    """Texts, reasons, windows; logprobs but for rounding.
+
+    pulled: where decode draws the first token, its first window is one token earlier.
+    """
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.tokens == other.tokens
+        assert one.finish_reason == other.finish_reason
+        if not pulled or Sampling(NUM_TOKENS, **WISHES[number % len(WISHES)]).is_plain:
+            assert one.windows == other.windows
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+@cache
+def of_one_rank(drafter: str) -> list[Answer]:
+    """What one process of one rank answers."""
+    with running(sections(drafter, "never"), num_prefill=0) as cluster:
+        return asked(cluster)
+
+
+# With 4, two ranks have copies of each kv head.
+@pytest.mark.parametrize(
+    ("drafter", "tp"), [("none", 4), ("chain", 2), ("dflash", 4), ("ngram", 2)]
+)
+def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
+    with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
+        alike(asked(cluster), of_one_rank(drafter))
+
+
+@pytest.mark.product(
+    drafter=tuple(DRAFTERS), prefill=(1, 2, 4), decode=(1, 2, 4), num_groups=(1, 2)
+)
+def test_kv_is_pulled_between_any_numbers_of_ranks(
+    drafter: str, prefill: int, decode: int, num_groups: int
+) -> None:
+    wanted = sections(drafter, "always", num_groups=num_groups)
+    with running(wanted, prefill_tp=prefill, decode_tp=decode) as cluster:
+        found = asked(cluster)
+        alike(found, of_one_rank(drafter), pulled=True)
+        assert all(each.stages[0].prefilled_by for each in found[: len(PROMPTS)])
