@@ -56,6 +56,7 @@ class Gate:
         self.holds = False  # no pull ends, a cancelled one neither
         self.breaks = ""  # pulls fail, and why
         self.num_open = 0
+        self.num_cancelled = 0
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> GatedPeer:
         assert self.may_dial.wait(HANG_S)
@@ -100,6 +101,7 @@ class GatedPull:
         return OK if self.error is None else FAILED
 
     def cancel(self) -> None:
+        self._gate.num_cancelled += not self._why
         self._why = "cancelled"
 
 
@@ -207,12 +209,15 @@ def test_a_pull_lands_at_all_ranks(remote_tp: int, local_tp: int, num_kv_heads: 
     link = team.link()
     assert link.peer == team.prefill.member.peer
     assert link.bytes_per_s > 0
-    assert not team.landed(PAIRS)
-    pull = link.pull(PAIRS, GROUPS)
-    assert team.ended(pull) is OK
-    assert pull.error is None
+    num_bytes = 0
+    for groups in (range(1, 3), range(3, NUM_GROUPS), range(1)):
+        assert not team.landed(PAIRS)
+        pull = link.pull(PAIRS, groups)
+        assert team.ended(pull) is OK
+        assert pull.error is None
+        num_bytes += pull.num_bytes
     assert team.landed(PAIRS)
-    assert pull.num_bytes == 3 * sum(pool.layout.page_bytes for pool in team.own.pools)
+    assert num_bytes == len(PAIRS) * sum(pool.layout.page_bytes for pool in team.own.pools)
     team.close()
 
 
@@ -287,6 +292,7 @@ def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(broken: int, late
         team.turn()
         assert pull.poll() is RUNNING
         assert pull.error is None
+    assert [gate.num_cancelled for gate in team.gates] == [rank != broken for rank in range(4)]
     for rank, gate in enumerate(team.gates):
         gate.holds = rank == late != broken
     if late != broken:
