@@ -72,9 +72,9 @@ def rank_plan(
     """From which remote ranks `local_rank` pulls, and which heads of each region.
 
     Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
-    copies of a head, the local ranks that need it are spread over them, each to the copy that stands
-    where it stands itself. So all regions of a rank come from the same ranks, max(1, remote_tp /
-    local_tp) of them where one of the two divides the other.
+    copies of a head, the local ranks that need it are spread over them, each to the copy at its own
+    place among the ranks. So all regions of a rank come from the same ranks: max(1, remote_tp /
+    local_tp) of them, where one of the two divides the other.
 
     Args:
         num_kv_heads: of the whole model, per region of the layout.
