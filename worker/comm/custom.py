@@ -18,8 +18,8 @@ from worker.comm.meet import TIMEOUT_S, exchange, meet
 from worker.comm.nccl import NcclCollective
 from worker.comm.peers import PeerRegions
 from worker.errors import PeerLost, Unsupported, WorldError
-from worker.kernels.all_reduce import (
-    DTYPES,
+from worker.kernels.all_reduce import DTYPES, gather, one_shot, one_shot_rms_norm, two_shot
+from worker.kernels.peer_layout import (
     MIB,
     NUM_BUFFERS,
     PeerLayout,
@@ -27,10 +27,6 @@ from worker.kernels.all_reduce import (
     fits_fused,
     fits_gather,
     fits_one_shot,
-    gather,
-    one_shot,
-    one_shot_rms_norm,
-    two_shot,
 )
 from worker.kernels.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
 from worker.kernels.rms_norm import add_rms_norm
@@ -75,8 +71,9 @@ def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
 class CustomCollective:
     """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (kernels/all_reduce).
 
-    All calls go to the current stream of the current device; a rank has one stream. Launched by themselves and
-    in graphs of any kind they are the same kernels with the same arguments: nothing is registered.
+    All calls go to the current stream of the current device; a rank has one stream. Launched by
+    themselves and in graphs of any kind they are the same kernels with the same arguments: nothing
+    is registered.
 
     One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
     in one of `buffer` is copied into the next, and the sum is returned there.
