@@ -181,11 +181,15 @@ def run_rank(rank: int, args: argparse.Namespace, port: int, regions: list[Tenso
         report["sizes"].append(measure_size(timer, num_bytes))
     for num_rows in () if args.tiles else args.rows:
         report["norms"].append(measure_norm(timer, num_rows, args.hidden))
+    if rank == 0:
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        print_report(report)
     ways.close()
-    if rank != 0:
-        return
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """About the run, then two tables."""
     print(json.dumps({k: v for k, v in report.items() if k not in ("sizes", "norms")}))
     rows = report["sizes"] + report["norms"]
     worst = {

@@ -80,6 +80,8 @@ class GpuWays(Ways):
         store = dist.PrefixStore("torch", self.ours._store)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
         dist.all_reduce(torch.zeros(1, device=device))
+        self._backend: Any = dist.group.WORLD._get_backend(device)
+        self._pools: list[torch.cuda.MemPool] = []
         self.other: dict[str, Callable[[int], Way | None]] = {
             "nccl symm": self._nccl_symm,
             "torch one": partial(self._torch, "one_shot_all_reduce"),
@@ -120,12 +122,11 @@ class GpuWays(Ways):
 
     def _nccl_symm(self, num_bytes: int) -> Way:
         """NCCL on memory that is registered as a symmetric window."""
-        backend: Any = dist.group.WORLD._get_backend(self.device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
+        pool = torch.cuda.MemPool(self._backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             x = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=self.device)
-        backend.register_mem_pool(pool, symm=True)
-        self._pools = [*getattr(self, "_pools", []), pool]
+        self._backend.register_mem_pool(pool, symm=True)
+        self._pools.append(pool)
         return x, partial(dist.all_reduce, x)
 
     def _torch(self, op: str, num_bytes: int) -> Way | None:
@@ -183,6 +184,8 @@ class GpuWays(Ways):
     def close(self) -> None:
         torch.cuda.synchronize()
         self.ours.check()
+        for pool in self._pools:
+            self._backend.deregister_mem_pool(pool)
         self.ours.close()
         super().close()
 

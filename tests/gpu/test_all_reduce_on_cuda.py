@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,18 @@ from worker.errors import PeerLost
 from worker.kernels import all_reduce as kernels
 from worker.kernels.all_reduce import all_reduce_ref, one_shot_rms_norm
 from worker.kernels.gemm.skinny_gemm import SkinnyWorkspace, choose, skinny_gemm
-from worker.kernels.peer_layout import fits_one_shot
+from worker.kernels.peer_layout import fits_fused, fits_one_shot
 from worker.kernels.rms_norm import add_rms_norm_ref
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(2)
 
 NUM_CALLS = 100_000
-GRAPH_CALLS, GRAPH_REPLAYS = 25, 40
-NUM_GRAPHS = 4
+GRAPH_CALLS, MAX_REPLAYS, NUM_GRAPHS = 25, 40, 4
 LATE_S = 2.0
-FUSED = "fused"
+FUSED, GATHER = "fused", "gather"
+KINDS = (ONE_SHOT, ONE_SHOT, ONE_SHOT, FUSED, FUSED, TWO_SHOT, TWO_SHOT, NCCL, GATHER)
+FUSED_WIDTHS = (1000, 4096)  # each is compiled by itself
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 ODD = (float("nan"), 0.0, -0.0, float("inf"), -float("inf"), -1.0)
 SHAPES = (
@@ -50,19 +51,19 @@ class Case:
             chosen = torch.tensor(ODD, device="cuda").to(dtype)[picks]
             parts = torch.where(odd, chosen, parts)
             # Whole words of what stands for "nothing has come".
-            parts.view(world, -1)[:, :8].contiguous().view(torch.uint8).fill_(0xFF)
-            flat = parts.view(world, -1)
-            flat[:, :8] = torch.full_like(flat[:, :8], -1).view(BITS[dtype]).fill_(-1).view(dtype)
+            parts.view(BITS[dtype]).view(world, -1)[:, :8] = -1
         self.parts, self.total = parts, all_reduce_ref(list(parts))
         self.residual = torch.randn(shape, generator=generator, device="cuda").to(dtype)
         self.weight = torch.randn(shape[1], generator=generator, device="cuda").to(dtype)
         self.normed, self.summed = add_rms_norm_ref(self.total, self.residual, self.weight, 1e-6)
 
 
-def differ(got: Tensor, wanted: Tensor) -> Tensor:
-    """How many values are not the same to the last bit, NaN aside; on the device."""
+def differ(got: Tensor, wanted: Tensor, nan: bool = True) -> Tensor:
+    """How many values are not the same to the last bit; with `nan`, all NaNs are the same."""
     bits = BITS[got.dtype]
-    same = (got.view(bits) == wanted.view(bits)) | (got.isnan() & wanted.isnan())
+    same = got.view(bits) == wanted.view(bits)
+    if nan:
+        same |= got.isnan() & wanted.isnan()
     return (~same).sum()
 
 
@@ -75,30 +76,33 @@ def far(got: Tensor, wanted: Tensor) -> Tensor:
 class Calls:
     """Calls of one rank, checked on the device."""
 
-    def __init__(self, rank: int, world: int, init_method: str) -> None:
+    def __init__(
+        self, rank: int, world: int, init_method: str, dtypes: Sequence[torch.dtype]
+    ) -> None:
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
         self.collective = CustomCollective(rank, world, device, init_method)
         self.rank, self.layout = rank, self.collective.memory.layout
         self.order, self.skew = random.Random(0), random.Random(rank)
-        numbers = enumerate((shape, dtype) for dtype in BITS for shape in SHAPES)
+        numbers = enumerate((shape, dtype) for dtype in dtypes for shape in SHAPES)
         self.cases = [Case(i, shape, dtype, world) for i, (shape, dtype) in numbers]
         self.bad = torch.zeros((), dtype=torch.int64, device=device)
         self.digest = torch.zeros((), dtype=torch.int64, device=device)
 
-    def one(self) -> None:
-        """A call that all ranks draw alike."""
-        case = self.order.choice(self.cases)
-        kinds = [TWO_SHOT, "gather"] + [ONE_SHOT] * 3 + [FUSED] * 2 + [NCCL] * (case.total.ndim < 0)
-        kind, registered = self.order.choice(kinds), self.order.random() < 0.5
+    def call(self, case: Case, kind: str, registered: bool) -> None:
+        """One call and its check."""
         part = case.parts[self.rank]
-        if kind in (ONE_SHOT, FUSED) and not fits_one_shot(self.layout, part.nbytes):
-            kind = TWO_SHOT
-        if kind == "gather":
-            rows = case.parts[:, :1]
-            found = self.collective.all_gather(rows[self.rank], dim=0)
-            self.bad += (found.view(BITS[found.dtype]) != rows[:, 0].view(BITS[found.dtype])).sum()
+        num_rows, hidden = part.shape
+        if kind == GATHER:
+            found = self.collective.all_gather(part[:1], dim=0)
+            self.bad += differ(found, case.parts[:, 0], nan=False)
             return
+        fits = fits_one_shot(self.layout, part.nbytes)
+        if kind == FUSED and hidden in FUSED_WIDTHS:
+            fits = fits_fused(self.layout, num_rows, hidden * part.element_size())
+        elif kind == FUSED:
+            kind = ONE_SHOT
+        kind = kind if fits or kind == NCCL else TWO_SHOT
         if registered:
             x = self.collective.buffer(tuple(part.shape), part.dtype).copy_(part)
         else:
@@ -111,24 +115,35 @@ class Calls:
             self.digest.mul_(31).add_(normed.view(BITS[normed.dtype]).sum())
         else:
             found = self.collective.all_reduce_by(kind, x)
-            self.bad += differ(found, case.total)
+            self.bad += (far if kind == NCCL else differ)(found, case.total)
         self.digest.mul_(31).add_(found.view(BITS[found.dtype]).sum())
 
-    def eager(self, count: int) -> None:
-        """Calls one by one; a rank comes late now and then."""
+    def every(self) -> None:
+        """Each kind of call of each case, so that all kernels are compiled."""
+        for case in self.cases:
+            for kind in KINDS:
+                self.call(case, kind, registered=True)
+                self.call(case, kind, registered=False)
+
+    def some(self, count: int) -> None:
+        """Calls that all ranks draw alike."""
+        for _ in range(count):
+            case, kind = self.order.choice(self.cases), self.order.choice(KINDS)
+            self.call(case, kind, registered=self.order.random() < 0.5)
+
+    def late(self, count: int) -> None:
+        """some(), but a rank comes late now and then."""
         for _ in range(count):
             if self.skew.random() < 0.02:
                 torch.cuda._sleep(self.skew.randrange(200_000))
-            self.one()
+            self.some(1)
 
     def graph(self, count: int) -> torch.cuda.CUDAGraph:
-        """Calls in a graph."""
-        self.eager(len(self.cases))  # compiled
+        """some() in a graph."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(count):
-                self.one()
+            self.some(count)
         return graph
 
     def end(self) -> None:
@@ -144,21 +159,25 @@ class Calls:
 def many_calls(rank: int, world: int, init_method: str, pdl: bool, num_calls: int) -> None:
     if not pdl:
         kernels.overlap = lambda _, **options: {"PDL": False, **options}
-    calls = Calls(rank, world, init_method)
+    calls = Calls(rank, world, init_method, tuple(BITS) if pdl else (torch.bfloat16,))
+    calls.every()
+    torch.cuda.synchronize()
+    assert int(calls.bad) == 0
     graphs = [calls.graph(GRAPH_CALLS) for _ in range(NUM_GRAPHS)]
     done = 0
     while done < num_calls:
+        replays = calls.order.randrange(1, MAX_REPLAYS)
         graph = calls.order.choice(graphs)
-        replays = calls.order.randrange(1, GRAPH_REPLAYS)
         for _ in range(replays):
             graph.replay()
+        calls.late(GRAPH_CALLS)
+        done += GRAPH_CALLS * (replays + 1)
         if calls.skew.random() < 0.1:
             time.sleep(0.01 * calls.skew.random())
-        calls.eager(GRAPH_CALLS)
-        done += GRAPH_CALLS * (replays + 1)
-        if done // 20_000 != (done - GRAPH_CALLS * (replays + 1)) // 20_000:
-            torch.cuda.synchronize()
-            calls.collective.check()
+        torch.cuda.synchronize()
+        calls.collective.check()
+    del graph
+    graphs.clear()  # before the group that their calls use
     calls.end()
 
 
@@ -227,6 +246,7 @@ def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None
     torch.cuda.synchronize()
     with pytest.raises(PeerLost, match=f"rank {rank} of {world}"):
         collective.check()
+    del graph
     assert time.monotonic() - began < 30
     collective.close()
     os._exit(0)  # torch's own threads of a group that was aborted
