@@ -16,7 +16,8 @@ from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
 from worker.registry import resolve
 
-SIZES = {"single": 1, "gloo": 2}
+SIZES = {"single": 1, "gloo": 2, "nccl": 2, "custom": 2}
+ON_GPUS = {"nccl", "custom"}
 ROWS, HIDDEN = 5, 64
 
 
@@ -25,13 +26,21 @@ def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return noise.to(dtype)
 
 
+def device_of(rank: int, name: str) -> torch.device:
+    if name not in ON_GPUS:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
 def keep_promises(rank: int, name: str, size: int, init_method: str) -> None:
     torch.set_num_threads(1)
-    collective: Any = resolve("collective", name, COLLECTIVES)(rank, size, "cpu", init_method)
+    device = device_of(rank, name)
+    collective: Any = resolve("collective", name, COLLECTIVES)(rank, size, device, init_method)
     assert (collective.rank, collective.size) == (rank, size)
     assert isinstance(collective.capturable, bool)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
-        parts = [part(r, dtype) for r in range(size)]
+        parts = [part(r, dtype).to(device) for r in range(size)]
         total = torch.stack([p.double() for p in parts]).sum(0)
 
         summed = collective.all_reduce(parts[rank].clone())
@@ -44,7 +53,7 @@ def keep_promises(rank: int, name: str, size: int, init_method: str) -> None:
         staged.copy_(parts[rank])
         assert torch.equal(collective.all_reduce(staged), summed)
 
-        residual, weight = part(100, dtype), part(101, dtype)[0]
+        residual, weight = part(100, dtype).to(device), part(101, dtype)[0].to(device)
         normed, new_residual = collective.all_reduce_rms_norm(
             parts[rank].clone(), residual, weight, 1e-6
         )
@@ -59,11 +68,22 @@ def keep_promises(rank: int, name: str, size: int, init_method: str) -> None:
         strided = parts[rank].t()
         expected_t = torch.cat([p.t() for p in parts], dim=1)
         assert torch.equal(collective.all_gather(strided, dim=1), expected_t)
+        pairs = torch.tensor([[rank, -1], [-(1 << 40), 7]], device=device)
+        everyone = collective.all_gather(pairs.unsqueeze(0), dim=0)
+        assert everyone[:, 0, 0].tolist() == list(range(size))
+        assert all(torch.equal(each.flatten()[1:], pairs.flatten()[1:]) for each in everyone)
+    collective.check()
     collective.close()
     collective.close()
 
 
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.gpu(2) if name in ON_GPUS else ())
+        for name in sorted(COLLECTIVES)
+    ],
+)
 def test_collective_keeps_its_promises(name: str, tmp_path: Path):
     init_method = f"file://{tmp_path}/rendezvous"
     run_ranks(keep_promises, name, SIZES[name], init_method, num_ranks=SIZES[name])
@@ -78,6 +98,8 @@ def lose_the_peer(rank: int, init_method: str) -> None:
     started = time.monotonic()
     with pytest.raises(PeerLost, match="gloo rank 0 of 2"):
         collective.all_reduce(torch.ones(4))
+    with pytest.raises(PeerLost, match="gloo rank 0 of 2"):
+        collective.check()
     assert time.monotonic() - started < 10
     collective.close()
 

@@ -11,14 +11,13 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED
 from tests.support.processes import run_ranks
 from worker.kernels.all_reduce import (
-    PeerLayout,
-    PeerMemory,
     all_reduce_ref,
     gather,
     one_shot,
     one_shot_rms_norm,
     two_shot,
 )
+from worker.kernels.peer_layout import PeerLayout, PeerMemory
 from worker.kernels.rms_norm import rms_norm_ref
 
 HANG_NS = 60 * 10**9

@@ -80,7 +80,10 @@ class Collective(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group and free its sockets and memory; idempotent."""
+        """Leave the group and free its sockets and memory; idempotent.
+
+        Graphs that hold its calls have to be gone.
+        """
         ...
 
 

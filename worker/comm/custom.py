@@ -18,8 +18,8 @@ from worker.comm.meet import TIMEOUT_S, exchange, meet
 from worker.comm.nccl import NcclCollective
 from worker.comm.peers import PeerRegions
 from worker.errors import PeerLost, Unsupported, WorldError
-from worker.kernels.all_reduce import (
-    DTYPES,
+from worker.kernels.all_reduce import DTYPES, gather, one_shot, one_shot_rms_norm, two_shot
+from worker.kernels.peer_layout import (
     MIB,
     NUM_BUFFERS,
     PeerLayout,
@@ -27,10 +27,6 @@ from worker.kernels.all_reduce import (
     fits_fused,
     fits_gather,
     fits_one_shot,
-    gather,
-    one_shot,
-    one_shot_rms_norm,
-    two_shot,
 )
 from worker.kernels.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
 from worker.kernels.rms_norm import add_rms_norm
@@ -42,7 +38,7 @@ ALGORITHMS = (ONE_SHOT, TWO_SHOT, NCCL)
 MAX_SIZE = 8  # ranks
 CLOSE_S = 2.0  # for peers to be done with this rank's memory
 MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
-MEASURED_CALLS, MEASURED_REPLAYS = 20, 5
+MEASURED_CALLS, MEASURED_REPLAYS = 40, 5
 
 # Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
 Table = Sequence[tuple[int, str]]
@@ -75,8 +71,9 @@ def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
 class CustomCollective:
     """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (kernels/all_reduce).
 
-    All calls go to the current stream of the current device; a rank has one stream. Launched by themselves and
-    in graphs of any kind they are the same kernels with the same arguments: nothing is registered.
+    All calls go to the current stream of the current device; a rank has one stream. Launched by
+    themselves and in graphs of any kind they are the same kernels with the same arguments: nothing
+    is registered.
 
     One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
     in one of `buffer` is copied into the next, and the sum is returned there.
@@ -195,7 +192,9 @@ class CustomCollective:
             return
         self._closed = True
         torch.cuda.synchronize(self._device)
-        if not self._control[FAULT]:
+        if self._control[FAULT]:
+            self._nccl.abort()
+        else:
             self._part()
         self._nccl.close()
         self._regions.close()
@@ -219,7 +218,9 @@ class CustomCollective:
         Raises:
             PeerLost: a rank did not come in time.
         """
-        times = {n: self._times(n) for n in MEASURED_BYTES if n <= self.memory.layout.buffer_bytes}
+        meet = self._captured(ONE_SHOT, self.buffer((4096,), torch.bfloat16).zero_())
+        sizes = [n for n in MEASURED_BYTES if n <= self.memory.layout.buffer_bytes]
+        times = {n: self._times(n, meet) for n in sizes}
         self.check()
         self._num_calibrations += 1
         key = f"table {self._num_calibrations}"
@@ -232,27 +233,35 @@ class CustomCollective:
         log.info("all-reduce of %d ranks: %s, then nccl", self.size, rows)
         return self.table
 
-    def _times(self, num_bytes: int) -> dict[str, float]:
-        """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS."""
+    def _times(self, num_bytes: int, meet: torch.cuda.CUDAGraph) -> dict[str, float]:
+        """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS.
+
+        meet: calls that go before, while which each host launches what is measured.
+        """
         ways = [TWO_SHOT, NCCL]
         if fits_one_shot(self.memory.layout, num_bytes):
             ways.append(ONE_SHOT)
         x = self.buffer((num_bytes // 2,), torch.bfloat16).zero_()
-        return {name: self._time(name, x) for name in ways}
+        found: dict[str, float] = {}
+        for name in ways:
+            graph = self._captured(name, x)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            took: list[float] = []
+            for _ in range(MEASURED_REPLAYS):
+                meet.replay()
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
+            found[name] = statistics.median(took[1:])
+        return found
 
-    def _time(self, algorithm: str, x: Tensor) -> float:
+    def _captured(self, algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
         self.all_reduce_by(algorithm, x)  # compiled, before the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(MEASURED_CALLS):
                 self.all_reduce_by(algorithm, x)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        took = []
-        for _ in range(MEASURED_REPLAYS):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
-        return statistics.median(took[1:])
+        return graph

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from worker.comm.meet import exchange
 from worker.errors import Unsupported
-from worker.kernels.all_reduce import PeerLayout
+from worker.kernels.peer_layout import PeerLayout
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1

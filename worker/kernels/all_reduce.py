@@ -47,13 +47,23 @@ regions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.peer_layout import (
+    CHANNELS,
+    GATHER_BLOCK,
+    PeerMemory,
+    Tiles,
+    fits_fused,
+    fits_gather,
+    one_shot_tiles,
+    share_of,
+    two_shot_tiles,
+)
 from worker.kernels.peer_memory import (
     CHUNK_BYTES,
     load_chunks,
@@ -67,10 +77,6 @@ from worker.kernels.peer_memory import (
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CHANNELS = 128
-MAX_ROW_CHUNKS = 2048  # of the fused form: a row is held in the registers of one program
-NUM_BUFFERS = 3
-MIB = 1 << 20
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
@@ -79,72 +85,6 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLayout:
-    """What lies where in a rank's region; offsets and sizes in bytes.
-
-    turns: i32 [3, CHANNELS], calls so far of one-shot, two-shot, gather.
-    flags: i64 [2, CHANNELS, world], by sender; upper half the turn, lower half x's offset / 16.
-    marked: [CHANNELS, 2, world, marked_piece] chunks of gathers.
-    slots: [CHANNELS, 2, world, piece] chunks of one-shot; ABSENT between calls.
-    buffers: NUM_BUFFERS times buffer_bytes, for what is summed.
-    """
-
-    world: int
-    buffer_bytes: int = 64 * MIB
-
-    @property
-    def piece(self) -> int:
-        """Chunks of one part that a channel takes in one call."""
-        return 4096 if self.world == 2 else 2048
-
-    @property
-    def marked_piece(self) -> int:
-        """Likewise of a gather; such a chunk carries eight bytes."""
-        return 512
-
-    @property
-    def flags(self) -> int:
-        return 4096
-
-    @property
-    def marked(self) -> int:
-        return self.flags + 2 * CHANNELS * self.world * 8
-
-    @property
-    def slots(self) -> int:
-        return self.marked + CHANNELS * 2 * self.world * self.marked_piece * CHUNK_BYTES
-
-    @property
-    def buffers(self) -> int:
-        return self.slots + CHANNELS * 2 * self.world * self.piece * CHUNK_BYTES
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers + NUM_BUFFERS * self.buffer_bytes
-
-    def clear(self, region: Tensor) -> None:
-        """Make a region, u8 [num_bytes], ready for the first calls."""
-        region[: self.slots].zero_()
-        region[self.slots : self.buffers].fill_(0xFF)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerMemory:
-    """The regions of all ranks, as one rank sees them."""
-
-    rank: int
-    layout: PeerLayout
-    bases: tuple[int, ...]  # where each rank's region is mapped here; [rank] is this rank's own
-    control: int  # address of i64 [2]: fault, limit_ns
-
-    def offset(self, x: Tensor) -> int | None:
-        """Where x lies in this rank's buffers; None: somewhere else."""
-        at = x.data_ptr() - self.bases[self.rank]
-        inside = self.layout.buffers <= at <= self.layout.num_bytes - x.nbytes
-        return at if inside else None
 
 
 ABSENT = -1
@@ -485,33 +425,9 @@ def chunks_of(x: Tensor) -> int:
     return x.nbytes // CHUNK_BYTES
 
 
-def one_shot_tiles(num_chunks: int) -> tuple[int, int, int]:
-    """(programs, steps, chunks of a tile) of the one-shot kernel."""
-    block = 256 if num_chunks <= CHANNELS * 256 else 1024
-    tiles = -(-num_chunks // block)
-    programs = min(tiles, CHANNELS)
-    return programs, -(-tiles // programs), block
-
-
-def fits_one_shot(layout: PeerLayout, num_bytes: int) -> bool:
-    """Whether a message of so many bytes can go by one shot."""
-    _, steps, block = one_shot_tiles(-(-num_bytes // CHUNK_BYTES))
-    return steps * block <= layout.piece
-
-
-def fits_fused(layout: PeerLayout, num_rows: int, row_bytes: int) -> bool:
-    """Whether rows of so many bytes can be summed and normed by one kernel."""
-    row = row_bytes // CHUNK_BYTES
-    whole = row_bytes % CHUNK_BYTES == 0 and 0 < row <= MAX_ROW_CHUNKS
-    return whole and -(-num_rows // CHANNELS) * row <= layout.piece
-
-
-def fits_gather(layout: PeerLayout, num_bytes: int) -> bool:
-    """Whether parts of so many bytes can be gathered by our kernel."""
-    return num_bytes % 8 == 0 and 0 < num_bytes // 8 <= layout.marked_piece * CHANNELS
-
-
-def one_shot(memory: PeerMemory, x: Tensor, out: Tensor | None = None) -> Tensor:
+def one_shot(
+    memory: PeerMemory, x: Tensor, out: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
     """The sum of all ranks' x, into `out` or into x itself; all ranks call with one shape.
 
     x: contiguous, of DTYPES, fits_one_shot; it may lie anywhere.
@@ -521,14 +437,14 @@ def one_shot(memory: PeerMemory, x: Tensor, out: Tensor | None = None) -> Tensor
     assert x.dtype in DTYPES
     num_chunks, layout = chunks_of(x), memory.layout
     assert chunks_of(out) == num_chunks
-    assert fits_one_shot(layout, x.nbytes)
-    programs, steps, block = one_shot_tiles(num_chunks)
-    _one_shot_kernel[(programs,)](
+    tiles = tiles or one_shot_tiles(num_chunks)
+    assert tiles.steps * tiles.block <= layout.piece
+    _one_shot_kernel[(tiles.programs,)](
         x, out, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
-        num_chunks, steps,
+        num_chunks, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
-            BLOCK=block, num_warps=8,
+            BLOCK=tiles.block, num_warps=8,
         ),
     )  # fmt: skip
     return out
@@ -582,7 +498,7 @@ def _row_stride(x: Tensor) -> int:
     return stride
 
 
-def two_shot(memory: PeerMemory, x: Tensor) -> Tensor:
+def two_shot(memory: PeerMemory, x: Tensor, tiles: Tiles | None = None) -> Tensor:
     """The sum of all ranks' x, in x itself; all ranks call with one shape.
 
     x: contiguous, of DTYPES, in this rank's buffers (PeerMemory.offset).
@@ -590,19 +506,13 @@ def two_shot(memory: PeerMemory, x: Tensor) -> Tensor:
     assert x.dtype in DTYPES
     assert memory.offset(x) is not None
     num_chunks, layout = chunks_of(x), memory.layout
-    # Shares begin at lines of 128 bytes.
-    share = -(-num_chunks // (layout.world * 8)) * 8
-    block = 2048 if layout.world == 2 else 1024
-    if share <= CHANNELS * 512:
-        block = 512
-    tiles = -(-share // block)
-    programs = min(tiles, CHANNELS)
-    _two_shot_kernel[(programs,)](
+    tiles = tiles or two_shot_tiles(num_chunks, layout.world)
+    _two_shot_kernel[(tiles.programs,)](
         x, memory.bases, memory.bases[memory.rank], memory.control, memory.rank, num_chunks,
-        share, -(-tiles // programs),
+        share_of(num_chunks, layout.world), tiles.steps,
         **overlap(
             x, WORLD=layout.world, WORLD_2=power_of_two(layout.world), CHANNELS=CHANNELS,
-            FLAGS=layout.flags, BLOCK=block, num_warps=16,
+            FLAGS=layout.flags, BLOCK=tiles.block, num_warps=16,
         ),
     )  # fmt: skip
     return x
@@ -615,15 +525,14 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     assert fits_gather(layout, x.nbytes)
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
-    tiles = -(-num_pairs // 128)
-    programs = min(tiles, CHANNELS)
-    words = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
-    _gather_kernel[(programs,)](
-        *words, memory.bases, memory.bases[memory.rank], memory.control, memory.rank, num_pairs,
-        -(-tiles // programs),
+    tiles = Tiles.of(num_pairs, GATHER_BLOCK)
+    source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
+    _gather_kernel[(tiles.programs,)](
+        source, to, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
+        num_pairs, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, MARKED=layout.marked,
-            PIECE=layout.marked_piece, BLOCK=128, num_warps=4,
+            PIECE=layout.marked_piece, BLOCK=tiles.block, num_warps=4,
         ),
     )  # fmt: skip
     return out
