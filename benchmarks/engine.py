@@ -17,6 +17,9 @@ output lengths, so that prompts and everything before them cancel out. The floor
 weights and of the mean KV over the read bandwidth measured in the same run. Every step is one host
 wait, and step n + 1 is launched before step n is settled.
 
+`--tp 2` divides the model among two ranks; floors are then of one rank's part, and nothing of the
+links between them.
+
 `--widths 1,2,4,8,16` gives a column for each width of verify windows, in which one token of a step
 counts, so that the figure is a step's; the drafts are none. `--drafter benchmarks/models/FILE` puts
 a drafter of that shape beside the model: a step then proposes as well, and a chunk has its
@@ -54,9 +57,10 @@ import msgspec
 import torch
 
 from benchmarks.load.result import machine
+from benchmarks.ranks import led_engine
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.engine.engine import Engine, build_engine
+from worker.engine.engine import Engine
 from worker.engine.runner import Step
 from worker.graph.base import ChunkGraphs, Decoded
 from worker.graph.build import build_graphs
@@ -125,11 +129,13 @@ def build(
                 "prefix_cache": options.cached, "max_prefill_tokens": options.chunk,
                 "attention": options.attention, "growth_tokens": options.output_len,
                 "num_pages": -(-num_tokens // page_size) + 2,
+                "collective": options.collective,
             },
             "spec": spec,
+            "tp": options.tp,
         }
     )  # fmt: skip
-    engine = build_engine(config, name="bench", host="127.0.0.1")
+    engine = led_engine(config)
     shutil.rmtree(place)
     return engine
 
@@ -157,9 +163,9 @@ class Bench:
 
     @torch.inference_mode()
     def tail_mib(self, batch: int, sampling: Sampling, width: int) -> float:
-        """Peak of what one tail allocates on the device, op by op; 0 on a CPU."""
+        """Peak of what one tail allocates on the device, op by op; 0 on a CPU or with ranks."""
         loaded, dev = self.engine.runner.loaded, self.engine.runner.loaded.state.device
-        if dev.type == "cpu":
+        if dev.type == "cpu" or self.engine.ranks is not None:
             return 0.0
         weight = loaded.model.head.weight
         hidden = torch.zeros(batch * width, weight.shape[1], dtype=weight.dtype, device=dev)
@@ -444,6 +450,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
+    add("--tp", type=int, default=1, help="ranks, a process and a GPU each")
+    add("--collective", default="auto", help="of these: gloo, nccl, custom")
     add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
     add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
     add(

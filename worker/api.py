@@ -9,6 +9,7 @@ Who sends what:
     decode  -> router    Chunks, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
+    leader <-> rank      Between, of one worker that has several ranks
     everyone             Ping, Pong (worker.wire sends and answers them)
 
 Identity. A process is a `Member`: a name that outlives restarts and an `incarnation` that does not.
@@ -64,7 +65,8 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    endpoint: bytes = b""  # msgpack of worker.transfer.base.Endpoint, opaque to everyone else
+    # Of each rank, in order: msgpack of worker.transfer.base.Endpoint, opaque to everyone else.
+    endpoints: tuple[bytes, ...] = ()
     node: str = ""
     pid: int = 0
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
@@ -362,6 +364,12 @@ class Bye(Message, frozen=True):
     """Closes the link of the side that connected; nothing follows on it."""
 
 
+class Between(Message, frozen=True):
+    """Among the ranks of one worker; `worker.engine.ranks` knows what is in it."""
+
+    body: bytes
+
+
 class Lost(Message, frozen=True):
     """Never on the wire: `worker.wire` delivers it when a peer has stopped answering."""
 
@@ -371,7 +379,7 @@ class Lost(Message, frozen=True):
 AnyMessage = (
     Generate | Stop | Abort | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
-    | Ping | Pong | Bye
+    | Ping | Pong | Bye | Between
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -38,6 +38,8 @@ from worker.plan import Drawn, Plan
 from worker.pull.fetch import Fetch, FetchContext
 from worker.pull.inbound import Inbound, poll_after_s
 from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
+from worker.pull.sources import LocalRank
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
@@ -72,13 +74,12 @@ class DecodeLoop:
             _widths(engine),
             spec=config.spec,
         )
+        rank = _local_rank(engine)
+        self._ranks = LeaderPulls(rank, lambda _: None, thread.post)
         self._peers = PrefillPeers(
-            engine.transport,
-            engine.layout,
+            rank,
             engine.identity,
-            engine.pool.num_pages,
-            config.transport.connect_timeout_s,
-            thread.post,
+            self._ranks.dial,
             thread.connect,
             thread.disconnect,
         )
@@ -187,6 +188,8 @@ class DecodeLoop:
             case MembersChanged():
                 for gone in self._peers.update(event.members):
                     self._lose(gone)
+            case OwnDialled() | PeerDialled() | PeerNotDialled() | PullEnded():
+                self._ranks.on(event)
             case Link():
                 self._peers.dialled(event)
             case DialFailed():
@@ -322,6 +325,15 @@ class DecodeLoop:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
             self._leave(req, FinishReason.ABORT, error)
+
+
+def _local_rank(engine: Engine) -> LocalRank:
+    """The leader, as the end that its own pulls are into."""
+    timeout_s = engine.config.transport.connect_timeout_s
+    return LocalRank(
+        engine.transport, engine.model_layout, engine.pool.num_pages, timeout_s,
+        engine.meeting.size, engine.meeting.rank,
+    )  # fmt: skip
 
 
 def _widths(engine: Engine) -> WidthPolicy:

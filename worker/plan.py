@@ -119,6 +119,42 @@ def tail_index(sampling: Sampling) -> int:
     return TAILS.index("filtered" if filters else "random")
 
 
+class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leader to rank: launch this step, as the leader does at the same time.
+
+    Which graph serves chunks follows from times that each rank would measure a little differently,
+    so the leader's choice (`worker.graph.base.PaddedShape`) comes with the plan.
+    """
+
+    plan: Plan
+    padded_tokens: int = 0
+    fixed: bool = False
+    refused: str = ""
+
+
+class LaunchTail(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leader to rank: the masks of the masked step that was launched last; launch its tail.
+
+    Fields: `worker.kernels.step.logits.Masks`, in the leader's byte order.
+    """
+
+    num_masks: int  # lines of `words`
+    words: bytes  # i32
+    line: tuple[int, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leader to rank: nothing follows, and the leader goes."""
+
+
+class Launched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Rank to leader, with engine.strict: what a step of its own came to."""
+
+    step: int
+    path: str  # see `worker.engine.runner.Step`
+    drawn: int  # digest of what it drew
+
+
 class Drawn(msgspec.Struct, frozen=True, gc=False):
     """One entry of a step's result, in the order of Plan.sampled_rows."""
 

@@ -38,7 +38,7 @@ class PrefillLoop:
         self._pace = Pace(
             step_times(engine.checks),
             engine.layout.num_groups,
-            engine.layout.page_bytes // engine.book.page_size,
+            engine.model_layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
             engine.spec.num_layers,
             1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Member, PullPath
+from worker.api import Between, Lost, Member, PullPath
+from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
-from worker.loop import DrainAsked, EngineThread, MembersChanged
+from worker.engine.ranks import from_rank, lead
+from worker.errors import PeerLost
+from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.metrics import Progress, untold
+from worker.plan import Ended, Launched
 from worker.registry import resolve
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
 
 class Worker:
-    """The worker of this process. Control-plane threads call its methods.
+    """The worker of this process, or its leader of several ranks. Control-plane threads call its
+    methods.
 
     The constructor loads the model and raises:
         UserError: the configuration, the model directory or a library is at fault.
+        PeerLost: the other ranks did not come to `rendezvous`.
     """
 
     def __init__(
@@ -30,10 +36,14 @@ class Worker:
         host: str,
         metrics_port: int = 0,
         progress: Progress = untold,
+        rendezvous: str = "",
     ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host
         self._metrics_port = metrics_port
-        self.engine = build_engine(config, name=name, host=host, progress=progress)
+        self._meeting = Meeting(0, config.tp, rendezvous)
+        self.engine = build_engine(
+            config, name=name, host=host, meeting=self._meeting, progress=progress
+        )
         self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self._loop = role(self.engine, self._thread, incarnation)
@@ -43,8 +53,17 @@ class Worker:
         metrics_address = self.engine.metrics.serve(
             self._host, self._metrics_port, self._thread.stalled
         )
-        address = self._thread.start(self._host, self._loop.turn)
-        return self.engine.member(self._name, self._incarnation, address, metrics_address)
+        endpoints = tuple(self._meeting.tell(self.engine.endpoint()))
+        address = self._thread.start(self._host, self._turn)
+        if self._meeting.size > 1:
+            me, thread = (self._name, self._incarnation), self._thread
+            compared = self.engine.config.engine.strict
+            self.engine.ranks = lead(
+                self._meeting, *me, thread.connect, thread.send, compared=compared
+            )
+        return self.engine.member(
+            self._name, self._incarnation, address, metrics_address, endpoints
+        )
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Hand the loop the control plane's whole list of live members."""
@@ -78,6 +97,8 @@ class Worker:
 
     def stop(self) -> None:
         """End the loop and free everything."""
+        if self.engine.ranks is not None:
+            self.engine.ranks.tell(Ended())
         self._thread.stop()
         self._loop.close()
         self.engine.close()
@@ -85,3 +106,20 @@ class Worker:
     def join(self) -> None:
         """Wait until the loop has ended."""
         self._thread.join()
+
+    def _turn(self, events: list[Incoming]) -> float:
+        """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
+        ranks = self.engine.ranks
+        if ranks is None:
+            return self._loop.turn(events)
+        others: list[Incoming] = []
+        for peer, event in events:
+            if peer not in ranks.peers:
+                others.append((peer, event))
+            elif isinstance(event, Lost):
+                raise PeerLost(f"rank {peer} is lost: {event.reason}")
+            elif isinstance(event, Between):
+                message = from_rank(event.body)
+                if isinstance(message, Launched):
+                    ranks.found(message)
+        return self._loop.turn(others)

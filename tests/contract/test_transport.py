@@ -28,7 +28,7 @@ from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, ensure_servers, fork
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
-from worker.pull.peers import measured_rate
+from worker.pull.sources import measured_rate
 from worker.registry import resolve
 from worker.transfer import mooncake_engine, mooncake_libraries
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run

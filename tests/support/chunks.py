@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.shallow import shallow
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
-from worker.engine.runner import Step
+from worker.engine.runner import Step, padded_shape
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.graph.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
@@ -250,10 +250,11 @@ def check_no_wait(bench: Bench, layout: Layout) -> None:
     """A replay never waits for the device."""
     plan = bench.plan(layout)
     bench.set_pages(layout)
-    bench.engine.runner._run(Step(plan, None))  # warm: allocator, kernels
+    shape = padded_shape(bench.engine.runner.graphs, plan, hooked=False)
+    bench.engine.runner._run(Step(plan, shape))  # warm: allocator, kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    step = Step(plan, None)
+    step = Step(plan, shape)
     try:
         bench.engine.runner._run(step)
     finally:

@@ -119,7 +119,7 @@ def test_ranks_sum_by_gloo_on_the_cpu_and_as_they_are_told_on_gpus() -> None:
     for name in ("nccl", "gloo"):
         named = config(tp=2, engine={"collective": name})
         assert resolved(named, CUDA).engine.collective == name
-    with pytest.raises(UserError, match="collective: nccl needs GPUs"):
+    with pytest.raises(UserError, match=r"engine\.collective: nccl needs GPUs"):
         resolved(config(tp=2, engine={"collective": "nccl"}), CPU)
     with pytest.raises(ValidationError):
         WorkerConfig.model_validate({"role": "decode", "tp": 0})

@@ -14,9 +14,10 @@ from tests.support.patience import HANG_S
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
-from worker.pull.peers import NUM_READS, DialFailed, Link, PrefillPeers
+from worker.pull.peers import DialFailed, Link, PrefillPeers
+from worker.pull.ranked import LeaderPulls, OwnDialled
+from worker.pull.sources import NUM_READS, LocalRank
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
-from worker.transfer.layout import PoolPages
 
 WHOLE = ModelLayout(
     (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))
@@ -56,17 +57,21 @@ def dialled(
         "tcp://",
         model="tiny",
         layout_hash=layout_hash,
-        endpoint=endpoint,
+        endpoints=(endpoint,),
         digest="d",
     )
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    peers = PrefillPeers(
-        cast("Any", transport), LAYOUT, IDENTITY, OURS, 1.0,
-        events.put, lambda *_: None, lambda *_: None,
-    )  # fmt: skip
+    rank = LocalRank(cast("Any", transport), WHOLE, OURS, 1.0)
+    leader = LeaderPulls(rank, lambda _: None, events.put)
+    peers = PrefillPeers(rank, IDENTITY, leader.dial, lambda *_: None, lambda *_: None)
+    peers.failed = events.put
     peers.update([member])
     peers.tend(1.0, lambda _: False)
-    return events.get(timeout=HANG_S)
+    event = events.get(timeout=HANG_S)
+    if isinstance(event, OwnDialled):
+        leader.on(event)
+        event = events.get(timeout=HANG_S)
+    return event
 
 
 def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
@@ -79,7 +84,10 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
     once += [Run(1, 0, 0, draft.group_bytes)]
     assert transport.runs == NUM_READS * once
-    assert event.pool_pages == PoolPages(OURS, THEIRS)
+    transport.runs.clear()
+    event.pull([(2, 3), (3, 4)], range(1, 3))
+    places = [(OURS * g + 2, THEIRS * g + 3) for g in (1, 2)]
+    assert transport.runs == [Run(0, size * a, size * b, 2 * size) for a, b in places]
 
 
 @pytest.mark.parametrize("change", ["layout", "pages"])

@@ -22,6 +22,7 @@ from worker.models.digest import (
     combined,
     dummy_digest,
     model_digest,
+    part_sums,
     tensor_sum,
     weights_digest,
 )
@@ -43,7 +44,7 @@ def total(tensor: Tensor) -> int:
 
 def digest_of(directory: Path, dtype: torch.dtype = torch.float32) -> str:
     model = load_model(directory, SPEC, SingleCollective(), device=CPU, dtype=dtype)
-    return weights_digest(model.shards())
+    return weights_digest(part_sums(model.shards()))
 
 
 def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:

@@ -27,12 +27,11 @@ from worker.prefill import PrefillLoop
 from worker.pull.fetch import Fetch, FetchContext, _bit_runs
 from worker.pull.peers import Link
 from worker.schedule.req import Req
-from worker.transfer.base import PullState, Run
-from worker.transfer.layout import PoolPages
+from worker.transfer.base import PullState
+from worker.transfer.layout import Pages
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
-GROUP_BYTES = 2 * 3 * 2 * PAGE_SIZE * 8 * 4  # of the layout below: heads, layers, k and v, tokens
 
 
 def test_ranges_are_the_runs_of_set_bits() -> None:
@@ -257,16 +256,15 @@ def test_a_step_that_fails_announces_nothing(
     assert not others
 
 
-class RecordingPeer:
-    """Stands for a transport's peer: every pull ends at once, well."""
+class RecordingSource:
+    """Stands for a prefill worker: every pull ends at once, well."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.pulled: list[tuple[int, int, int]] = []  # (local page, remote page, group)
 
-    def pull(self, runs: Sequence[Run]) -> object:
-        self.runs += runs
-        num_bytes = sum(run.num_bytes for run in runs)
-        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=num_bytes, error=None)
+    def pull(self, pairs: Pages, groups: range) -> object:
+        self.pulled += [(*pair, group) for pair in pairs for group in groups]
+        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=1, error=None)
 
 
 def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
@@ -284,8 +282,8 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
         assert hold is not None
         req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
         fetch = Fetch(context, req, [Candidate("prefill-0/p")], 1)
-        num_pages, peer = book.num_pages_for(len(tokens) - 1), RecordingPeer()
-        link = Link("prefill-0/p", cast("Any", peer), PoolPages(local=64, remote=80), 0.0)
+        num_pages, source = book.num_pages_for(len(tokens) - 1), RecordingSource()
+        link = Link("prefill-0/p", cast("Any", source), 0.0)
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
@@ -295,7 +293,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
                 fetch.drain()
                 fetch.begin(link, "d", time.monotonic())
                 fetch.advance(time.monotonic())
-                assert not peer.runs, "pulled before the peer has announced anything"
+                assert not source.pulled, "pulled before the peer has announced anything"
             assert fetch.xfer is not None
             first, first_group = rng.randrange(num_pages), rng.randrange(4)
             end = rng.randint(first + 1, num_pages)
@@ -303,13 +301,10 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
             num_groups = rng.randint(1, 4 - first_group)
             fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
             fetch.advance(time.monotonic())
-            for run in peer.runs:
-                for at in range(0, run.num_bytes, GROUP_BYTES):
-                    group, page = divmod((run.local_offset + at) // GROUP_BYTES, 64)
-                    piece = number, _ = hold.pages.index(page), group
-                    there = (80 * group + 1 + number) * GROUP_BYTES  # its id at the peer
-                    assert run.remote_offset + at == there
-                    assert piece not in pulled
-                    pulled.add(piece)
-            peer.runs.clear()
+            for local, remote, group in source.pulled:
+                piece = number, _ = hold.pages.index(local), group
+                assert remote == 1 + number, "its id at the peer"
+                assert piece not in pulled
+                pulled.add(piece)
+            source.pulled.clear()
         assert pulled == {(page, group) for page in range(num_pages) for group in range(4)}

@@ -32,7 +32,7 @@ from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory
 from worker.config import Machine, WorkerConfig
-from worker.engine.runner import Step
+from worker.engine.runner import Step, padded_shape
 from worker.errors import Unsupported
 from worker.forward.context import Breaks, current, forward_context
 from worker.graph.base import Forward, PaddedShape
@@ -157,9 +157,10 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
         groups: Any = None
         if on_layer is not None:
             groups = SimpleNamespace(on_layer=on_layer, on_regions=lambda: None)
-        step = Step(bench.plan(layout), groups)
+        plan, stream = bench.plan(layout), bench.engine.runner
+        step = Step(plan, padded_shape(stream.graphs, plan, hooked=groups is not None), groups)
         with torch.inference_mode():
-            return bench.engine.runner._forward(step)[0], step.path
+            return stream._forward(step)[0], step.path
 
     found, path = forward()
     assert torch.allclose(found[:20], wanted, atol=1e-4)

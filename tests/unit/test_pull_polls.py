@@ -20,7 +20,6 @@ from worker.pull.inbound import LONGEST_POLL_S, YOUNG_S, Inbound, poll_after_s
 from worker.pull.peers import Link
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
-from worker.transfer.layout import PoolPages
 
 PEER, PAGE_SIZE = "prefill-0/p", 16
 
@@ -47,7 +46,7 @@ def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
     """Even one that blames the request: this worker may still prefill it by itself."""
     book, sent = PageBook(64, PAGE_SIZE), list[Any]()
     nothing: Any = None  # no pull begins
-    inbound = inbound_of(book, sent, lambda peer: Link(peer, nothing, PoolPages(64, 64), 0.0))
+    inbound = inbound_of(book, sent, lambda peer: Link(peer, nothing, 0.0))
     req, now = request(book, 0), time.monotonic()
     assert inbound.start(req, [Candidate("prefill-0/p"), Candidate("prefill-1/q")], now)
     ended: list[Fetch] = []
@@ -65,12 +64,12 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     book, sent = PageBook(64, PAGE_SIZE), list[Any]()
     states: list[PullState] = []
 
-    def pull(_: object) -> object:
+    def pull(*_: object) -> object:
         number = len(states)
         states.append(PullState.RUNNING)
         return SimpleNamespace(poll=lambda: states[number], num_bytes=1, error=None)
 
-    link = Link(PEER, cast("Any", SimpleNamespace(pull=pull)), PoolPages(64, 64), 0.0)
+    link = Link(PEER, cast("Any", SimpleNamespace(pull=pull)), 0.0)
     inbound = inbound_of(book, sent, lambda _: link)
     began_at = time.monotonic()  # pulls that are too old are given up by the same clock
 

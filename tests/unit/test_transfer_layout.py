@@ -173,6 +173,21 @@ def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
 def test_copies_of_a_head_share_the_load() -> None:
     sources = [next(iter(rank_plan((2,), 8, rank, 8))) for rank in range(8)]
     assert sorted(sources) == list(range(8))
+    sources = [next(iter(rank_plan((2,), 4, rank, 8))) for rank in range(4)]
+    assert sources == [0, 2, 4, 6]
+    sources = [next(iter(rank_plan((2,), 8, rank, 4))) for rank in range(8)]
+    assert sources == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
+def test_all_regions_of_a_rank_come_from_as_few_ranks_as_can_be(num_heads: int) -> None:
+    """Each remote rank takes a connection, and mooncake takes an engine for it."""
+    for local_tp, remote_tp in itertools.product([1, 2, 4, 8], repeat=2):
+        num_ranks = max(1, remote_tp // local_tp)
+        for rank in range(local_tp):
+            begin = rank * remote_tp // local_tp
+            plan = rank_plan((num_heads, 2, 1), local_tp, rank, remote_tp)
+            assert set(plan) <= set(range(begin, begin + num_ranks))
 
 
 def test_a_head_range_of_a_page_is_one_run_per_group() -> None:

@@ -167,6 +167,11 @@ class ModelLayout:
     def __post_init__(self) -> None:
         _check(self.regions)
 
+    @property
+    def page_bytes(self) -> int:
+        """One page of all regions together, all heads of them."""
+        return sum(region.page_bytes for region in self.regions)
+
     def share(self, tp_size: int, rank: int) -> KVLayout:
         """Build the layout of one rank, which holds its kv heads of each region.
 

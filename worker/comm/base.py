@@ -11,6 +11,8 @@ from torch import Tensor
 COLLECTIVES: Mapping[str, str] = {
     "single": "worker.comm.single:SingleCollective",
     "gloo": "worker.comm.gloo:GlooCollective",
+    "nccl": "worker.comm.nccl:NcclCollective",
+    "custom": "worker.comm.custom:CustomCollective",
 }
 
 
@@ -56,9 +58,34 @@ class Collective(Protocol):
         ...
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An empty tensor that `all_reduce` takes without a copy of its own."""
+        """An empty tensor that `all_reduce` takes without a copy of its own.
+
+        The third next call may give the same memory again, also where the sum still lies in it.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise PeerLost if a peer was late in a call that has ended on the device.
+
+        For calls that the host does not wait for: after its own wait for a step. What such calls
+        left is of no use.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End all calls in flight, those of replayed graphs too; `check` raises from then on.
+
+        For a thread that has learnt that a peer is gone, while another waits for the device.
+        """
         ...
 
     def close(self) -> None:
         """Leave the group and free its sockets and memory; idempotent."""
         ...
+
+
+def join_parts(parts: Tensor, dim: int) -> Tensor:
+    """parts: [size, *shape] -> all of `shape`, joined along its dimension `dim`."""
+    if dim % (parts.dim() - 1) == 0:
+        return parts.flatten(0, 1)
+    return torch.cat(parts.unbind(0), dim=dim)

@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
+from worker.comm.meet import TIMEOUT_S, meet
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
-
-TIMEOUT_S = 60.0  # of the rendezvous and of each call: a peer this late is gone
 
 
 class GlooCollective:
@@ -32,8 +30,9 @@ class GlooCollective:
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=TIMEOUT_S)
+        self._lost = ""
+        self._store: Any = meet("gloo", rank, size, init_method)
         try:
-            self._store, _, _ = next(iter(rendezvous(init_method, rank, size, timeout=timeout)))
             self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, timeout)
         except RuntimeError as e:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
@@ -65,6 +64,15 @@ class GlooCollective:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype)
 
+    def check(self) -> None:
+        """See Collective.check; every call here has ended when it returns."""
+        if self._lost:
+            raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
+
+    def abort(self) -> None:
+        """See Collective.abort; a call in flight ends by its own time limit."""
+        self._lost = self._lost or "aborted"
+
     def close(self) -> None:
         """See Collective.close."""
         if self._group is not None:
@@ -76,4 +84,5 @@ class GlooCollective:
         try:
             work.wait()
         except RuntimeError as e:
-            raise PeerLost(f"gloo rank {self.rank} of {self.size}: {e}") from e
+            self._lost = str(e)
+            self.check()

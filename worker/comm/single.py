@@ -56,5 +56,11 @@ class SingleCollective:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
+    def check(self) -> None:
+        """There is no peer."""
+
+    def abort(self) -> None:
+        """There is no peer."""
+
     def close(self) -> None:
         """Nothing is held."""

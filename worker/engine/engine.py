@@ -16,12 +16,14 @@ from worker.api import Member
 from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, KVRegion, ModelLayout
 from worker.cache.pool import KVPool
+from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.groups import LayerGroups
 from worker.engine.load import load
 from worker.engine.machine import probe
 from worker.engine.meter import StepMeter
-from worker.engine.runner import ModelRunner, Step
+from worker.engine.ranks import Ranks
+from worker.engine.runner import ModelRunner, Step, padded_shape
 from worker.engine.step_log import StepLog
 from worker.graph.base import BucketCheck
 from worker.kernels.step.logits import Masks
@@ -47,6 +49,7 @@ class Engine:
 
     config: WorkerConfig  # resolved
     spec: ModelSpec
+    model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity
     pool: KVPool
@@ -58,6 +61,8 @@ class Engine:
     step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
     tracer: Tracer | None
+    meeting: Meeting
+    ranks: Ranks | None = None  # the others of several; `Worker` opens them on the leader
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
         """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
@@ -65,7 +70,10 @@ class Engine:
             return None
         log = self.step_log
         began, began_at = log.event() if log is not None else None, time.monotonic()
-        step = self.runner.launch(plan, groups)
+        shape = padded_shape(self.runner.graphs, plan, hooked=groups is not None)
+        if self.ranks is not None:
+            self.ranks.launch(plan, shape)
+        step = self.runner.launch(plan, groups, shape)
         self.meter.launched(plan)
         if log is not None:
             log.launched(plan, began, time.monotonic() - began_at)
@@ -73,13 +81,15 @@ class Engine:
 
     def launch_tail(self, step: Step, masks: Masks) -> None:
         """Enqueue the tail of a masked step; see ModelRunner."""
+        if self.ranks is not None:
+            self.ranks.launch_tail(masks)
         self.runner.launch_tail(step, masks)
         if self.step_log is not None:
             self.step_log.tail_launched(step.plan)
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
-        return LayerGroups(self.layout, self.pool.device, while_launching)
+        return LayerGroups(self.layout, self.pool.device, while_launching, self.meeting.size)
 
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
@@ -88,6 +98,8 @@ class Engine:
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
+        if self.ranks is not None:
+            self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
         if (log := self.step_log) is not None:
             wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
@@ -109,8 +121,22 @@ class Engine:
         decodes = self.config.role == "decode"
         return self.config.spec.simulated_len if decodes else 0.0
 
-    def member(self, name: str, incarnation: str, address: str, metrics_address: str) -> Member:
-        """Build the record under which other processes know this worker."""
+    def endpoint(self) -> bytes:
+        """Where this rank's pages can be pulled from, as `Member` has it."""
+        return msgspec.msgpack.encode(self.transport.endpoint())
+
+    def member(
+        self,
+        name: str,
+        incarnation: str,
+        address: str,
+        metrics_address: str,
+        endpoints: tuple[bytes, ...],
+    ) -> Member:
+        """Build the record under which other processes know this worker.
+
+        endpoints: of all its ranks.
+        """
         return Member(
             name=name,
             role=self.config.role,
@@ -121,7 +147,7 @@ class Engine:
             max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.identity.layout_hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
-            endpoint=msgspec.msgpack.encode(self.transport.endpoint()),
+            endpoints=endpoints,
             node=os.uname().nodename,
             pid=os.getpid(),
             digest=self.identity.digest,
@@ -133,6 +159,8 @@ class Engine:
         self.runner.close()
         self.transport.close()
         self.pool.close()
+        self.runner.loaded.model.collective.close()
+        self.meeting.close()
         self.metrics.close()
         if self.step_log is not None:
             self.step_log.close()
@@ -141,14 +169,30 @@ class Engine:
 
 
 def build_engine(
-    config: WorkerConfig, *, name: str, host: str, progress: Progress = untold
+    config: WorkerConfig,
+    *,
+    name: str,
+    host: str,
+    meeting: Meeting | None = None,
+    progress: Progress = untold,
 ) -> Engine:
     """Load the model and build everything around it; may take minutes.
+
+    All ranks of a worker do so at once and come to the same.
+
+    Args:
+        config: of the worker.
+        name: of the worker, for logs and metrics.
+        host: address for its transport.
+        meeting: of its ranks; None: it has one.
+        progress: told how far it is.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
     """
+    meeting = meeting or Meeting()
+    assert meeting.size == config.tp
     tracer = tracer_of(config.tracing, config.role, name)
     spec = read_model_spec(config.model.directory)
     drafter = read_drafter(config, spec)
@@ -159,24 +203,19 @@ def build_engine(
     config = within_block(config, drafter)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
-    step_log = None
-    if config.engine.step_log:
-        step_log = StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
     whole = _model_layout(config, spec, drafter)
-    layout = whole.share(tp_size=1, rank=0)
+    layout = whole.share(meeting.size, meeting.rank)
     config, loaded, graphs, checks, digest = load(
-        config, spec, drafter, layout, configured_len, progress
+        config, spec, drafter, layout, configured_len, meeting, progress
     )
+    meeting.agree("configurations", config.model_dump_json().encode())
     identity = whole.identity(config.model.name, digest)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
-    for check in checks:
-        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
-            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
-        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
+    _tell_checks(metrics, checks)
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
@@ -184,20 +223,15 @@ def build_engine(
     _watch(metrics, book)
     runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
     return Engine(
-        config,
-        spec,
-        layout,
-        identity,
-        pool,
-        book,
-        runner,
-        transport,
-        metrics,
-        meter,
-        step_log,
-        checks,
-        tracer,
-    )
+        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
+        _step_log(config, name), checks, tracer, meeting,
+    )  # fmt: skip
+
+
+def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
+    if not config.engine.step_log:
+        return None
+    return StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
 
 
 def _model_layout(
@@ -225,6 +259,13 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
     log.debug("kv.num_groups = %d (of %d layers)", chosen, num_layers)
     return chosen
+
+
+def _tell_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
+    for check in checks:
+        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
+            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
+        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:

@@ -23,23 +23,32 @@ class LayerGroups:
     The last group's pages travel with those of all other regions (`plan_runs`). So where there are
     any, its event waits until they are written, too.
 
+    With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows
+    once it has summed what they made of it: from the next layer on.
+
     Args:
         layout: its first region's layers are grouped.
         device: the device that runs the step.
         while_launching: called at each layer of a CUDA launch, once the store of its KV is
             enqueued. It lets the engine thread announce the groups of the previous step while it
             launches this one. Never called on the CPU, where another thread runs the layers.
+        num_ranks: of the worker.
     """
 
     def __init__(
-        self, layout: KVLayout, device: torch.device, while_launching: Callable[[], None]
+        self,
+        layout: KVLayout,
+        device: torch.device,
+        while_launching: Callable[[], None],
+        num_ranks: int = 1,
     ) -> None:
         cpu = device.type == "cpu"
         make = HostEvent if cpu else torch.cuda.Event
         self._events = [make() for _ in range(layout.num_groups)]
         self._layers_per_group = layout.regions[0].layers_per_group
         # Groups that are final once their layers have run.
-        self._by_layers = layout.num_groups - (len(layout.regions) > 1)
+        self._late = num_ranks > 1
+        self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)
         self._while_launching = None if cpu else while_launching
         self._failed = False
 
@@ -61,8 +70,8 @@ class LayerGroups:
 
     def on_layer(self, layer_id: int) -> None:
         """See ForwardContext.on_layer."""
-        num_final, rest = divmod(layer_id + 1, self._layers_per_group)
-        if not rest and num_final <= self._by_layers:
+        num_final, rest = divmod(layer_id + (not self._late), self._layers_per_group)
+        if not rest and 0 < num_final <= self._by_layers:
             self._events[num_final - 1].record()
         if self._while_launching is not None:
             self._while_launching()

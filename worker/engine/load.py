@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import torch
 
 from worker.attention.base import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
-from worker.comm.single import SingleCollective
+from worker.comm.base import COLLECTIVES, Collective
+from worker.comm.meeting import Meeting
+from worker.comm.rendezvous import free_rendezvous
 from worker.config import WorkerConfig
 from worker.engine import memory
 from worker.engine.runner import step_stream
@@ -23,9 +26,17 @@ from worker.metrics import Progress, untold
 from worker.models.chain_spec import ChainSpec
 from worker.models.config import ModelSpec
 from worker.models.decoder import Decoder
-from worker.models.digest import combined, dummy_digest, model_digest, weights_digest
+from worker.models.digest import (
+    PartSum,
+    combined,
+    dummy_digest,
+    model_digest,
+    part_sums,
+    weights_digest,
+)
 from worker.models.drafter_spec import DrafterSpec
 from worker.models.loader import DrafterModel, load_model
+from worker.registry import resolve
 from worker.sampling.simulated import SimulatedAcceptance
 from worker.spec.build import build_drafter, load_drafter, poison
 from worker.step.buffers import BatchBuffers
@@ -42,6 +53,7 @@ def load(
     drafter_spec: DrafterSpec | None,
     layout: KVLayout,
     configured_len: int | str,
+    meeting: Meeting,
     progress: Progress = untold,
 ) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck], str]:
     """Load everything that `config` names. Workers that share a GPU load one after the other.
@@ -52,6 +64,7 @@ def load(
         drafter_spec: its drafter's; None: it has none.
         layout: how a KV page is laid out.
         configured_len: model.max_model_len as configured, maybe "auto".
+        meeting: of the worker's ranks, which all load at once.
         progress: told how far it is.
 
     Returns:
@@ -67,10 +80,11 @@ def load(
         memory.wait_for_share(config, device)
         took.ended("waiting for the device")
         with memory.explain_shortage("loading the weights", device):
-            model, drafter = _load_models(config, spec, drafter_spec, device, progress)
-            digest = _digest(config, model, drafter)
+            collective = _collective(config, device, meeting)
+            model, drafter = _load_models(config, spec, drafter_spec, collective, device, progress)
+            digest = _digest(config, model, drafter, meeting)
         took.ended("weights")
-        config = memory.with_max_num_reqs(config, layout, device)
+        config = memory.with_max_num_reqs(config, layout, device, meeting.least)
         config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
@@ -78,7 +92,7 @@ def load(
             )
             model.taps = None  # those of that run
         took.ended("largest steps")
-        num_pages = memory.num_pages(config, layout, device, reserve_bytes)
+        num_pages = meeting.least(memory.num_pages(config, layout, device, reserve_bytes))
         config = memory.fit(config, configured_len, num_pages)
         with memory.explain_shortage("allocating the KV pool and the graphs", device):
             pool = KVPool(layout, num_pages, device)
@@ -112,14 +126,23 @@ class _Took:
         return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
 
 
+def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) -> Collective:
+    """What `engine.collective` names, among the ranks that meet."""
+    if meeting.size == 1:
+        return resolve("collective", "single", COLLECTIVES)(device=device)
+    address = meeting.first(free_rendezvous(meeting.host).encode()).decode()
+    cls = resolve("collective", config.engine.collective, COLLECTIVES)
+    return cls(meeting.rank, meeting.size, device, address)
+
+
 def _load_models(
     config: WorkerConfig,
     spec: ModelSpec,
     drafter_spec: DrafterSpec | None,
+    collective: Collective,
     device: torch.device,
     progress: Progress,
 ) -> tuple[Decoder, DrafterModel | None]:
-    collective = SingleCollective()
     model = load_model(
         config.model.directory,
         spec,
@@ -135,18 +158,23 @@ def _load_models(
     return model, load_drafter(config, drafter_spec, model, collective)
 
 
-def _digest(config: WorkerConfig, model: Decoder, drafter: DrafterModel | None) -> str:
-    """Digest everything that the bytes of a page depend on."""
-    if config.model.load_format == "dummy":
-        dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
-        weights = dummy_digest(config.model.seed, dtype, device)
-    else:
-        weights = weights_digest(model.shards())
-    digests = {"target": model_digest(model.spec, weights)}
+def _digest(
+    config: WorkerConfig, model: Decoder, drafter: DrafterModel | None, meeting: Meeting
+) -> str:
+    """Digest everything that the bytes of a page depend on, on whatever number of ranks."""
+
+    def weights(part: Decoder | DrafterModel) -> str:
+        if config.model.load_format == "dummy":
+            dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
+            return dummy_digest(config.model.seed, dtype, device)
+        told = meeting.tell(msgspec.msgpack.encode(part_sums(part.shards())))
+        return weights_digest(
+            each for ranks in told for each in msgspec.msgpack.decode(ranks, type=list[PartSum])
+        )
+
+    digests = {"target": model_digest(model.spec, weights(model))}
     if drafter is not None:
-        if config.model.load_format != "dummy":
-            weights = weights_digest(drafter.shards())
-        digests["draft"] = model_digest(drafter.spec, weights)
+        digests["draft"] = model_digest(drafter.spec, weights(drafter))
     return combined(digests)
 
 
@@ -177,7 +205,7 @@ def _assemble(
     if max_width == 1:
         del names["spec"]
     attention = build_attentions(
-        names, pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, scale
+        names, pool, model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, scale
     )
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(

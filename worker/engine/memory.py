@@ -179,10 +179,17 @@ def _share(config: WorkerConfig, device: torch.device, reserve_bytes: int) -> De
     )
 
 
-def with_max_num_reqs(config: WorkerConfig, layout: KVLayout, device: torch.device) -> WorkerConfig:
+def with_max_num_reqs(
+    config: WorkerConfig,
+    layout: KVLayout,
+    device: torch.device,
+    least: Callable[[int], int] = int,
+) -> WorkerConfig:
     """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
 
     The size of steps and graphs depends on it, so it comes before they are measured.
+
+    least: the least of what the worker's ranks found.
 
     Raises:
         UserError: as `num_pages`.
@@ -194,7 +201,7 @@ def with_max_num_reqs(config: WorkerConfig, layout: KVLayout, device: torch.devi
         num_bytes = int(engine.num_pages) * layout.page_bytes
     else:
         num_bytes = _share(config, device, reserve_bytes=0).for_pool()
-    num_reqs = reqs_held(config, num_bytes, layout.page_bytes)
+    num_reqs = least(reqs_held(config, num_bytes, layout.page_bytes))
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
     return _with_engine(config, max_num_reqs=num_reqs)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.groups import LayerGroups
-from worker.graph.base import Decoded, LoadedModel
+from worker.graph.base import Decoded, LoadedModel, PaddedShape
 from worker.graph.build import Graphs
 from worker.graph.eager import draw_eagerly
 from worker.kernels.step.logits import Masks
@@ -34,8 +34,9 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
 class Step:
     """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner."""
 
-    def __init__(self, plan: Plan, groups: LayerGroups | None) -> None:
+    def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
         self.plan = plan
+        self.shape = shape  # of a prefill step's batch
         self.groups = groups  # None: launched without a layer hook
         self.path = ""  # how it was launched, for metrics; known once it has been waited for
         # CPU: the step's future. Of a masked step that of the forward, then that of the tail.
@@ -95,13 +96,20 @@ class ModelRunner:
         # What the forward of a masked plan returned, until its tail is launched.
         self._forwarded: Decoded | None = None
 
-    def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
+    def launch(
+        self, plan: Plan, groups: LayerGroups | None = None, shape: PaddedShape | None = None
+    ) -> Step:
         """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
 
-        groups: the layer hook of a prefill step. Its tail is a launch of its own, behind them.
+        Args:
+            plan: of the step.
+            groups: the layer hook of a prefill step. Its tail is a launch of its own, behind them.
+            shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
-        step = Step(plan, groups)
+        step = Step(
+            plan, shape or padded_shape(self.graphs, plan, hooked=groups is not None), groups
+        )
         if plan.masked and plan.width > 1 and self._thread is not None:
             step._drafts = Future()
         work = self._run_forward if plan.masked else self._run
@@ -205,10 +213,7 @@ class ModelRunner:
 
     def _launch_chunks(self, step: Step) -> Decoded:
         plan, on_layer = step.plan, step.groups.on_layer if step.groups is not None else None
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        shape = self.graphs.chunks.padded(
-            num_tokens, len(plan.chunks), plan.max_seq_len_ub, hooked=on_layer is not None
-        )
+        shape = step.shape
         batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = self.graphs.chunks.launch(batch, on_layer)
         if step.groups is not None:
@@ -235,6 +240,15 @@ class ModelRunner:
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
         return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+
+
+def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
+    """Choose how to build the batch of a prefill step; hooked: it gets a layer hook."""
+    if plan.decode:
+        return PaddedShape()
+    num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+    longest = plan.max_seq_len_ub
+    return graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
 
 
 def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:

@@ -218,6 +218,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.collective = collective
         self.taps: Taps | None = None  # set where a drafter is fed with them
         self.heads = split_heads(
             spec.num_heads, spec.num_kv_heads, collective.rank, collective.size

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +27,53 @@ CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def weights_digest(shards: Mapping[str, Shard]) -> str:
-    """Digest tensors as they were loaded (after the cast to the served dtype), on their device.
+class PartSum(NamedTuple):
+    """`tensor_sum` of the part of one tensor that a rank holds. Crosses to other ranks as JSON."""
+
+    name: str  # in the checkpoint
+    dtype: str
+    full_shape: tuple[int, ...]
+    part: tuple[tuple[int, int], ...]  # first and last + 1 of each dimension
+    number: int
+
+
+def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
+    """Sum up a rank's tensors as they were loaded (after the cast to the served dtype)."""
+    numbers = torch.stack([tensor_sum(shard) for shard in shards.values()]).tolist()  # one wait
+    return [
+        PartSum(
+            name,
+            str(shard.dest.dtype),
+            shard.full_shape,
+            tuple((each.start, each.stop) for each in shard.index),
+            number,
+        )
+        for (name, shard), number in zip(shards.items(), numbers, strict=True)
+    ]
+
+
+def weights_digest(sums: Iterable[PartSum]) -> str:
+    """Digest a model, of which ranks hold parts; the same for any number of ranks.
 
     It covers name, dtype, shape and every bit of each tensor that the model needs, under the
-    checkpoint's names: so neither stacking nor the order of files matters. The shards must be of
-    one rank that holds the whole model. Sums of parts add up (`tensor_sum`), so ranks that hold a
-    part each can make the same digest of the sums over what they are the first to hold.
+    checkpoint's names: so neither stacking nor the order of files matters.
+
+    sums: of all ranks. Parts that several ranks hold, as copies, count once.
     """
-    sums = [tensor_sum(shard) for shard in shards.values()]
-    numbers = torch.stack(sums).tolist()  # the only wait
-    found = {
-        name: (str(shard.dest.dtype), shard.full_shape, number)
-        for (name, shard), number in zip(shards.items(), numbers, strict=True)
-    }
-    return _sha256(found)
+    totals: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
+    for name, dtype, full_shape, part, number in sums:
+        if (name, part) in seen:
+            continue
+        seen.add((name, part))
+        before = totals[name][2] if name in totals else 0
+        totals[name] = dtype, full_shape, _wrapped(before + number)
+    return _sha256(totals)
+
+
+def _wrapped(number: int) -> int:
+    """Modulo 2^64, as an i64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:

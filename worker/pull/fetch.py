@@ -41,7 +41,6 @@ from worker.pull.lease import Lease
 from worker.pull.peers import Link
 from worker.schedule.req import Req
 from worker.transfer.base import Pull, PullState
-from worker.transfer.layout import plan_runs
 
 log = logging.getLogger("kvlane.fetch")
 RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
@@ -257,8 +256,7 @@ class Fetch:
             self._announced.popleft()
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
-            runs = plan_runs(self._context.layout, pairs, link.pool_pages, ready.groups)
-            self._running.append(_Running(link.connection.pull(runs), now, ready))
+            self._running.append(_Running(link.pull(pairs, ready.groups), now, ready))
 
     def _poll(self, each: _Running) -> None:
         state = each.pull.poll()

@@ -1,6 +1,6 @@
 """PrefillPeers: the prefill workers that a decode worker knows, and the links to pull over.
 
-Each peer is dialled in a thread of its own, before a request needs it: the transport connects,
+Each peer is dialled before a request needs it, by all ranks (`ranked.py`): the transport connects,
 probes and warms up, and the link's rate is measured. A peer with another model, KV layout or
 transport is never used, and a warning is logged. A lost peer that is still a member is dialled
 again.
@@ -9,44 +9,59 @@ again.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from itertools import chain
+from typing import Protocol
 
 from worker.api import Candidate, Member, PeerId, PullPath
-from worker.cache.layout import Identity, KVLayout
-from worker.errors import Incompatible, TransferError, Unreachable
-from worker.transfer.base import Endpoint, KVTransport, Peer, PullState, Run
-from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
+from worker.cache.layout import Identity
+from worker.errors import Incompatible, TransferError
+from worker.pull.sources import NUM_READS, SINK, LocalRank, fastest_pull_s
+from worker.transfer.base import Pull
+from worker.transfer.layout import Pages
 
 log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
-NUM_READS = 3  # to measure a link; the fastest counts
 # What `measured` pulls: as many ranges as make the bytes, or the most, and one short range.
 MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
-SMALL_BYTES, NUM_SMALL = 64, 20
-SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
-SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
-_decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
+
+
+class PageSource(Protocol):
+    """Where pages are pulled from, whatever ranks and bytes that means."""
+
+    def pull(self, pairs: Pages, groups: range) -> Pull:
+        """Begin to pull layer groups of pages: (local page, remote page), each local page once."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the peer, as Peer.close; a second call does nothing."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
 class Link:
-    """A connection to a prefill worker; also the event by which a dialling thread delivers it."""
+    """A way to pull from a prefill worker; also the event by which it is delivered."""
 
     peer: PeerId
-    connection: Peer
-    pool_pages: PoolPages  # ours and the peer's
-    bytes_per_s: float  # measured before anything else was pulled over it
+    source: PageSource
+    # Of the whole model's KV, measured page by page before anything else was pulled.
+    bytes_per_s: float
+
+    def pull(self, pairs: Pages, groups: range) -> Pull:
+        """See PageSource.pull."""
+        return self.source.pull(pairs, groups)
+
+    def close(self) -> None:
+        """See PageSource.close."""
+        self.source.close()
 
 
 @dataclass(slots=True, frozen=True)
 class DialFailed:
-    """Event from a dialling thread: it could not connect to the peer."""
+    """Event: the peer cannot be pulled from."""
 
     peer: PeerId
     error: TransferError
@@ -66,26 +81,26 @@ class _Known:
 class PrefillPeers:
     """The live prefill workers.
 
-    Other threads may only read num_connected, call `measured`, and run `_dial`.
+    Other threads may only read num_connected and call `measured`.
+
+    Args:
+        rank: of the leader, for `measured`.
+        identity: ours.
+        dial: begins to dial, from all ranks; leads to a call of `dialled` or `failed`.
+        connect, disconnect: of the wire.
     """
 
     def __init__(
         self,
-        transport: KVTransport,
-        layout: KVLayout,
+        rank: LocalRank,
         identity: Identity,
-        num_pool_pages: int,
-        timeout_s: float,
-        post: Callable[[object], None],
+        dial: Callable[[Member], None],
         connect: Callable[[PeerId, str], None],
         disconnect: Callable[[PeerId], None],
     ) -> None:
-        self._transport = transport
-        self._layout = layout
+        self._rank = rank
         self._identity = identity
-        self._num_pool_pages = num_pool_pages  # ours, page 0 included
-        self._timeout_s = timeout_s
-        self._post = post
+        self._dial = dial
         self._connect = connect
         self._disconnect = disconnect
         self._listed: dict[PeerId, Member] = {}  # by the control plane
@@ -140,21 +155,24 @@ class PrefillPeers:
         """
         for link in [each for each in self._closing if not in_use(each)]:
             self._closing.remove(link)
-            link.connection.close()
+            link.close()
         for peer, known in self._known.items():
             due = known.retry_at is not None and now >= known.retry_at
             if known.link is None and not known.dialling and due:
                 known.dialling = True
                 self._connect(peer, known.member.address)
-                threading.Thread(
-                    target=self._dial, args=(peer, known.member), name=f"dial {peer}", daemon=True
-                ).start()
+                try:
+                    self._check(known.member)
+                except Incompatible as error:
+                    self.failed(DialFailed(peer, error))
+                else:
+                    self._dial(known.member)
 
     def dialled(self, link: Link) -> None:
-        """Keep the link that a dialling thread has made."""
+        """Keep a link that has been made."""
         known = self._known.get(link.peer)
         if known is None or known.link is not None:
-            link.connection.close()  # the peer died meanwhile, or was lost and dialled again
+            link.close()  # the peer died meanwhile, or was lost and dialled again
             return
         known.link, known.dialling = link, False
         log.debug("can pull from %s, %.3g GB/s", link.peer, link.bytes_per_s / 1e9)
@@ -171,8 +189,9 @@ class PrefillPeers:
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        Over connections of their own, which are made and closed like those that requests use. What
-        is pulled lands in page 0. Takes up to a few seconds for a peer that does not answer.
+        Of the leader's part only: its heads, over connections of its own, which are made and closed
+        like those that requests use. What is pulled lands in page 0. Takes up to a few seconds for
+        a peer that does not answer.
         """
         return [self._measured(member) for member in list(self._listed.values())]
 
@@ -182,73 +201,29 @@ class PrefillPeers:
         for peer in list(self._known):
             self.lose(peer)
         for link in self._closing:
-            link.connection.close()
+            link.close()
 
     def _measured(self, member: Member) -> PullPath:
-        label = f"{self._transport.name}/{self._transport.kind}"
+        transport = self._rank.transport
+        label = f"{transport.name}/{transport.kind}"
         try:
-            connection, pool_pages = self._connected(member)
+            self._check(member)
+            sources = self._rank.connect(member)
             try:
-                runs = plan_runs(self._layout, SINK, pool_pages)
-                num_bytes = sum(run.num_bytes for run in runs)
-                runs *= min(-(-MEASURED_BYTES // num_bytes), -(-MAX_MEASURED_RUNS // len(runs)))
-                num_bytes = sum(run.num_bytes for run in runs)
-                rate = num_bytes / fastest_pull_s(connection, runs, NUM_READS)
-                small_s = fastest_pull_s(connection, [Run(0, 0, 0, SMALL_BYTES)], NUM_SMALL)
+                runs = list(chain(*sources.runs(SINK)))
+                num_bytes, num_runs = sum(run.num_bytes for run in runs), len(runs)
+                times = min(-(-MEASURED_BYTES // num_bytes), -(-MAX_MEASURED_RUNS // num_runs))
+                took_s = fastest_pull_s(sources, SINK * times, NUM_READS)
+                small_s = sources.small_pull_s()
             finally:
-                connection.close()
+                sources.close()
         except (TransferError, OSError) as error:
             return PullPath(member.peer, label, error=str(error))
-        return PullPath(member.peer, label, rate, num_bytes, len(runs), small_s)
+        num_bytes, num_runs = times * num_bytes, times * num_runs
+        return PullPath(member.peer, label, num_bytes / took_s, num_bytes, num_runs, small_s)
 
-    def _dial(self, peer: PeerId, member: Member) -> None:
-        try:
-            connection, pool_pages = self._connected(member)
-            rate = measured_rate(connection, plan_runs(self._layout, SINK, pool_pages))
-        except TransferError as error:
-            self._post(DialFailed(peer, error))
-        except OSError as error:  # out of descriptors or memory: dial again later
-            self._post(DialFailed(peer, Unreachable(f"cannot dial {peer}: {error}")))
-        else:
-            self._post(Link(peer, connection, pool_pages, rate))
-
-    def _connected(self, member: Member) -> tuple[Peer, PoolPages]:
-        """A new connection, and how many pages the two sides have.
-
-        Raises:
-            TransferError: it cannot be reached, or its model or KV layout is another.
-            OSError: no descriptor or memory is left.
-        """
+    def _check(self, member: Member) -> None:
+        """Raise Incompatible unless it holds KV of our model, which any rank of ours can use."""
         identity = Identity(member.model, member.digest, member.layout_hash)
         if identity.layout_hash != self._identity.layout_hash:
             raise Incompatible(self._identity.explain(identity))
-        endpoint = _decode_endpoint(member.endpoint)
-        pool_pages = PoolPages(self._num_pool_pages, num_pool_pages(self._layout, endpoint))
-        return self._transport.connect(endpoint, self._timeout_s), pool_pages
-
-
-def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
-    """Measure the bytes per second of pulls of `runs`, the best of NUM_READS.
-
-    Overwrites the local pages of `runs`, so they must hold no KV that is needed.
-
-    Raises:
-        Unreachable: a pull failed; the connection is closed.
-    """
-    return sum(run.num_bytes for run in runs) / fastest_pull_s(connection, runs, NUM_READS)
-
-
-def fastest_pull_s(connection: Peer, runs: Sequence[Run], num_reads: int) -> float:
-    """Measure the seconds of a pull of `runs`, the least of `num_reads`; as `measured_rate`."""
-    best = float("inf")
-    for _ in range(num_reads):
-        began_at = time.perf_counter()
-        pull = connection.pull(runs)
-        while (state := pull.poll()) is PullState.RUNNING:
-            if time.perf_counter() - began_at > SPIN_S:
-                time.sleep(SPIN_S)
-        if state is PullState.FAILED:
-            connection.close()
-            raise Unreachable(f"a first read of a page failed: {pull.error}")
-        best = min(best, time.perf_counter() - began_at)
-    return best

@@ -92,7 +92,7 @@ class Admission:
             num_uncached_tokens=num_uncached,
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
-            kv_bytes_per_token=self._engine.layout.page_bytes // self._engine.book.page_size,
+            kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
         )
         # A sibling has matched its parent's whole pages: less than a page is not worth a pull.

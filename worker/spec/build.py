@@ -133,7 +133,7 @@ def _attention(
     """The backend of windows, over the drafter's region."""
     spec, backend = model.spec, config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
-    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
     try:
         return build_attentions(names, pool, *heads, mask=mask, region="draft").spec
     except UserError as refusal:

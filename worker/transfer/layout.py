@@ -72,7 +72,9 @@ def rank_plan(
     """From which remote ranks `local_rank` pulls, and which heads of each region.
 
     Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
-    copies of a head, the local ranks that need it are spread over them.
+    copies of a head, the local ranks that need it are spread over them, each to the copy that stands
+    where it stands itself. So all regions of a rank come from the same ranks, max(1, remote_tp /
+    local_tp) of them where one of the two divides the other.
 
     Args:
         num_kv_heads: of the whole model, per region of the layout.
@@ -84,7 +86,9 @@ def rank_plan(
     for region, total in enumerate(num_kv_heads):
         wanted = rank_heads(total, local_tp, local_rank)
         num_copies = max(1, remote_tp // total)
-        for remote_rank in range(local_rank % num_copies, remote_tp, num_copies):
+        num_local_copies = max(1, local_tp // total)
+        copy = local_rank % num_local_copies * num_copies // num_local_copies
+        for remote_rank in range(copy, remote_tp, num_copies):
             held = rank_heads(total, remote_tp, remote_rank)
             first = max(wanted.start, held.start)
             num_heads = min(wanted.stop, held.stop) - first

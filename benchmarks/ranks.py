@@ -1,0 +1,64 @@
+"""The other ranks of an engine that a benchmark leads: a process each, with a GPU each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from worker.comm.meeting import Meeting
+from worker.comm.rendezvous import free_rendezvous
+from worker.config import WorkerConfig
+from worker.engine.engine import Engine, build_engine
+from worker.engine.ranks import lead
+from worker.rank import Rank
+from worker.wire import Wire
+
+HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
+
+
+def serve_rank(config: WorkerConfig, rank: int, rendezvous: str) -> None:
+    """One rank, until its process is ended."""
+    served = Rank(
+        config,
+        rank=rank,
+        name=NAME,
+        incarnation=INCARNATION,
+        host=HOST,
+        rendezvous=rendezvous,
+    )
+    served.start()
+    served.join()
+
+
+def led_engine(config: WorkerConfig) -> Engine:
+    """An engine of `config.tp` ranks. This process is the leader, on the first GPU.
+
+    The other ranks end with this process.
+    """
+    if config.tp == 1:
+        return build_engine(config, name=NAME, host=HOST)
+    rendezvous = free_rendezvous(HOST)
+    for rank in range(1, config.tp):
+        with environment(CUDA_VISIBLE_DEVICES=str(rank)):
+            multiprocessing.get_context("spawn").Process(
+                target=serve_rank, args=(config, rank, rendezvous), daemon=True
+            ).start()
+    meeting = Meeting(0, config.tp, rendezvous)
+    engine = build_engine(config, name=NAME, host=HOST, meeting=meeting)
+    meeting.tell(engine.endpoint())
+    wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
+    wire.start()
+    engine.ranks = lead(meeting, NAME, INCARNATION, wire.connect, wire.send, compared=False)
+    return engine
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Variables for the processes that the body starts."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

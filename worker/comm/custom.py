@@ -1,0 +1,258 @@
+"""Tensor parallelism on the GPUs of one host: our kernels over peer memory, NCCL beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from worker.comm.base import join_parts
+from worker.comm.meet import TIMEOUT_S, exchange, meet
+from worker.comm.nccl import NcclCollective
+from worker.comm.peers import PeerRegions
+from worker.errors import PeerLost, Unsupported, WorldError
+from worker.kernels.all_reduce import (
+    DTYPES,
+    MIB,
+    NUM_BUFFERS,
+    PeerLayout,
+    PeerMemory,
+    fits_fused,
+    fits_gather,
+    fits_one_shot,
+    gather,
+    one_shot,
+    one_shot_rms_norm,
+    two_shot,
+)
+from worker.kernels.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
+from worker.kernels.rms_norm import add_rms_norm
+
+log = logging.getLogger("kvlane.comm")
+
+ONE_SHOT, TWO_SHOT, NCCL = "one_shot", "two_shot", "nccl"
+ALGORITHMS = (ONE_SHOT, TWO_SHOT, NCCL)
+MAX_SIZE = 8  # ranks
+CLOSE_S = 2.0  # for peers to be done with this rank's memory
+MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
+MEASURED_CALLS, MEASURED_REPLAYS = 20, 5
+
+# Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
+Table = Sequence[tuple[int, str]]
+
+
+def default_table(size: int) -> Table:
+    """What holds until `calibrate` has measured: by the traffic that each algorithm makes."""
+    return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
+
+
+def choose(table: Table, num_bytes: int) -> str:
+    """The algorithm for a message of so many bytes."""
+    return next((name for limit, name in table if num_bytes <= limit), NCCL)
+
+
+def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
+    """The fastest algorithm for each size measured, sizes of one algorithm in one row.
+
+    times: bytes -> algorithm -> seconds. A size stands for those up to it, from the one before on.
+    """
+    rows: list[tuple[int, str]] = []
+    for num_bytes, took in sorted(times.items()):
+        best = min(took, key=lambda name: (took[name], name))
+        if rows and rows[-1][1] == best:
+            rows.pop()
+        rows.append((num_bytes, best))
+    return tuple(rows)
+
+
+class CustomCollective:
+    """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (kernels/all_reduce).
+
+    All calls go to the current stream of the current device; a rank has one stream. Launched by themselves and
+    in graphs of any kind they are the same kernels with the same arguments: nothing is registered.
+
+    One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
+    in one of `buffer` is copied into the next, and the sum is returned there.
+
+    Raises:
+        Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's
+            memory; at all ranks together. NCCL can do all that.
+        UserError: the device is not a GPU.
+        PeerLost: not all ranks came to `init_method` in time.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
+        if not 2 <= size <= MAX_SIZE:
+            raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
+        self.rank = rank
+        self.size = size
+        self._store = meet("custom", rank, size, init_method)
+        self._device = torch.device(device)
+        self._nccl = NcclCollective(rank, size, self._device, init_method, self._store)
+        layout = PeerLayout(size)
+        try:
+            self._regions = PeerRegions(rank, size, layout, self._device, self._store)
+        except (WorldError, Unsupported):
+            self._nccl.close()
+            raise
+        # In pinned memory, which host and device see under one address.
+        self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int64).pin_memory()
+        self.timeout_s = TIMEOUT_S
+        control = self._control.data_ptr()
+        self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
+        self.table = default_table(size)
+        self._next_buffer = self._num_calibrations = 0
+        self._closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """How late a peer may be in a call; may be changed at any time, for captured calls too."""
+        return int(self._control[LIMIT_NS]) / 1e9
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._control[LIMIT_NS] = int(seconds * 1e9)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """How a message is summed: a function of its bytes and dtype alone."""
+        if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
+            return NCCL
+        found = choose(self.table, num_bytes)
+        if found == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+            found = TWO_SHOT
+        if found == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
+            found = NCCL
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective.all_reduce."""
+        return self.all_reduce_by(self.algorithm(x.nbytes, x.dtype), x) if x.nbytes else x
+
+    def all_reduce_by(self, algorithm: str, x: Tensor) -> Tensor:
+        """all_reduce by the algorithm named, which has to take such a message."""
+        if algorithm == ONE_SHOT:
+            return one_shot(self.memory, x)
+        if algorithm == TWO_SHOT:
+            if self.memory.offset(x) is None:
+                x = self.buffer(tuple(x.shape), x.dtype).copy_(x)
+            return two_shot(self.memory, x)
+        return self._nccl.all_reduce(x)
+
+    def all_reduce_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See Collective.all_reduce_rms_norm; one kernel where all_reduce is one shot."""
+        num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
+        fused = fits_fused(self.memory.layout, num_rows, row_bytes)
+        if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
+            return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """See Collective.all_gather; our kernel for small parts, which keeps every bit."""
+        x = x.contiguous()
+        if not fits_gather(self.memory.layout, x.nbytes):
+            return self._nccl.all_gather(x, dim)
+        return join_parts(gather(self.memory, x), dim)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See Collective.buffer; of memory that peers have mapped, if it is not too large."""
+        layout, flat = self.memory.layout, torch.empty(shape, dtype=dtype, device="meta")
+        if flat.nbytes > layout.buffer_bytes:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        start = layout.buffers + self._next_buffer * layout.buffer_bytes
+        self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
+        return self._regions.region[start : start + flat.nbytes].view(dtype).view(shape)
+
+    def check(self) -> None:
+        """See Collective.check."""
+        if self._control[FAULT]:
+            raise PeerLost(f"custom rank {self.rank} of {self.size}: a peer did not come in time")
+        self._nccl.check()
+
+    def abort(self) -> None:
+        """See Collective.abort."""
+        self._control[FAULT] = 1
+        self._nccl.abort()
+
+    def close(self) -> None:
+        """See Collective.close. Waits for the device, and a little for peers that are not lost."""
+        if self._closed:
+            return
+        self._closed = True
+        torch.cuda.synchronize(self._device)
+        if not self._control[FAULT]:
+            self._part()
+        self._nccl.close()
+        self._regions.close()
+
+    def _part(self) -> None:
+        """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
+        try:
+            self._store.set(f"closed/{self.rank}", "")
+            keys = [f"closed/{each}" for each in range(self.size)]
+            until = time.monotonic() + CLOSE_S
+            while not self._store.check(keys) and time.monotonic() < until:
+                time.sleep(0.01)
+        except RuntimeError as e:
+            log.info("the store of rank %d's group is gone: %s", self.rank, e)
+
+    def calibrate(self) -> Table:
+        """Measure all algorithms, all ranks together, and go by what rank 0 found from now on.
+
+        Before any graph is captured: those keep what they were captured with.
+
+        Raises:
+            PeerLost: a rank did not come in time.
+        """
+        times = {n: self._times(n) for n in MEASURED_BYTES if n <= self.memory.layout.buffer_bytes}
+        self.check()
+        self._num_calibrations += 1
+        key = f"table {self._num_calibrations}"
+        tables = exchange(self._store, key, self.rank, self.size, json.dumps(table_of(times)))
+        self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
+        digest = hashlib.sha256(repr((self.table, self.memory.layout)).encode()).hexdigest()
+        digests = exchange(self._store, f"{key} digest", self.rank, self.size, digest)
+        assert len(set(digests)) == 1, "ranks choose algorithms by different tables"
+        rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
+        log.info("all-reduce of %d ranks: %s, then nccl", self.size, rows)
+        return self.table
+
+    def _times(self, num_bytes: int) -> dict[str, float]:
+        """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS."""
+        ways = [TWO_SHOT, NCCL]
+        if fits_one_shot(self.memory.layout, num_bytes):
+            ways.append(ONE_SHOT)
+        x = self.buffer((num_bytes // 2,), torch.bfloat16).zero_()
+        return {name: self._time(name, x) for name in ways}
+
+    def _time(self, algorithm: str, x: Tensor) -> float:
+        self.all_reduce_by(algorithm, x)  # compiled, before the capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(MEASURED_CALLS):
+                self.all_reduce_by(algorithm, x)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        took = []
+        for _ in range(MEASURED_REPLAYS):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
+        return statistics.median(took[1:])

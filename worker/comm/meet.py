@@ -1,0 +1,39 @@
+"""Where the ranks of a group find each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from worker.errors import PeerLost
+
+TIMEOUT_S = 60.0  # of the rendezvous and of each call: a peer this late is gone
+
+
+def meet(name: str, rank: int, size: int, init_method: str) -> Store:
+    """The store of a group that alone uses `init_method`; keys stay until the group is gone.
+
+    Raises:
+        PeerLost: the rank that keeps the store did not come in time.
+    """
+    try:
+        found = rendezvous(init_method, rank, size, timeout=timedelta(seconds=TIMEOUT_S))
+        store, _, _ = next(iter(found))
+    except RuntimeError as e:
+        raise PeerLost(f"{name} rank {rank} of {size}: nobody at {init_method}: {e}") from e
+    return store
+
+
+def exchange(store: Store, what: str, rank: int, size: int, value: str) -> list[str]:
+    """Every rank's `value`, in their order; all ranks call once with each `what`.
+
+    Raises:
+        PeerLost: a rank did not say its own in time.
+    """
+    try:
+        store.set(f"{what}/{rank}", value)
+        return [store.get(f"{what}/{each}").decode() for each in range(size)]
+    except RuntimeError as e:
+        raise PeerLost(f"rank {rank} of {size}: a peer did not say its {what}: {e}") from e

@@ -1,0 +1,122 @@
+"""Between the ranks of one worker: the leader's side, and how messages travel.
+
+The leader (rank 0) schedules. It tells the other ranks each step just before it launches the step
+itself, over one ordered link a rank; they launch what they are told, in that order, so all ranks
+enter the same collectives. Nothing comes back from a step: every rank draws the same tokens itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from worker.api import AnyMessage, Between, PeerId
+from worker.comm.meeting import Meeting
+from worker.engine.runner import Step
+from worker.graph.base import PaddedShape
+from worker.kernels.step.logits import Masks
+from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, Plan
+
+FromLeader = Launch | LaunchTail | Ended
+FromRank = Launched
+
+_encode = msgspec.msgpack.Encoder().encode
+from_leader = msgspec.msgpack.Decoder(FromLeader).decode
+from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def between(message: FromLeader | FromRank) -> Between:
+    """Wrap a message for the wire; `from_leader` and `from_rank` read its body."""
+    return Between(_encode(message))
+
+
+class Ranks:
+    """The other ranks of a worker, as its leader tells them what to do.
+
+    Args:
+        peers: of ranks 1, 2, …, in that order.
+        send: the wire's.
+        compared: they report their steps, which have to come to what the leader's came to.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[PeerId],
+        send: Callable[[PeerId, AnyMessage], None],
+        *,
+        compared: bool,
+    ) -> None:
+        self.peers = tuple(peers)
+        self._send = send
+        self._compared = compared
+        # What steps came to, of the leader and of ranks, until all have said so. By step.
+        self._found: dict[int, list[Launched]] = {}
+
+    def tell(self, message: FromLeader) -> None:
+        """Send to all of them."""
+        wrapped = between(message)
+        for peer in self.peers:
+            self._send(peer, wrapped)
+
+    def launch(self, plan: Plan, shape: PaddedShape) -> None:
+        """Have a step launched; the leader launches it next."""
+        self.tell(Launch(plan, shape.num_tokens, shape.fixed, shape.refused))
+
+    def launch_tail(self, masks: Masks) -> None:
+        """Have the tail of the masked step launched."""
+        words = masks.words.contiguous()
+        self.tell(LaunchTail(len(words), words.numpy().tobytes(), tuple(masks.line.tolist())))
+
+    def settled(self, step: Step, drawn: Sequence[Drawn]) -> None:
+        """The leader's own step has ended."""
+        if self._compared:
+            self.found(launched(step, drawn))
+
+    def found(self, what: Launched) -> None:
+        """Assert that a step came to the same on all ranks, as they report it."""
+        found = self._found.setdefault(what.step, [])
+        found.append(what)
+        assert found[0] == what, f"ranks differ: {found}"
+        if len(found) > len(self.peers):
+            del self._found[what.step]
+
+
+def lead(
+    meeting: Meeting,
+    name: str,
+    incarnation: str,
+    connect: Callable[[PeerId, str], None],
+    send: Callable[[PeerId, AnyMessage], None],
+    *,
+    compared: bool,
+) -> Ranks:
+    """Connect to the other ranks of a worker, which say where they listen; see Ranks.
+
+    Raises:
+        PeerLost: one of them is gone.
+    """
+    peers: list[PeerId] = []
+    for rank, address in enumerate(meeting.tell(b"")[1:], 1):
+        peers.append(rank_peer(name, incarnation, rank))
+        connect(peers[-1], address.decode())
+    return Ranks(peers, send, compared=compared)
+
+
+def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
+    """The name under which the leader of a worker addresses a rank."""
+    return f"{name}.{rank}/{incarnation}"
+
+
+def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
+    """What a step that has been waited for came to, for a comparison."""
+    tokens = [(each.tokens, each.finished, each.drafts) for each in drawn]
+    return Launched(step.plan.step, step.path, zlib.crc32(_encode(tokens)))
+
+
+def masks_of(told: LaunchTail) -> Masks:
+    """On the host, as the leader made them."""
+    words = torch.frombuffer(bytearray(told.words), dtype=torch.int32)
+    return Masks(words.view(told.num_masks, -1), torch.tensor(told.line, dtype=torch.int64))
