@@ -29,7 +29,7 @@ from cluster.door import Door
 from cluster.fence import Identity
 from cluster.logs import Logs
 from cluster.monitor import Monitor, in_time
-from cluster.placement import Ask, Group, live_nodes, place, remove
+from cluster.placement import SPANS, Ask, Group, live_nodes, place, remove
 from cluster.process import Process, Stage
 from cluster.ranks import RankActor, RankedProcess
 from cluster.ray_private import RAY
@@ -176,15 +176,7 @@ class RaySite:
             )
 
     async def _place(self, seats: Sequence[Seat]) -> dict[str, Group]:
-        asks = [
-            Ask(
-                seat.name,
-                bundle_of(self.config, seat),
-                num_ranks(self.config, seat),
-                together=self._together(seat),
-            )
-            for seat in seats
-        ]
+        asks = [self._ask(seat) for seat in seats]
         try:
             return await asyncio.to_thread(
                 place,
@@ -196,17 +188,18 @@ class RaySite:
         finally:
             self.waiting = ""
 
+    def _ask(self, seat: Seat) -> Ask:
+        bundle = bundle_of(self.config, seat)
+        if seat.role == "router" or seat.role == "controller":
+            return Ask(seat.name, bundle)
+        part = self.config.role(seat.role)
+        return Ask(seat.name, bundle, part.tp, SPANS[part.engine.collective])
+
     def _wait(self, text: str) -> None:
         """Called now and then while groups are placed; an error gives them back."""
         if self.closing:
             raise WorldError("stopped while there was no room yet")
         self.waiting = text
-
-    def _together(self, seat: Seat) -> bool:
-        """Whether ranks of a seat reach each other within a node only."""
-        if seat.role == "router" or seat.role == "controller":
-            return False
-        return self.config.role(seat.role).engine.collective == "custom"
 
     def _worker_nodes(self) -> set[str]:
         workers = [name for name, seat in self._seats.items() if seat.role != "router"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -22,6 +22,16 @@ MARGIN = 1e-6  # of a quotient of decimal fractions
 HIDDEN = ("node:", "memory", "object_store_memory", "accelerator_type:", "bundle_group")
 
 
+Span = Literal["never", "if_needed", "at_will"]
+# engine.collective -> may its ranks be on several nodes? Peers' memory is read within a host only.
+SPANS: Mapping[str, Span] = {
+    "auto": "if_needed",
+    "custom": "never",
+    "gloo": "at_will",
+    "nccl": "at_will",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What the processes of one worker or router need."""
@@ -29,7 +39,7 @@ class Ask:
     name: str
     bundle: Mapping[str, float]  # of each process, all on one node
     num: int = 1  # of processes
-    together: bool = False  # they work on one node only
+    span: Span = "if_needed"  # several nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +106,15 @@ def _begin(ask: Ask, nodes: Sequence[Node]) -> PlacementGroup:
 
 
 def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
-    """Ray's strategy for a group: on one node, wherever some node is large enough.
+    """Ray's strategy for a group; "if_needed": on one node, wherever some node is large enough.
 
     Ranks add up their results twice a layer. Within a node that takes microseconds; so it is better
     to wait for room on a node than to compute over the network at once.
     """
-    whole = ask.together or any(num_held(ask, node) >= ask.num for node in nodes)
+    if ask.span == "if_needed":
+        whole = any(num_held(ask, node) >= ask.num for node in nodes)
+    else:
+        whole = ask.span == "never"
     return "STRICT_PACK" if whole else "PACK"
 
 
@@ -151,11 +164,12 @@ def num_held(ask: Ask, node: Node) -> int:
 def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
     """Why the nodes could not hold `ask` even if they were empty; '' if they could."""
     held = [num_held(ask, node) for node in nodes]
-    if any(num >= ask.num for num in held) or (not ask.together and sum(held) >= ask.num):
+    alone = ask.span == "never"
+    if any(num >= ask.num for num in held) or (not alone and sum(held) >= ask.num):
         return ""
     if any(held):
-        of = f"the most that a node can hold is {max(held)}"
-        return of if ask.together else f"all nodes together can hold {sum(held)}"
+        most = f"the most that a node can hold is {max(held)}"
+        return most if alone else f"all nodes together can hold {sum(held)}"
     lacking: list[str] = []
     for name, amount in ask.bundle.items():
         most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
@@ -194,6 +208,8 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
         lines.append("Without GPUs: --set prefill.engine.device=cpu --set decode.engine.device=cpu")
     if any(ask.num > 1 for ask in missing):
         lines.append("With fewer ranks: --set prefill.tp=1 --set decode.tp=1")
+    if any(ask.num > 1 and ask.span != "at_will" and "GPU" in ask.bundle for ask in missing):
+        lines.append("Over several nodes, slower: --set decode.engine.collective=nccl")
     lines.append(
         "Ask for fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."
     )
@@ -215,7 +231,7 @@ def _countable(resources: Mapping[str, float]) -> dict[str, float]:
 
 def _needs(ask: Ask) -> str:
     each = _amounts(ask.bundle)
-    where = ", all on one node" if ask.together else ""
+    where = ", all on one node" if ask.span == "never" else ""
     return each if ask.num == 1 else f"{ask.num} times {each}{where}"
 
 

@@ -12,7 +12,7 @@ import sys
 import httpx
 
 from benchmarks.train.problems import held_out_problems
-from tests.support.asking import ask_all
+from tests.support.asking import Outcome, ask_all
 from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.reference import reference_texts
@@ -26,11 +26,7 @@ PAGE_SIZE = 16
 def check_cluster(base_url: str, num: int = NUM) -> None:
     """Concurrent held-out problems; every prompt computed by prefill, every page pulled."""
     before = scrape(base_url)
-    questions = [problem.question for problem in held_out_problems(num)]
-    outcomes = asyncio.run(ask_all(base_url, questions, max_tokens=MAX_TOKENS))
-    assert [each.error for each in outcomes] == [None] * num
-    expected = reference_texts(NUM, MAX_TOKENS)[:num]
-    assert [(each.text, each.finish_reason) for each in outcomes] == list(expected)
+    outcomes = check_texts(base_url, num)
     prompts = problem_ids(num)
     assert [each.num_prompt_tokens for each in outcomes] == [len(prompt) for prompt in prompts]
 
@@ -52,6 +48,16 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
     assert pulled == num_pages * page_bytes
     print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes")
     check_stages(base_url)
+
+
+def check_texts(base_url: str, num: int) -> list[Outcome]:
+    """Concurrent held-out problems get the texts of one process."""
+    questions = [problem.question for problem in held_out_problems(num)]
+    outcomes = asyncio.run(ask_all(base_url, questions, max_tokens=MAX_TOKENS))
+    assert [each.error for each in outcomes] == [None] * num
+    expected = reference_texts(NUM, MAX_TOKENS)[:num]
+    assert [(each.text, each.finish_reason) for each in outcomes] == list(expected)
+    return outcomes
 
 
 def check_stages(base_url: str) -> None:

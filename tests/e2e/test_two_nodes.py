@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.check import MAX_TOKENS, NUM
-from tests.e2e.harness import INSIDE, REPOSITORY
+from tests.e2e.harness import INSIDE, REPOSITORY, processes
 from tests.support import pairwise
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
@@ -26,6 +28,8 @@ SUBMIT = (
     "--set", "decode.resources={b: 1}",
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
+BOTH = ("--set", "decode.tp=2", "--set", "decode.num_cpus=3")  # each node has 4
+URL = "http://127.0.0.1:8000"
 READY = re.compile(r"^\[ *[\d.]+ s\] ready$", re.MULTILINE)
 NUM_PROBLEMS = str(NUM if pairwise.whole else 16)
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -52,23 +56,37 @@ def two_nodes() -> Iterator[Run]:
         run("down")
 
 
-def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
-    reference_texts(NUM, MAX_TOKENS)  # for the check as well, which is another process
-    output = tmp_path / "job"
+@contextlib.contextmanager
+def submitted(output: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`serve` as a Ray job that prints into a file, once it is ready."""
+    reference_texts(NUM, MAX_TOKENS)  # for the checks as well, which are other processes
     with output.open("wb") as log:
         job = subprocess.Popen(
-            ["bash", str(SCRIPT), "submit", *SUBMIT],
+            ["bash", str(SCRIPT), "submit", *arguments],
             env={**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)},
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        url = "http://127.0.0.1:8000"
-        deadline = time.monotonic() + HANG_S
-        while not READY.search(output.read_text()):  # /ready asks for a decode worker only
-            assert job.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.5)
-        done = two_nodes("run", sys.executable, "-m", "tests.e2e.check", url, NUM_PROBLEMS)
+        wait_for(READY, output, job)  # /ready asks for a decode worker only
+        yield job
+    finally:
+        job.kill()
+        job.wait()
+
+
+def wait_for(line: re.Pattern[str], output: Path, job: subprocess.Popen[bytes]) -> re.Match[str]:
+    deadline = time.monotonic() + HANG_S
+    while not (found := line.search(output.read_text())):
+        assert job.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.5)
+    return found
+
+
+def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
+    output = tmp_path / "job"
+    with submitted(output, *SUBMIT) as job:
+        done = two_nodes("run", sys.executable, "-m", "tests.e2e.check", URL, NUM_PROBLEMS)
         assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
         status = two_nodes("run", sys.executable, "-m", "cluster", "status")
         for line in status.stdout.splitlines():
@@ -85,10 +103,44 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
         other = two_nodes(*serve, "--set", "kv.page_size=32")
         assert other.returncode == 2, other.stderr
         assert "with another value of kv.page_size; end it first: kvlane down" in other.stderr
-        assert two_nodes("get", f"{url}/ready").returncode == 0
+        assert two_nodes("get", f"{URL}/ready").returncode == 0
         down = two_nodes("run", sys.executable, "-m", "cluster", "down")
         assert down.stdout == "kvlane is down\n", down.stderr
         assert job.wait(HANG_S) == 0, output.read_text()
-    finally:
-        job.kill()
-        job.wait()
+
+
+def test_ranks_of_one_worker_on_both_nodes(two_nodes: Run, tmp_path: Path) -> None:
+    """Neither node has room for both; the one on the other node than its leader's is killed."""
+    output = tmp_path / "job"
+    with submitted(output, "--prefill", "0", *BOTH) as job:
+        check = f"from tests.e2e.check import check_texts; check_texts({URL!r}, 8)"
+        done = two_nodes("run", sys.executable, "-c", check)
+        assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
+        before = ranks()
+        assert len(before) == 2
+        os.kill(next(pid for pid, name in before.items() if name == "RankActor"), signal.SIGKILL)
+        wait_for(re.compile(r"decode-0: ready after"), output, job)
+        dead = re.search(r"decode-0: rank 1 \(node 10\.78\.0\.(\d), pid", output.read_text())
+        assert dead, output.read_text()
+        places = re.search(
+            r"loading \(node \S+\.(\d), pids \d+; node \S+\.(\d)", output.read_text()
+        )
+        assert places, output.read_text()
+        assert {places[1], places[2]} == {"1", "2"}
+        assert places[2] == dead[1]
+        assert sorted(ranks().values()) == ["RankActor", "WorkerActor"]
+        assert not before.keys() & ranks().keys()
+        done = two_nodes("run", sys.executable, "-c", check)
+        assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
+        down = two_nodes("run", sys.executable, "-m", "cluster", "down")
+        assert down.stdout == "kvlane is down\n", down.stderr
+        assert job.wait(HANG_S) == 0, output.read_text()
+        assert not ranks()
+
+
+def ranks() -> dict[int, str]:
+    """Pid here -> class of the actor, of all workers' processes on both nodes."""
+    found = {
+        pid: re.match(r"ray::(WorkerActor|RankActor)", line) for pid, line in processes().items()
+    }
+    return {pid: match[1] for pid, match in found.items() if match}

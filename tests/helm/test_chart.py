@@ -142,7 +142,7 @@ def test_schema_and_table_are_those_of_today() -> None:
         ("prefil: {replicas: 2}", "", "prefil"),
         ("prefill: {replica: 2}", "prefill", "replica"),
         ("decode: {replicas: 0}", "decode.replicas", "1"),
-        ("decode: {gpus: 8}", "decode.gpus", "1"),
+        ("decode: {gpus: 17}", "decode.gpus", "16"),
         ("image: {tag: latest}", "image.tag", ""),
         ("config: {decode: {engine: {max_reqs: 3}}}", "config.decode.engine", "max_reqs"),
         ("config: {cluster: {drain_timeout_s: soon}}", "config.cluster.drain_timeout_s", "number"),
@@ -166,6 +166,7 @@ def test_the_schema_takes_one_word_for_a_section_as_the_product_does(graph: str)
     ("values", "said"),
     [
         ("config: {prefill: {replicas: 2}}", "config.prefill.replicas.*set prefill.replicas"),
+        ("config: {decode: {tp: 2}}", "config.decode.tp.*set decode.gpus"),
         ("config: {cluster: {port: 80}}", "config.cluster.port"),
         ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
         ("model: {source: hf}", "model.hf.name"),
@@ -225,6 +226,20 @@ def test_gpus_and_rdma_are_in_requests_and_limits() -> None:
         assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
         assert pods[component]["tolerations"]
         assert pods[component]["topologySpreadConstraints"][0]["labelSelector"]
+
+
+def test_a_pod_of_several_gpus_holds_all_ranks_of_its_worker() -> None:
+    pods = {component: spec["containers"][0] for component, spec in pods_of("kuberay")}
+    node = pods["decode"]["args"][0]
+    assert pods["decode"]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert "--num-cpus=8 --num-gpus=4" in node
+    resource = re.search(r"decode-[0-9a-f]{8}", node)
+    assert resource
+    assert f'{{"{resource[0]}": 4}}' in node
+    serve = pods["serve"]["args"][0]
+    assert "--set=decode.tp=4 \\\n  --set=decode.num_cpus=2 --set=decode.num_gpus=1" in serve
+    assert f'decode.resources={{"{resource[0]}": 1}}' in serve
+    assert "--set=prefill.tp=1" in serve
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from cluster.placement import Ask, Node, explain, shortage, strategy, too_much
+from cluster.placement import SPANS, Ask, Node, Span, explain, shortage, strategy, too_much
+from worker.config import EngineConfig
 
 NODES = [
     Node("id1", "10.0.0.1", {"CPU": 4, "rdma": 1}, {"CPU": 1, "rdma": 1}),
@@ -52,22 +55,29 @@ RANK = {"CPU": 1, "GPU": 1}
 
 
 @pytest.mark.parametrize(
-    ("num", "together", "strategy_", "reason"),
+    ("num", "span", "strategy_", "reason"),
     [
-        (1, False, "STRICT_PACK", ""),
-        (4, False, "STRICT_PACK", ""),
-        (4, True, "STRICT_PACK", ""),
-        (6, False, "PACK", ""),
-        (6, True, "STRICT_PACK", "the most that a node can hold is 4"),
-        (8, False, "PACK", "all nodes together can hold 6"),
+        (1, "if_needed", "STRICT_PACK", ""),
+        (4, "if_needed", "STRICT_PACK", ""),
+        (4, "never", "STRICT_PACK", ""),
+        (4, "at_will", "PACK", ""),
+        (6, "if_needed", "PACK", ""),
+        (6, "never", "STRICT_PACK", "the most that a node can hold is 4"),
+        (8, "if_needed", "PACK", "all nodes together can hold 6"),
+        (8, "at_will", "PACK", "all nodes together can hold 6"),
     ],
 )
 def test_ranks_span_nodes_only_where_no_node_is_large_enough(
-    num: int, together: bool, strategy_: str, reason: str
+    num: int, span: Span, strategy_: str, reason: str
 ) -> None:
-    ask = Ask("decode-0", RANK, num, together)
+    ask = Ask("decode-0", RANK, num, span)
     assert (strategy(ask, GPUS), shortage(ask, GPUS)) == (strategy_, reason)
     assert too_much([ask], GPUS) is bool(reason)
+
+
+def test_every_collective_says_whether_its_ranks_may_span_nodes() -> None:
+    names = get_args(EngineConfig.model_fields["collective"].annotation)
+    assert set(SPANS) == {each for name in names for each in get_args(name) or (name,)}
 
 
 def test_workers_of_several_ranks_are_counted_rank_by_rank() -> None:
@@ -79,7 +89,7 @@ def test_workers_of_several_ranks_are_counted_rank_by_rank() -> None:
 
 
 def test_the_message_says_how_many_ranks_need_what() -> None:
-    asks = [Ask("decode-0", RANK, 6, together=True), Ask("prefill-0", RANK, 8)]
+    asks = [Ask("decode-0", RANK, 6, "never"), Ask("prefill-0", RANK, 8)]
     lines = explain(asks, GPUS, 0.0).splitlines()
     assert lines[:3] == [
         "Ray has no room for 14 of the processes asked for:",
@@ -88,6 +98,7 @@ def test_the_message_says_how_many_ranks_need_what() -> None:
         "  prefill-0 needs 8 times CPU 1, GPU 1: all nodes together can hold 6",
     ]
     assert "With fewer ranks: --set prefill.tp=1 --set decode.tp=1" in lines
+    assert "Over several nodes, slower: --set decode.engine.collective=nccl" in lines
     assert not any("To share a GPU" in line for line in lines)
 
 

@@ -7,6 +7,7 @@
 {{- $_ := set $ours (printf "%s.replicas" $pool) (printf "%s.replicas" $pool) -}}
 {{- $_ := set $ours (printf "%s.num_cpus" $pool) (printf "%s.cpus" $pool) -}}
 {{- $_ := set $ours (printf "%s.num_gpus" $pool) (printf "%s.gpus" $pool) -}}
+{{- $_ := set $ours (printf "%s.tp" $pool) (printf "%s.gpus" $pool) -}}
 {{- $_ := set $ours (printf "%s.resources" $pool) "" -}}
 {{- $_ := set $ours "routers.num_cpus" "" -}}
 {{- $_ := set $ours "routers.resources" "" -}}

@@ -174,19 +174,20 @@ livenessProbe:
 
 {{- define "kvlane.run.worker" -}}
 {{- $pool := index .root.Values .component -}}
+{{- $ranks := max 1 (int $pool.gpus) -}}
 command: [sh, -ec]
 args:
   - |
     mkdir -p "$HOME"
     exec ray start --block --address={{ include "kvlane.headAddress" .root }} \
-      --num-cpus={{ int $pool.cpus }} --num-gpus={{ int $pool.gpus }} \
-      --resources='{"{{ .resource }}": 1}' \
+      --num-cpus={{ mul $pool.cpus $ranks }} --num-gpus={{ int $pool.gpus }} \
+      --resources='{"{{ .resource }}": {{ $ranks }}}' \
       {{ include "kvlane.rayOptions" .root }}
 # serve drains before it ends its workers; a node that went first would cut their requests off.
 lifecycle:
   preStop:
     exec:
-      command: [sh, -c, "while grep -qsz '^ray::WorkerActor' /proc/[0-9]*/cmdline; do sleep 1; done"]
+      command: [sh, -c, "while grep -qszE '^ray::(Worker|Rank)Actor' /proc/[0-9]*/cmdline; do sleep 1; done"]
 ports:
   {{- with get .root.Values.config.cluster "worker_metrics_port" | int }}
   - {name: metrics, containerPort: {{ . }}}
@@ -251,7 +252,8 @@ exec kvlane serve --address={{ include "kvlane.headAddress" . }} --config=/etc/k
 {{- end }}
 {{- range $pool := list "prefill" "decode" }}
 {{- $values := index $root.Values $pool }} \
-  --{{ $pool }}={{ int $values.replicas }} --set={{ $pool }}.num_cpus={{ int $values.cpus }} --set={{ $pool }}.num_gpus={{ int $values.gpus }} \
+  --{{ $pool }}={{ int $values.replicas }} --set={{ $pool }}.tp={{ max 1 (int $values.gpus) }} \
+  --set={{ $pool }}.num_cpus={{ int $values.cpus }} --set={{ $pool }}.num_gpus={{ min 1 (int $values.gpus) }} \
   --set='{{ $pool }}.resources={"{{ include "kvlane.resource" (dict "root" $root "pool" $pool) }}": 1}'
 {{- end }}
 {{- end -}}
