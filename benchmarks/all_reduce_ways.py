@@ -74,7 +74,9 @@ class GpuWays(Ways):
         super().__init__(rank, size, device)
         self.ours = CustomCollective(rank, size, device, f"tcp://127.0.0.1:{port}")
         self.ours.timeout_s = 20.0
-        self.table = None if tiles else self.ours.calibrate()
+        if not tiles:
+            self.ours.calibrate()
+        self.table = None if tiles else self.ours.table
         self.tiles = tiles
         # The default group's store comes after ours, at a port of its own.
         store = dist.PrefixStore("torch", self.ours._store)

@@ -74,9 +74,7 @@ class DecodeLoop:
             spec=config.spec,
         )
         rank = engine.local_rank()
-        self._ranks = LeaderPulls(
-            rank, engine.tell_ranks, thread.post, lambda: engine.meter.num_steps
-        )
+        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
             rank,
             engine.identity,

@@ -110,6 +110,7 @@ class RankLoop:
     def _end_step(self) -> None:
         step = self._steps.popleft()
         drawn = step.wait()
+        self._engine.runner.loaded.model.collective.check()
         self._num_steps += 1
         if self._engine.config.engine.strict:
             self._answer(launched(step, drawn))

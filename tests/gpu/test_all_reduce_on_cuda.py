@@ -262,9 +262,10 @@ def test_a_killed_rank_ends_the_calls_of_the_others(algorithm: str, tmp_path: Pa
 def calibrated(rank: int, world: int, init_method: str) -> None:
     torch.cuda.set_device(rank)
     collective = CustomCollective(rank, world, torch.device("cuda", rank), init_method)
-    table = collective.calibrate()
+    collective.calibrate()
+    table = collective.table
     assert table[0][1] == ONE_SHOT
-    assert collective.calibrate()
+    collective.calibrate()
     x = torch.ones(8, 4096, dtype=torch.bfloat16, device="cuda")
     assert bool((collective.all_reduce(x) == world).all())
     collective.close()

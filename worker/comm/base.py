@@ -64,6 +64,13 @@ class Collective(Protocol):
         """
         ...
 
+    def calibrate(self) -> None:
+        """Choose algorithms by what is fastest here: all ranks at once, at the start.
+
+        Before any graph is captured: those keep what they were captured with.
+        """
+        ...
+
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
 

@@ -210,17 +210,15 @@ class CustomCollective:
         except RuntimeError as e:
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
-    def calibrate(self) -> Table:
-        """Measure all algorithms, all ranks together, and go by what rank 0 found from now on.
-
-        Before any graph is captured: those keep what they were captured with.
+    def calibrate(self) -> None:
+        """See Collective.calibrate; what rank 0 has measured holds for all.
 
         Raises:
             PeerLost: a rank did not come in time.
         """
-        meet = self._captured(ONE_SHOT, self.buffer((4096,), torch.bfloat16).zero_())
+        meet = _captured(self, ONE_SHOT, self.buffer((4096,), torch.bfloat16).zero_())
         sizes = [n for n in MEASURED_BYTES if n <= self.memory.layout.buffer_bytes]
-        times = {n: self._times(n, meet) for n in sizes}
+        times = {n: _times(self, n, meet) for n in sizes}
         self.check()
         self._num_calibrations += 1
         key = f"table {self._num_calibrations}"
@@ -231,37 +229,38 @@ class CustomCollective:
         assert len(set(digests)) == 1, "ranks choose algorithms by different tables"
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
         log.info("all-reduce of %d ranks: %s, then nccl", self.size, rows)
-        return self.table
 
-    def _times(self, num_bytes: int, meet: torch.cuda.CUDAGraph) -> dict[str, float]:
-        """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS.
 
-        meet: calls that go before, while which each host launches what is measured.
-        """
-        ways = [TWO_SHOT, NCCL]
-        if fits_one_shot(self.memory.layout, num_bytes):
-            ways.append(ONE_SHOT)
-        x = self.buffer((num_bytes // 2,), torch.bfloat16).zero_()
-        found: dict[str, float] = {}
-        for name in ways:
-            graph = self._captured(name, x)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            took: list[float] = []
-            for _ in range(MEASURED_REPLAYS):
-                meet.replay()
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
-            found[name] = statistics.median(took[1:])
-        return found
+def _times(ranks: CustomCollective, num_bytes: int, meet: torch.cuda.CUDAGraph) -> dict[str, float]:
+    """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS.
 
-    def _captured(self, algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
-        self.all_reduce_by(algorithm, x)  # compiled, before the capture
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(MEASURED_CALLS):
-                self.all_reduce_by(algorithm, x)
-        return graph
+    meet: calls that go before, while which each host launches what is measured.
+    """
+    ways = [TWO_SHOT, NCCL]
+    if fits_one_shot(ranks.memory.layout, num_bytes):
+        ways.append(ONE_SHOT)
+    x = ranks.buffer((num_bytes // 2,), torch.bfloat16).zero_()
+    found: dict[str, float] = {}
+    for name in ways:
+        graph = _captured(ranks, name, x)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        took: list[float] = []
+        for _ in range(MEASURED_REPLAYS):
+            meet.replay()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
+        found[name] = statistics.median(took[1:])
+    return found
+
+
+def _captured(ranks: CustomCollective, algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
+    ranks.all_reduce_by(algorithm, x)  # compiled, before the capture
+    torch.cuda.synchronize(x.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(MEASURED_CALLS):
+            ranks.all_reduce_by(algorithm, x)
+    return graph

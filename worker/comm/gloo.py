@@ -64,6 +64,9 @@ class GlooCollective:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype)
 
+    def calibrate(self) -> None:
+        """There is one algorithm, or the library chooses."""
+
     def check(self) -> None:
         """See Collective.check; every call here has ended when it returns."""
         if self._lost:

@@ -100,6 +100,9 @@ class NcclCollective:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
+    def calibrate(self) -> None:
+        """There is one algorithm, or the library chooses."""
+
     def check(self) -> None:
         """See Collective.check."""
         if self._lost:

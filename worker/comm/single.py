@@ -56,6 +56,9 @@ class SingleCollective:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
+    def calibrate(self) -> None:
+        """There is one algorithm, or the library chooses."""
+
     def check(self) -> None:
         """There is no peer."""
 

@@ -96,9 +96,13 @@ class Engine:
         """Wait for a step and read its tokens.
 
         A turn waits for a step only here and in `LayerGroups.wait`.
+
+        Raises:
+            PeerLost: another rank was late in a sum of this step, whose tokens are of no use.
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
+        self.runner.loaded.model.collective.check()
         if self.ranks is not None:
             self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
@@ -126,6 +130,10 @@ class Engine:
         """Send to the other ranks, if there are any."""
         if self.ranks is not None:
             self.ranks.tell(message)
+
+    def num_settled(self) -> int:
+        """How many steps have been settled."""
+        return self.meter.num_steps
 
     def local_rank(self) -> LocalRank:
         """This rank, as the end that its pulls are into."""

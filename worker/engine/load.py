@@ -132,7 +132,9 @@ def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) ->
         return resolve("collective", "single", COLLECTIVES)(device=device)
     address = meeting.first(free_rendezvous(meeting.host).encode()).decode()
     cls = resolve("collective", config.engine.collective, COLLECTIVES)
-    return cls(meeting.rank, meeting.size, device, address)
+    collective = cls(meeting.rank, meeting.size, device, address)
+    collective.calibrate()
+    return collective
 
 
 def _load_models(

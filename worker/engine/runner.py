@@ -218,7 +218,7 @@ class ModelRunner:
         shape = step.shape
         batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = self.graphs.chunks.launch(batch, on_layer)
-        self._join_ranks()
+        _join_ranks(self.loaded)
         if step.groups is not None:
             step.groups.on_regions()
         # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
@@ -234,18 +234,6 @@ class ModelRunner:
         valid = torch.ones_like(rows, dtype=torch.bool)
         return Decoded(hidden[at], SampledRows(rows, position, valid), None, path)
 
-    def _join_ranks(self) -> None:
-        """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
-
-        The leader announces KV for all ranks. That all have stored the model's own it knows from
-        sums that follow; behind the drafter's rows there may be none.
-        """
-        loaded = self.loaded
-        collective = loaded.model.collective
-        if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
-            nothing = collective.buffer((JOINED,), loaded.model.embedding.weight.dtype)
-            collective.all_reduce(nothing.zero_())
-
     def _seed(self, plan: Plan) -> None:
         rows = [start.row for start in plan.starts if start.active]
         if self.loaded.drafter is not None and rows:
@@ -255,6 +243,18 @@ class ModelRunner:
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
         return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+
+
+def _join_ranks(loaded: LoadedModel) -> None:
+    """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
+
+    The leader announces KV for all ranks. That all have stored the model's own it knows from sums
+    that follow; behind the drafter's rows there may be none.
+    """
+    collective = loaded.model.collective
+    if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
+        nothing = collective.buffer((JOINED,), loaded.model.embedding.weight.dtype)
+        collective.all_reduce(nothing.zero_())
 
 
 def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
