@@ -7,7 +7,6 @@ every rank what to pull, and only this file knows which bytes of which remote ra
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -29,8 +28,6 @@ from worker.transfer.layout import (
     plan_runs,
     rank_plan,
 )
-
-log = logging.getLogger("kvlane.sources")
 
 NUM_READS = 3  # to measure sources; the fastest counts
 SMALL_BYTES, NUM_SMALL = 64, 20
