@@ -163,7 +163,8 @@ def _workers(rows: Sequence[WorkerRow]) -> list[str]:
             running, queued = f"{row.running}/{row.max_running}", str(row.queued_tokens)
             figures = (running, str(row.waiting), pages, queued)
         heard = "-" if row.heard_s is None else f"{row.heard_s:.1f} s"
-        cells.append((row.name, row.state, *figures, heard, row.node or row.reason))
+        node = f"{row.node}, tp {row.ranks}" if row.ranks > 1 else row.node
+        cells.append((row.name, row.state, *figures, heard, node or row.reason))
     return columns(cells, right=range(2, 7))
 
 

@@ -106,6 +106,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     free_pages: int = 0
     pages: int = 0
     queued_tokens: int = 0  # of prompts, to be computed
+    ranks: int = 1  # processes
     reason: str = ""  # why it is lost
 
 

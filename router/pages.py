@@ -193,6 +193,7 @@ def _worker(known: Known) -> WorkerRow:
         free_pages=stats.num_free_pages,
         pages=stats.num_pages,
         queued_tokens=stats.num_queued_tokens,
+        ranks=max(1, len(member.endpoints)),
     )
 
 

@@ -82,7 +82,7 @@ function workerCells(worker) {
   const used = worker.pages - worker.free_pages;
   const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
   return [
-    text(worker.name),
+    text(worker.ranks > 1 ? `${worker.name} (tp ${worker.ranks})` : worker.name),
     state(worker.state, since),
     text(isThere ? `${worker.running} / ${worker.max_running}` : "–", "num"),
     text(isThere ? worker.waiting : "–", "num"),

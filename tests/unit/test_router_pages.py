@@ -163,7 +163,8 @@ def test_deaths_and_replacements_are_shown_with_reasons(
         told("decode-2", "stopping", "", 5.0),
         told("router-1", "lost", "its process died", 2.0),
     )
-    prefill = Member("prefill-0", "prefill", "new", "tcp://127.0.0.1:9")
+    ranks = (b"", b"")  # where each is pulled from
+    prefill = Member("prefill-0", "prefill", "new", "tcp://127.0.0.1:9", endpoints=ranks)
     other = Member("router-2", "router", "x", before[0].address, metrics_address="127.0.0.1:9")
     try:
         router.update_members((*before, prefill, other), changes)
@@ -181,6 +182,7 @@ def test_deaths_and_replacements_are_shown_with_reasons(
         "decode-1": ("lost", "it does not answer (silent for 3.1 s)"),
         "prefill-0": ("starting", ""),  # listed, and has not answered yet
     }
+    assert {row.name: row.ranks for row in found.workers}["prefill-0"] == 2
     routers = {row.name: row.state for row in found.routers}
     assert routers == {"router-0": "ready", "router-1": "lost", "router-2": "silent"}
     shown = "\n".join(lines(found, url))
