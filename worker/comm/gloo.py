@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worker.comm.meet import TIMEOUT_S, meet
+from worker.comm.rendezvous import own_address
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
 
@@ -29,11 +30,14 @@ class GlooCollective:
             raise UserError(f"collective 'gloo' is for the CPU, not for {device}")
         self.rank = rank
         self.size = size
-        timeout = timedelta(seconds=TIMEOUT_S)
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        address = own_address(init_method)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._lost = ""
         self._store: Any = meet("gloo", rank, size, init_method)
         try:
-            self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, timeout)
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
         except RuntimeError as e:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
 

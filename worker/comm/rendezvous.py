@@ -1,8 +1,11 @@
-"""Where the ranks of a worker meet. Free of torch."""
+"""Where the ranks of a worker meet, and by which address. Free of torch."""
 
 from __future__ import annotations
 
 import socket
+from urllib.parse import urlsplit
+
+LOOPBACK = "127.0.0.1"
 
 
 def free_rendezvous(host: str) -> str:
@@ -19,3 +22,22 @@ def free_rendezvous(host: str) -> str:
         found.bind((host, 0))
         port = found.getsockname()[1]
     return f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
+
+
+def own_address(rendezvous: str) -> str:
+    """Address of this machine on the way to a rendezvous; nothing is sent.
+
+    A hostname, which libraries would look up, may mean the loopback, or a network that the other
+    ranks are not in.
+
+    Args:
+        rendezvous: "tcp://host:port", or a file of this machine: then it is the loopback.
+    """
+    parts = urlsplit(rendezvous)
+    if parts.scheme != "tcp" or not parts.hostname:
+        return LOOPBACK
+    port = parts.port or 1
+    family, _, _, _, remote = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        found.connect(remote)
+        return str(found.getsockname()[0])

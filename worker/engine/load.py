@@ -130,7 +130,9 @@ def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) ->
     """What `engine.collective` names, among the ranks that meet."""
     if meeting.size == 1:
         return resolve("collective", "single", COLLECTIVES)(device=device)
-    address = meeting.first(free_rendezvous(meeting.host).encode()).decode()
+    # Only rank 0 is on that host for certain.
+    address = free_rendezvous(meeting.host) if meeting.rank == 0 else ""
+    address = meeting.first(address.encode()).decode()
     cls = resolve("collective", config.engine.collective, COLLECTIVES)
     collective = cls(meeting.rank, meeting.size, device, address)
     collective.calibrate()
