@@ -296,8 +296,14 @@ def _num_gpus(decided: Config, role: WorkerRole) -> float:
 def _collective(decided: Config) -> None:
     for role in ROLES:
         engine, path = decided.role(role).engine, f"{role}.engine.collective"
-        if engine.device == "cpu" and engine.collective in ("custom", "nccl"):
-            raise UserError(f"{path}: {engine.collective} needs GPUs; on the CPU it is gloo", path)
+        name, on_cpu = engine.collective, engine.device == "cpu"
+        if name != "auto" and on_cpu != (name == "gloo"):
+            where = "CPUs" if on_cpu else "GPUs"
+            raise UserError(
+                f"{path}: {name}, but {role} workers compute on {where}; gloo is for CPUs, custom "
+                "and nccl are for GPUs",
+                path,
+            )
 
 
 def _torch(decided: Config, num_gpus: int) -> None:

@@ -169,10 +169,15 @@ def test_cpus_are_counted_rank_by_rank() -> None:
     assert message.startswith("cluster.local_ray.num_cpus: is 4, but all processes reserve 5")
 
 
-def test_a_collective_of_gpus_is_refused_on_the_cpu() -> None:
+def test_a_collective_of_other_devices_is_refused() -> None:
     for name in ("custom", "nccl"):
         message = refused("decode.tp=2", f"decode.engine.collective={name}")
-        assert message == f"decode.engine.collective: {name} needs GPUs; on the CPU it is gloo"
+        said = f"decode.engine.collective: {name}, but decode workers compute on CPUs; gloo is"
+        assert message.startswith(said)
+    message = refused("prefill.engine.collective=gloo", num_gpus=2)
+    assert message.startswith(
+        "prefill.engine.collective: gloo, but prefill workers compute on GPUs"
+    )
 
 
 def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> None:

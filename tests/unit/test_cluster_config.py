@@ -239,7 +239,7 @@ def test_ranks_share_no_gpu_and_others_share_what_is_left() -> None:
         ([], True, ["a", "a"], "auto"),
         ([], True, ["a", "b"], "nccl"),
         ([], False, ["a", "b"], "auto"),
-        (["decode.engine.collective=gloo"], True, ["a", "b"], "gloo"),
+        (["decode.engine.collective=custom"], True, ["a", "b"], "custom"),
     ],
 )
 def test_nccl_is_chosen_where_ranks_span_nodes(

@@ -116,11 +116,11 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
 def test_ranks_sum_by_gloo_on_the_cpu_and_as_they_are_told_on_gpus() -> None:
     assert resolved(config(), CPU).engine.collective == "gloo"
     assert resolved(config(), CUDA).engine.collective == "custom"
-    for name in ("nccl", "gloo"):
-        named = config(tp=2, engine={"collective": name})
-        assert resolved(named, CUDA).engine.collective == name
-    with pytest.raises(UserError, match=r"engine\.collective: nccl needs GPUs"):
-        resolved(config(tp=2, engine={"collective": "nccl"}), CPU)
+    named = {name: config(tp=2, engine={"collective": name}) for name in ("nccl", "gloo")}
+    assert resolved(named["nccl"], CUDA).engine.collective == "nccl"
+    for name, machine in (("nccl", CPU), ("gloo", CUDA)):
+        with pytest.raises(UserError, match=f"collective: {name}, but this worker computes on"):
+            resolved(named[name], machine)
     with pytest.raises(ValidationError):
         WorkerConfig.model_validate({"role": "decode", "tp": 0})
 

@@ -300,9 +300,12 @@ def _refuse(tree: dict[str, Any], model_max_len: int, cpu: bool) -> None:
         path = "model.max_model_len"
         raise UserError(f"{path} is {asked}, but the model has {model_max_len} positions", path)
     name = tree["engine"]["collective"]
-    if cpu and name != "gloo":
-        path = "engine.collective"
-        raise UserError(f"{path}: {name} needs GPUs; on the CPU it is gloo", path)
+    if cpu != (name == "gloo"):
+        path, remedy = "engine.collective", "gloo is for CPUs, custom and nccl are for GPUs"
+        raise UserError(
+            f"{path}: {name}, but this worker computes on {tree['engine']['device']}; {remedy}",
+            path,
+        )
 
 
 def _widths(asked: SpecConfig) -> tuple[list[int], str]:
