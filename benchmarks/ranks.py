@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -41,10 +42,12 @@ def led_engine(config: WorkerConfig) -> Engine:
         return build_engine(config, name=NAME, host=HOST)
     rendezvous = free_rendezvous(HOST)
     for rank in range(1, config.tp):
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_rank, args=(config, rank, rendezvous), daemon=True
+        )
         with environment(CUDA_VISIBLE_DEVICES=str(rank)):
-            multiprocessing.get_context("spawn").Process(
-                target=serve_rank, args=(config, rank, rendezvous), daemon=True
-            ).start()
+            process.start()
+        atexit.register(process.kill)  # a signal would wait for what it is doing
     meeting = Meeting(0, config.tp, rendezvous)
     engine = build_engine(config, name=NAME, host=HOST, meeting=meeting)
     meeting.tell(engine.endpoint())

@@ -58,7 +58,7 @@ def cpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         serve.end()
 
 
-def check(serve: Serve, wanted: Answers, transport: str) -> None:
+def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool = True) -> None:
     """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
     assert ask(serve) == wanted
     after = scrape(serve.url)
@@ -70,7 +70,7 @@ def check(serve: Serve, wanted: Answers, transport: str) -> None:
     cached_here = after["kvlane_prompt_tokens_cached_total", "decode", ""]
     num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
     assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * PAGE_BYTES > 0
-    assert replayed_steps(serve) > 0
+    assert (replayed_steps(serve) > 0) == replays
     check_stages(serve.url)
     rows = serve.wait_idle()
     assert {row["restarts"] for row in rows.values()} == {0}
@@ -127,6 +127,17 @@ def test_shares_that_do_not_fit_are_one_clear_error(
     assert len(errors) == 1
     assert "engine.memory_fraction: no room for this worker's share" in errors[0]
     assert "GiB is" in errors[0]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("several", "other"), [("decode", "prefill"), ("prefill", "decode")])
+def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, serve: Serve) -> None:
+    """Two ranks with a GPU each, whose steps have to be equal, beside a worker on the CPU."""
+    ranks = ("--set", f"{several}.tp=2", "--set", f"{several}.engine.strict=true")
+    alone = ("--set", f"{other}.engine.device=cpu", "--set", "transport.kind=tcp")
+    serve.start(*COMMON, *ranks, *alone).wait_ready(READY_TIMEOUT_S)
+    check(serve, cpu_answers, "mooncake/tcp", replays=several == "decode")
 
 
 @pytest.mark.gpu(2)

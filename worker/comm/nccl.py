@@ -118,10 +118,7 @@ class NcclCollective:
         """See Collective.close."""
         if self._group is not None:
             group, self._group = self._group, None
-            if self._lost:
-                group.abort()
-            else:
-                group.shutdown()
+            group.abort()  # shutdown() waits for all ranks, and those of a worker end in turn
 
     def _call(self, name: str, *arguments: object) -> None:
         try:
