@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_ranks
-from worker.comm.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
+from worker.comm.custom import CustomCollective
+from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT
 from worker.errors import PeerLost
 from worker.kernels import all_reduce as kernels
 from worker.kernels.all_reduce import all_reduce_ref, one_shot_rms_norm

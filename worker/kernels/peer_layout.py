@@ -41,22 +41,27 @@ class PeerLayout:
 
     @property
     def flags(self) -> int:
+        """Where the flags begin."""
         return 4096
 
     @property
     def marked(self) -> int:
+        """Where the marked chunks begin."""
         return self.flags + 2 * CHANNELS * self.world * 8
 
     @property
     def slots(self) -> int:
+        """Where the slots begin."""
         return self.marked + CHANNELS * 2 * self.world * self.marked_piece * CHUNK_BYTES
 
     @property
     def buffers(self) -> int:
+        """Where the buffers begin."""
         return self.slots + CHANNELS * 2 * self.world * self.piece * CHUNK_BYTES
 
     @property
     def num_bytes(self) -> int:
+        """Of a region."""
         return self.buffers + NUM_BUFFERS * self.buffer_bytes
 
     def clear(self, region: Tensor) -> None:
