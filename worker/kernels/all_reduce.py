@@ -194,7 +194,7 @@ def _plus(a, b, dtype: tl.constexpr):
 @triton.jit
 def _push(words, bases, there, rank, mask, WORLD: tl.constexpr):
     """Writes this rank's words to the same place of every peer's region."""
-    for peer in tl.static_range(WORLD):
+    for peer in tl.static_range(0, WORLD):  # pyright: ignore
         store_peer_chunks(bases[peer] + there, words, mask & (peer != rank))
 
 
@@ -352,7 +352,7 @@ def _two_shot_kernel(
     turn = tl.load(turn_at) + 1
     ids = tl.arange(0, WORLD_2)
     regions = tl.zeros((WORLD_2,), tl.int64)
-    for peer in tl.static_range(WORLD):
+    for peer in tl.static_range(0, WORLD):
         regions = tl.where(ids == peer, bases[peer], regions)
     begun = FLAGS + channel * (WORLD * 8)
     ended = begun + CHANNELS * WORLD * 8
@@ -373,7 +373,7 @@ def _two_shot_kernel(
             x_s = bases[source] + tl.sum(tl.where(ids == source, theirs, 0), 0) * 16
             total = _plus(total, _values(load_peer_chunks(x_s + at * 16, inside), dtype), dtype)
         words = _words(total, dtype)
-        for peer in tl.static_range(WORLD):
+        for peer in tl.static_range(0, WORLD):
             x_p = bases[peer] + tl.sum(tl.where(ids == peer, theirs, 0), 0) * 16
             store_peer_chunks(x_p + at * 16, words, inside)
 
@@ -403,13 +403,13 @@ def _gather_kernel(
         first = tl.load(x + at * 2, inside, 0)
         second = tl.load(x + at * 2 + 1, inside, 0)
         there = slots + (rank.to(tl.int64) * PIECE + step * BLOCK + lanes) * 16
-        for peer in tl.static_range(WORLD):
+        for peer in tl.static_range(0, WORLD):
             store_marked(bases[peer] + there, first, second, turn, inside)
     for step in range(steps):
         at = (step * width + channel) * BLOCK + lanes
         inside = at < num_pairs
         slot = own + slots + (step * BLOCK + lanes) * 16
-        for source in tl.static_range(WORLD):
+        for source in tl.static_range(0, WORLD):
             first, second = poll_marked(slot + source * (PIECE * 16), turn, control, inside)
             to = out + (source * num_pairs + at) * 2
             tl.store(to, first, inside)
@@ -473,13 +473,13 @@ def one_shot_rms_norm(
     total = torch.empty_like(x) if total is None else total
     assert total.dtype == x.dtype
     assert total.shape == x.shape == residual.shape
-    strides = [_row_stride(residual), _row_stride(total)]
     row = row_bytes // CHUNK_BYTES
     block = max(32, power_of_two(row))
     programs = min(num_rows, CHANNELS)
     _one_shot_rms_norm_kernel[(programs,)](
         x, residual, weight, normed, total, memory.bases, memory.bases[memory.rank],
-        memory.control, memory.rank, num_rows, -(-num_rows // programs), *strides, eps,
+        memory.control, memory.rank, num_rows, -(-num_rows // programs),
+        _row_stride(residual), _row_stride(total), eps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
             ROW=row, BLOCK=block, num_warps=min(block // 32, 16),
