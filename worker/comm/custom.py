@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from typing import ClassVar
 
@@ -153,12 +154,12 @@ class CustomCollective:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See Collective.buffer; of memory that peers have mapped, if it is not too large."""
-        layout, flat = self.memory.layout, torch.empty(shape, dtype=dtype, device="meta")
-        if flat.nbytes > layout.buffer_bytes:
+        layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
+        if num_bytes > layout.buffer_bytes:
             return torch.empty(shape, dtype=dtype, device=self._device)
         start = layout.buffers + self._next_buffer * layout.buffer_bytes
         self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
-        return self._regions.region[start : start + flat.nbytes].view(dtype).view(shape)
+        return self._regions.region[start : start + num_bytes].view(dtype).view(shape)
 
     def check(self) -> None:
         """See Collective.check."""
