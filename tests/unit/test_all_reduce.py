@@ -147,7 +147,7 @@ if not INTERPRETED:
             assert ("griddepcontrol.wait" in ptx) is pdl
             assert re.search(r"ld\.relaxed\.sys\.global\.v(4\.b32|2\.b64)", ptx)
             assert re.search(r"st\.relaxed\.sys\.global\.v(4\.b32|2\.b64)", ptx)
-            told = "release" in ptx and "ld.acquire.sys" in ptx
+            told = "st.release.sys" in ptx and "ld.acquire.sys" in ptx
             assert told is (kernel is all_reduce._two_shot_kernel)
 
     @pytest.mark.parametrize("world", range(2, 9))

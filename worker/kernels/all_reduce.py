@@ -72,6 +72,7 @@ from worker.kernels.peer_memory import (
     poll_flags,
     poll_marked,
     store_chunks,
+    store_flags,
     store_marked,
     store_peer_chunks,
 )
@@ -329,8 +330,7 @@ def _tell(there, mark, value, ids, WORLD: tl.constexpr):
     """Sets this rank's flag at all ranks, after all that this program has written or read."""
     tl.debug_barrier()
     flag = (mark.to(tl.int64) << 32) | value
-    at = there.to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(at, tl.zeros_like(there) + flag, mask=ids < WORLD, sem="release", scope="sys")
+    store_flags(there, flag, ids < WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "share", "steps"])

@@ -82,6 +82,12 @@ def poll_marked(address, mark, control, mask):
 
 
 @triton.jit
+def store_flags(address, value, mask):
+    """See peer_ptx.store_flags."""
+    tl.store(address.to(tl.pointer_type(tl.int64)), value, mask)
+
+
+@triton.jit
 def poll_flags(address, mark, control, mask):
     """See peer_ptx.poll_flags."""
     at = address.to(tl.pointer_type(tl.int64))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     poll_chunks: Any
     store_marked: Any
     poll_marked: Any
+    store_flags: Any
     poll_flags: Any
 elif INTERPRETED:
     from worker.kernels.peer_interpreted import (
@@ -43,6 +44,7 @@ elif INTERPRETED:
         poll_flags,
         poll_marked,
         store_chunks,
+        store_flags,
         store_marked,
         store_peer_chunks,
     )
@@ -54,6 +56,7 @@ else:
         poll_flags,
         poll_marked,
         store_chunks,
+        store_flags,
         store_marked,
         store_peer_chunks,
     )
@@ -69,6 +72,7 @@ __all__ = [
     "poll_flags",
     "poll_marked",
     "store_chunks",
+    "store_flags",
     "store_marked",
     "store_peer_chunks",
 ]

@@ -189,6 +189,30 @@ def poll_marked(address, mark, control, mask):
 
 
 @triton.jit
+def store_flags(address, value, mask):
+    """Writes i64 flags to any GPU's memory, by the threads of the first warp: a release.
+
+    A store and no atomic: a PCIe link need not carry those. The first warp holds every element of
+    a tensor of up to 32.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred wanted;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 wanted, thread, 32;
+        setp.ne.and.s32 wanted, $3, 0, wanted;
+        @wanted st.release.sys.global.b64 [$1], $2;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,l,r", [address, value, mask.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def poll_flags(address, mark, control, mask):
     """The i64 flags at `address`, once the upper half of each is `mark`: an acquire."""
     return tl.inline_asm_elementwise(
