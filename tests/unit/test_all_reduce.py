@@ -110,7 +110,10 @@ def parts_of(call: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 def types_of(world: int, pointers: dict[str, str], integers: str) -> dict[str, Any]:
     """Of a kernel's arguments, for ptx_of."""
-    shared = {"bases": ("i64",) * world, "own": "i64", "control": "i64", "rank": "i32"}
+    shared: dict[str, Any] = {"own": "i64", "control": "i64", "rank": "i32"}
+    shared |= (
+        {"bases": ("i64",) * world} if "share" in integers else {"peers": ("i64",) * (world - 1)}
+    )
     return pointers | shared | dict.fromkeys(integers.split(), "i32")
 
 

@@ -193,10 +193,10 @@ def _plus(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def _push(words, bases, there, rank, mask, WORLD: tl.constexpr):
-    """Writes this rank's words to the same place of every peer's region."""
-    for peer in tl.static_range(0, WORLD):  # pyright: ignore
-        store_peer_chunks(bases[peer] + there, words, mask & (peer != rank))
+def _push(words, peers, there, mask, WORLD: tl.constexpr):
+    """Writes words to the same place of every peer's region."""
+    for nth in tl.static_range(0, WORLD - 1):  # pyright: ignore
+        store_peer_chunks(peers[nth] + there, words, mask)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "steps"])
 def _one_shot_kernel(
-    x, out, bases, own, control, rank, num_chunks, steps,
+    x, out, peers, own, control, rank, num_chunks, steps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def _one_shot_kernel(
         inside = at < num_chunks
         mine = _sendable(x_at + at * 16, inside)
         there = slots + (rank.to(tl.int64) * PIECE + step * BLOCK + lanes) * 16
-        _push(mine, bases, there, rank, inside, WORLD)
+        _push(mine, peers, there, inside, WORLD)
     for step in range(steps):
         at = (step * width + channel) * BLOCK + lanes
         inside = at < num_chunks
@@ -258,7 +258,7 @@ def _one_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "steps"])
 def _one_shot_rms_norm_kernel(
-    x, residual, weight, normed, total, bases, own, control, rank, num_rows, steps,
+    x, residual, weight, normed, total, peers, own, control, rank, num_rows, steps,
     stride_residual, stride_total, eps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
     ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -285,7 +285,7 @@ def _one_shot_rms_norm_kernel(
         inside = in_row & (row < num_rows)
         mine = _sendable(x_at + row * (ROW * 16), inside)
         there = slots + (rank.to(tl.int64) * PIECE + step * ROW + lanes) * 16
-        _push(mine, bases, there, rank, inside, WORLD)
+        _push(mine, peers, there, inside, WORLD)
     for step in range(steps):
         row = step * width + channel
         inside = in_row & (row < num_rows)
@@ -384,7 +384,7 @@ def _two_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_pairs", "steps"])
 def _gather_kernel(
-    x, out, bases, own, control, rank, num_pairs, steps,
+    x, out, peers, own, control, rank, num_pairs, steps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, MARKED: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -403,8 +403,9 @@ def _gather_kernel(
         first = tl.load(x + at * 2, inside, 0)
         second = tl.load(x + at * 2 + 1, inside, 0)
         there = slots + (rank.to(tl.int64) * PIECE + step * BLOCK + lanes) * 16
-        for peer in tl.static_range(0, WORLD):
-            store_marked(bases[peer] + there, first, second, turn, inside)
+        store_marked(own + there, first, second, turn, inside)
+        for nth in tl.static_range(0, WORLD - 1):
+            store_marked(peers[nth] + there, first, second, turn, inside)
     for step in range(steps):
         at = (step * width + channel) * BLOCK + lanes
         inside = at < num_pairs
@@ -440,7 +441,7 @@ def one_shot(
     tiles = tiles or one_shot_tiles(num_chunks)
     assert tiles.steps * tiles.block <= layout.piece
     _one_shot_kernel[(tiles.programs,)](
-        x, out, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
+        x, out, memory.peers, memory.own, memory.control, memory.rank,
         num_chunks, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
@@ -477,7 +478,7 @@ def one_shot_rms_norm(
     block = max(32, power_of_two(row))
     programs = min(num_rows, CHANNELS)
     _one_shot_rms_norm_kernel[(programs,)](
-        x, residual, weight, normed, total, memory.bases, memory.bases[memory.rank],
+        x, residual, weight, normed, total, memory.peers, memory.own,
         memory.control, memory.rank, num_rows, -(-num_rows // programs),
         _row_stride(residual), _row_stride(total), eps,
         **overlap(
@@ -508,7 +509,7 @@ def two_shot(memory: PeerMemory, x: Tensor, tiles: Tiles | None = None) -> Tenso
     num_chunks, layout = chunks_of(x), memory.layout
     tiles = tiles or two_shot_tiles(num_chunks, layout.world)
     _two_shot_kernel[(tiles.programs,)](
-        x, memory.bases, memory.bases[memory.rank], memory.control, memory.rank, num_chunks,
+        x, memory.bases, memory.own, memory.control, memory.rank, num_chunks,
         share_of(num_chunks, layout.world), tiles.steps,
         **overlap(
             x, WORLD=layout.world, WORLD_2=power_of_two(layout.world), CHANNELS=CHANNELS,
@@ -528,7 +529,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     tiles = Tiles.of(num_pairs, GATHER_BLOCK)
     source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
     _gather_kernel[(tiles.programs,)](
-        source, to, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
+        source, to, memory.peers, memory.own, memory.control, memory.rank,
         num_pairs, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, MARKED=layout.marked,
