@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.comm.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
+from worker.comm.custom import CustomCollective
 from worker.comm.gloo import GlooCollective
+from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT
 from worker.kernels import all_reduce as kernels
 from worker.kernels.peer_layout import (
     PeerLayout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import threading
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_ranks
-from worker.comm.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
+from worker.comm.custom import CustomCollective
+from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT
 from worker.errors import PeerLost
 from worker.kernels import all_reduce as kernels
 from worker.kernels.all_reduce import all_reduce_ref, one_shot_rms_norm
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.gpu(2)
 
 NUM_CALLS = 100_000
 GRAPH_CALLS, MAX_REPLAYS, NUM_GRAPHS = 25, 40, 4
-LATE_S = 2.0
+LATE_S, HANG_S = 2.0, 120.0
 FUSED, GATHER = "fused", "gather"
 KINDS = (ONE_SHOT, ONE_SHOT, ONE_SHOT, FUSED, FUSED, TWO_SHOT, TWO_SHOT, NCCL, GATHER)
 FUSED_WIDTHS = (1000, 4096)  # each is compiled by itself
@@ -37,6 +39,13 @@ SHAPES = (
     (1, 4096), (2, 4096), (7, 1024), (1, 8), (16, 4096), (33, 2048), (64, 4096), (5, 8192),
     (130, 4096), (512, 4096), (300, 1000),
 )  # fmt: skip
+
+
+def join(rank: int, world: int, init_method: str) -> CustomCollective:
+    """This process's end; one that hangs in spite of all ends with a trace."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    torch.cuda.set_device(rank)
+    return CustomCollective(rank, world, torch.device("cuda", rank), init_method)
 
 
 class Case:
@@ -79,15 +88,13 @@ class Calls:
     def __init__(
         self, rank: int, world: int, init_method: str, dtypes: Sequence[torch.dtype]
     ) -> None:
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
-        self.collective = CustomCollective(rank, world, device, init_method)
+        self.collective = join(rank, world, init_method)
         self.rank, self.layout = rank, self.collective.memory.layout
         self.order, self.skew = random.Random(0), random.Random(rank)
         numbers = enumerate((shape, dtype) for dtype in dtypes for shape in SHAPES)
         self.cases = [Case(i, shape, dtype, world) for i, (shape, dtype) in numbers]
-        self.bad = torch.zeros((), dtype=torch.int64, device=device)
-        self.digest = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.digest = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def call(self, case: Case, kind: str, registered: bool) -> None:
         """One call and its check."""
@@ -191,9 +198,7 @@ def test_calls_in_a_row_are_right_on_all_ranks(pdl: bool, tmp_path: Path) -> Non
 
 def after_products(rank: int, world: int, init_method: str) -> None:
     """A product stores into a buffer; its all-reduce and what reads that follow at once."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    collective = CustomCollective(rank, world, device, init_method)
+    collective, device = join(rank, world, init_method), torch.device("cuda", rank)
     generator = torch.Generator(device).manual_seed(rank)
     weights = torch.randn((4, 4096, 1024), generator=generator, device=device).bfloat16() / 32
     tile = choose(8, 4096, 1024)
@@ -224,8 +229,7 @@ def test_a_sum_waits_for_the_product_before_it(tmp_path: Path) -> None:
 
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:
-    torch.cuda.set_device(rank)
-    collective = CustomCollective(rank, world, torch.device("cuda", rank), init_method)
+    collective = join(rank, world, init_method)
     collective.timeout_s = LATE_S
     x = collective.buffer((16, 4096), torch.bfloat16).zero_()
     collective.all_reduce_by(algorithm, x)
@@ -260,11 +264,9 @@ def test_a_killed_rank_ends_the_calls_of_the_others(algorithm: str, tmp_path: Pa
 
 
 def calibrated(rank: int, world: int, init_method: str) -> None:
-    torch.cuda.set_device(rank)
-    collective = CustomCollective(rank, world, torch.device("cuda", rank), init_method)
+    collective = join(rank, world, init_method)
     collective.calibrate()
-    table = collective.table
-    assert table[0][1] == ONE_SHOT
+    assert collective.table[0][1] == ONE_SHOT
     collective.calibrate()
     x = torch.ones(8, 4096, dtype=torch.bfloat16, device="cuda")
     assert bool((collective.all_reduce(x) == world).all())

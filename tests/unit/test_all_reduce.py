@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED
+from tests.support import pairwise
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.processes import run_ranks
+from worker.kernels import all_reduce
 from worker.kernels.all_reduce import (
     all_reduce_ref,
     gather,
@@ -17,7 +24,21 @@ from worker.kernels.all_reduce import (
     one_shot_rms_norm,
     two_shot,
 )
-from worker.kernels.peer_layout import PeerLayout, PeerMemory
+from worker.kernels.jit import HAS_TRITON
+from worker.kernels.launch import power_of_two
+from worker.kernels.peer_layout import (
+    CHANNELS,
+    GATHER_BLOCK,
+    PeerLayout,
+    PeerMemory,
+    fits_fused,
+    fits_gather,
+    fits_one_shot,
+    one_shot_tiles,
+    share_of,
+    two_shot_tiles,
+)
+from worker.kernels.peer_memory import FAULT
 from worker.kernels.rms_norm import rms_norm_ref
 
 HANG_NS = 60 * 10**9
@@ -43,7 +64,8 @@ class Rank:
 
     def __init__(self, rank: int, regions: list[Tensor], limit_ns: int = HANG_NS) -> None:
         torch.set_num_threads(1)
-        self.rank, self.world, self.region = rank, len(regions), regions[rank]
+        self.rank, self.world, self.regions = rank, len(regions), regions
+        self.region = regions[rank]
         self.control = torch.tensor([0, limit_ns])
         self.layout = PeerLayout(self.world, BUFFER_BYTES)
         bases = tuple(region.data_ptr() for region in regions)
@@ -86,16 +108,86 @@ def parts_of(call: int, world: int, shape: tuple[int, ...], dtype: torch.dtype) 
     return list(parts)
 
 
-if INTERPRETED:
+def types_of(world: int, pointers: dict[str, str], integers: str) -> dict[str, Any]:
+    """Of a kernel's arguments, for ptx_of."""
+    shared: dict[str, Any] = {"own": "i64", "control": "i64", "rank": "i32"}
+    shared |= (
+        {"bases": ("i64",) * world} if "share" in integers else {"peers": ("i64",) * (world - 1)}
+    )
+    return pointers | shared | dict.fromkeys(integers.split(), "i32")
 
-    def sum_everything(rank: int, regions: list[Tensor], num_calls: int, seed: int) -> None:
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    @pytest.mark.parametrize("pdl", [False, True])
+    @pytest.mark.parametrize(("world", "dtype"), [(2, "bf16"), (3, "fp16"), (8, "fp32")])
+    def test_the_kernels_compile_for_hopper_without_one(world: int, dtype: str, pdl: bool) -> None:
+        layout = PeerLayout(world)
+        options = {"launch_pdl": True} if pdl else {}
+        shared = {"WORLD": world, "CHANNELS": CHANNELS, "PDL": pdl}
+        slots = {"SLOTS": layout.slots, "PIECE": layout.piece}
+        cases: list[tuple[Any, dict[str, Any], dict[str, Any], int]] = []
+        pointers = dict.fromkeys(("x", "out"), f"*{dtype}")
+        types = types_of(world, pointers, "num_chunks steps")
+        for block in (256, 1024):
+            constants = shared | slots | {"BLOCK": block}
+            cases.append((all_reduce._one_shot_kernel, types, constants, 8))
+        names = "x", "residual", "weight", "normed", "total"
+        types = types_of(
+            world, dict.fromkeys(names, f"*{dtype}"), "num_rows steps stride_residual stride_total"
+        )
+        constants = shared | slots | {"ROW": 500, "BLOCK": 512}
+        fused = all_reduce._one_shot_rms_norm_kernel, types | {"eps": "fp32"}, constants, 16
+        types = types_of(world, {"x": f"*{dtype}"}, "num_chunks share steps")
+        constants = {"WORLD_2": power_of_two(world), "FLAGS": layout.flags, "BLOCK": 1024}
+        two_shots = all_reduce._two_shot_kernel, types, shared | constants, 16
+        types = types_of(world, {"x": "*i32", "out": "*i32"}, "num_pairs steps")
+        constants = {"MARKED": layout.marked, "PIECE": layout.marked_piece, "BLOCK": GATHER_BLOCK}
+        gathers = all_reduce._gather_kernel, types, shared | constants, 4
+        for kernel, types, constants, num_warps in (*cases, fused, two_shots, gathers):
+            ptx = ptx_of(kernel, types, constants, num_warps=num_warps, **options)
+            assert ("griddepcontrol.wait" in ptx) is pdl
+            assert re.search(r"ld\.relaxed\.sys\.global\.v(4\.b32|2\.b64)", ptx)
+            assert re.search(r"st\.relaxed\.sys\.global\.v(4\.b32|2\.b64)", ptx)
+            told = "st.release.sys" in ptx and "ld.acquire.sys" in ptx
+            assert told is (kernel is all_reduce._two_shot_kernel)
+
+    @pytest.mark.parametrize("world", range(2, 9))
+    def test_regions_hold_what_is_cut_for_them(world: int) -> None:
+        layout = PeerLayout(world)
+        edges = layout.flags, layout.marked, layout.slots, layout.buffers, layout.num_bytes
+        assert sorted(edges) == list(edges)
+        assert all(edge % 128 == 0 for edge in edges)
+        assert layout.flags >= 3 * CHANNELS * 4, "turns end before"
+        for num_bytes in (16, 4096, 100_000, 1 << 20, 1 << 23, 1 << 26):
+            chunks = num_bytes // 16
+            for tiles in (one_shot_tiles(chunks), two_shot_tiles(chunks, world)):
+                assert 0 < tiles.programs <= CHANNELS
+            tiles = one_shot_tiles(chunks)
+            assert tiles.programs * tiles.steps * tiles.block >= chunks
+            share, tiles = share_of(chunks, world), two_shot_tiles(chunks, world)
+            assert share * world >= chunks
+            assert tiles.programs * tiles.steps * tiles.block >= share
+        assert fits_one_shot(layout, 1 << 20)
+        assert not fits_one_shot(layout, 1 << 26)
+        assert fits_fused(layout, 128, 16384)
+        assert not fits_fused(layout, 1, 1000), "rows are whole chunks"
+        assert not fits_fused(layout, 1, 65536), "a row is held in registers"
+        assert fits_gather(layout, 8)
+        assert not fits_gather(layout, 4)
+        assert not fits_gather(layout, 1 << 20)
+
+else:
+
+    def sum_everything(rank: int, regions: list[Tensor], digests: Tensor, num_calls: int) -> None:
         """Algorithms, dtypes and sizes change from call to call, in the same order everywhere."""
         here = Rank(rank, regions)
-        order = torch.Generator().manual_seed(seed)
+        order = torch.Generator().manual_seed(here.world)
         dtypes = list(BITS)
         for call in range(num_calls):
             kind, rows, dtype_of = (
-                int(torch.randint(0, n, (1,), generator=order)) for n in (4, 5, 3)
+                int(torch.randint(0, n, (1,), generator=order)) for n in (5, 5, 3)
             )
             dtype, shape = dtypes[dtype_of], (rows + 1, 136)
             parts = parts_of(call, here.world, shape, dtype)
@@ -103,22 +195,127 @@ if INTERPRETED:
             if (call + rank) % 7 == 0:
                 time.sleep(0.002)
             if kind == 0:
-                here.check(one_shot(here.memory, x), total)
+                found = two_shot(here.memory, here.buffer(x, call % 3))
+                here.check(found, total)
             elif kind == 1:
-                here.check(two_shot(here.memory, here.buffer(x, call % 3)), total)
-            elif kind == 2:
                 residual, weight = parts_of(1000 + call, 2, shape, dtype)
-                found = one_shot_rms_norm(here.memory, x, residual, weight[0], 1e-6)
+                # The new residual goes to a column of features.
+                taps = torch.zeros(shape[0], 3 * shape[1], dtype=dtype)
+                tap = taps[:, shape[1] : 2 * shape[1]]
+                normed, found = one_shot_rms_norm(here.memory, x, residual, weight[0], 1e-6, tap)
+                assert found is tap
                 summed = sum_of([total, residual])
-                normed = rms_norm_ref(summed, weight[0], 1e-6)
-                here.check(found[1], summed)
-                good = ~(normed.isnan() | found[0].isnan())
-                assert torch.equal(normed.isnan(), found[0].isnan())
-                torch.testing.assert_close(found[0][good], normed[good], rtol=1e-2, atol=1e-5)
+                here.check(found.contiguous(), summed)
+                wanted = rms_norm_ref(summed, weight[0], 1e-6)
+                torch.testing.assert_close(normed, wanted, rtol=1e-2, atol=1e-5, equal_nan=True)
+                assert torch.equal(x.view(BITS[dtype]), parts[rank].view(BITS[dtype])), "x is kept"
+            elif kind == 2:
+                found = gather(here.memory, x)
+                assert torch.equal(found.view(torch.uint8), torch.stack(parts).view(torch.uint8))
             else:
-                gathered = gather(here.memory, x)
-                assert torch.equal(gathered.view(torch.uint8), torch.stack(parts).view(torch.uint8))
+                found = one_shot(here.memory, x)
+                assert found is x
+                here.check(found, total)
+            bits = found.contiguous().view(BITS[dtype]).to(torch.int64).sum()
+            digests[rank] = digests[rank] * 31 + bits
 
     @pytest.mark.parametrize("world", [2, 3])
     def test_sums_are_those_of_the_ranks_in_their_order(world: int) -> None:
-        run_ranks(sum_everything, regions_of(world), 60, world, num_ranks=world)
+        """And the same everywhere to the last bit, NaNs too."""
+        digests = torch.zeros(world, dtype=torch.int64).share_memory_()
+        num_calls = 300 if pairwise.whole else 36
+        run_ranks(sum_everything, regions_of(world), digests, num_calls, num_ranks=world)
+        assert digests[0] != 0
+        assert (digests == digests[0]).all()
+
+    def hold(function: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*arguments: Any) -> Any:
+            time.sleep(0.02)
+            return function(*arguments)
+
+        return held
+
+    def sum_in_hard_times(rank: int, regions: list[Tensor], path: str) -> None:
+        """Ranks come late to a call, and are slow to read; by the kernels in a file."""
+        here = Rank(rank, regions, limit_ns=10**9)
+        spec = spec_from_file_location("changed_kernels", path)
+        assert spec is not None
+        assert spec.loader is not None
+        kernels: Any = module_from_spec(spec)
+        spec.loader.exec_module(kernels)
+        if rank == 0:  # slow to read what has come
+            kernels.poll_chunks = hold(kernels.poll_chunks)
+            kernels.load_peer_chunks = hold(kernels.load_peer_chunks)
+        for call in range(5):
+            parts = parts_of(3 * call, here.world, (1, 64), torch.float32)
+            if rank == 1:  # late to the call
+                time.sleep(0.02)
+            here.check(kernels.one_shot(here.memory, parts[rank].clone()), all_reduce_ref(parts))
+        for call in range(2):
+            parts = parts_of(call, here.world, (3, 64), torch.float32)
+            x = here.buffer(parts[rank])
+            if rank == 1:
+                time.sleep(0.02)
+            here.check(kernels.two_shot(here.memory, x).clone(), all_reduce_ref(parts))
+
+    MUTANTS = {
+        "none": ("", ""),
+        "one set of slots": ("(turn & 1)", "(turn & 0)"),
+        "ABSENT is sent": ("0x7FFF7FFF", "-1"),
+        "slots are not reset": ("store_chunks(slot, (absent, absent, absent, absent), sent)", "0"),
+        "a rank's own part first": (
+            "for source in tl.static_range(1, WORLD):\n"
+            "        part = _take(mine, slot + source * (PIECE * 16), source, rank",
+            "for nth in tl.static_range(1, WORLD):\n"
+            "        source = (rank + nth) % WORLD\n"
+            "        part = _take(mine, slot + source * (PIECE * 16), source, rank",
+        ),
+        "no wait for the others' x": (
+            "poll_flags(own + begun + ids * 8, turn, control, ids < WORLD) & 0xFFFFFFFF",
+            "ids.to(tl.int64) * 0 + here",
+        ),
+        "no wait for the others' sums": (
+            "    poll_flags(own + ended + ids * 8, turn, control, ids < WORLD)\n",
+            "",
+        ),
+    }
+
+    @pytest.mark.parametrize("name", MUTANTS)
+    def test_each_part_of_the_protocol_is_needed(name: str, tmp_path: Path) -> None:
+        before, after = MUTANTS[name]
+        text = Path(all_reduce.__file__).read_text()
+        assert before in text
+        if name == "a rank's own part first":
+            first = "_take(mine, slot, 0, rank, control, mask)"
+            assert first in text
+            text = text.replace(first, first.replace("slot, 0", OWN_SLOT))
+        path = tmp_path / "kernels.py"
+        path.write_text(text.replace(before, after))
+        arguments = sum_in_hard_times, regions_of(3), str(path)
+        if name == "none":
+            run_ranks(*arguments, num_ranks=3)
+        else:
+            with pytest.raises(Exception, match="AssertionError"):
+                run_ranks(*arguments, num_ranks=3)
+
+    OWN_SLOT = "slot + rank * (PIECE * 16), rank"
+
+    @pytest.mark.parametrize("kind", ["one_shot", "two_shot", "gather", "fused"])
+    def test_a_peer_that_never_comes_sets_the_fault(kind: str) -> None:
+        here = Rank(0, regions_of(2), limit_ns=10**7)
+        x = here.buffer(torch.ones(2, 64))
+        assert here.control[FAULT] == 0
+        for _ in range(3):
+            if kind == "fused":
+                one_shot_rms_norm(here.memory, x, x, x[0], 1e-6)
+            else:
+                getattr(all_reduce, kind)(here.memory, x)
+            assert here.control[FAULT] == 1
+
+    def come_late(rank: int, regions: list[Tensor]) -> None:
+        here = Rank(rank, regions, limit_ns=20 * 10**9)
+        time.sleep(0.3 * rank)
+        here.check(one_shot(here.memory, torch.ones(1, 64)), torch.full((1, 64), 2.0))
+
+    def test_a_peer_that_is_late_is_waited_for() -> None:
+        run_ranks(come_late, regions_of(2), num_ranks=2)

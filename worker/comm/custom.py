@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
+import math
 import time
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,10 +16,18 @@ from worker.comm.base import join_parts
 from worker.comm.meet import TIMEOUT_S, exchange, meet
 from worker.comm.nccl import NcclCollective
 from worker.comm.peers import PeerRegions
+from worker.comm.table import (
+    NCCL,
+    ONE_SHOT,
+    TWO_SHOT,
+    choose,
+    default_table,
+    measure,
+    table_of,
+)
 from worker.errors import PeerLost, Unsupported, WorldError
 from worker.kernels.all_reduce import DTYPES, gather, one_shot, one_shot_rms_norm, two_shot
 from worker.kernels.peer_layout import (
-    MIB,
     NUM_BUFFERS,
     PeerLayout,
     PeerMemory,
@@ -33,39 +40,18 @@ from worker.kernels.rms_norm import add_rms_norm
 
 log = logging.getLogger("kvlane.comm")
 
-ONE_SHOT, TWO_SHOT, NCCL = "one_shot", "two_shot", "nccl"
-ALGORITHMS = (ONE_SHOT, TWO_SHOT, NCCL)
 MAX_SIZE = 8  # ranks
 CLOSE_S = 2.0  # for peers to be done with this rank's memory
-MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
-MEASURED_CALLS, MEASURED_REPLAYS = 40, 5
-
-# Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
-Table = Sequence[tuple[int, str]]
 
 
-def default_table(size: int) -> Table:
-    """What holds until `calibrate` has measured: by the traffic that each algorithm makes."""
-    return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
+def pinned_zeros(count: int) -> Tensor:
+    """i64 [count], which host and device see under one address."""
+    return torch.zeros(count, dtype=torch.int64).pin_memory()
 
 
-def choose(table: Table, num_bytes: int) -> str:
-    """The algorithm for a message of so many bytes."""
-    return next((name for limit, name in table if num_bytes <= limit), NCCL)
-
-
-def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """The fastest algorithm for each size measured, sizes of one algorithm in one row.
-
-    times: bytes -> algorithm -> seconds. A size stands for those up to it, from the one before on.
-    """
-    rows: list[tuple[int, str]] = []
-    for num_bytes, took in sorted(times.items()):
-        best = min(took, key=lambda name: (took[name], name))
-        if rows and rows[-1][1] == best:
-            rows.pop()
-        rows.append((num_bytes, best))
-    return tuple(rows)
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device has been given."""
+    torch.cuda.synchronize(device)
 
 
 class CustomCollective:
@@ -101,8 +87,7 @@ class CustomCollective:
         except (WorldError, Unsupported):
             self._nccl.close()
             raise
-        # In pinned memory, which host and device see under one address.
-        self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int64).pin_memory()
+        self._control = pinned_zeros(CONTROL_WORDS)
         self.timeout_s = TIMEOUT_S
         control = self._control.data_ptr()
         self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
@@ -168,12 +153,12 @@ class CustomCollective:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See Collective.buffer; of memory that peers have mapped, if it is not too large."""
-        layout, flat = self.memory.layout, torch.empty(shape, dtype=dtype, device="meta")
-        if flat.nbytes > layout.buffer_bytes:
+        layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
+        if num_bytes > layout.buffer_bytes:
             return torch.empty(shape, dtype=dtype, device=self._device)
         start = layout.buffers + self._next_buffer * layout.buffer_bytes
         self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
-        return self._regions.region[start : start + flat.nbytes].view(dtype).view(shape)
+        return self._regions.region[start : start + num_bytes].view(dtype).view(shape)
 
     def check(self) -> None:
         """See Collective.check."""
@@ -191,7 +176,7 @@ class CustomCollective:
         if self._closed:
             return
         self._closed = True
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         if self._control[FAULT]:
             self._nccl.abort()
         else:
@@ -216,9 +201,7 @@ class CustomCollective:
         Raises:
             PeerLost: a rank did not come in time.
         """
-        meet = _captured(self, ONE_SHOT, self.buffer((4096,), torch.bfloat16).zero_())
-        sizes = [n for n in MEASURED_BYTES if n <= self.memory.layout.buffer_bytes]
-        times = {n: _times(self, n, meet) for n in sizes}
+        times = measure(self, self.memory.layout, self._device)
         self.check()
         self._num_calibrations += 1
         key = f"table {self._num_calibrations}"
@@ -228,39 +211,4 @@ class CustomCollective:
         digests = exchange(self._store, f"{key} digest", self.rank, self.size, digest)
         assert len(set(digests)) == 1, "ranks choose algorithms by different tables"
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
-        log.info("all-reduce of %d ranks: %s, then nccl", self.size, rows)
-
-
-def _times(ranks: CustomCollective, num_bytes: int, meet: torch.cuda.CUDAGraph) -> dict[str, float]:
-    """Seconds of one call by each algorithm, in a graph of MEASURED_CALLS.
-
-    meet: calls that go before, while which each host launches what is measured.
-    """
-    ways = [TWO_SHOT, NCCL]
-    if fits_one_shot(ranks.memory.layout, num_bytes):
-        ways.append(ONE_SHOT)
-    x = ranks.buffer((num_bytes // 2,), torch.bfloat16).zero_()
-    found: dict[str, float] = {}
-    for name in ways:
-        graph = _captured(ranks, name, x)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        took: list[float] = []
-        for _ in range(MEASURED_REPLAYS):
-            meet.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
-        found[name] = statistics.median(took[1:])
-    return found
-
-
-def _captured(ranks: CustomCollective, algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
-    ranks.all_reduce_by(algorithm, x)  # compiled, before the capture
-    torch.cuda.synchronize(x.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(MEASURED_CALLS):
-            ranks.all_reduce_by(algorithm, x)
-    return graph
+        log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)

@@ -72,6 +72,7 @@ from worker.kernels.peer_memory import (
     poll_flags,
     poll_marked,
     store_chunks,
+    store_flags,
     store_marked,
     store_peer_chunks,
 )
@@ -192,10 +193,10 @@ def _plus(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def _push(words, bases, there, rank, mask, WORLD: tl.constexpr):
-    """Writes this rank's words to the same place of every peer's region."""
-    for peer in tl.static_range(WORLD):
-        store_peer_chunks(bases[peer] + there, words, mask & (peer != rank))
+def _push(words, peers, there, mask, WORLD: tl.constexpr):
+    """Writes words to the same place of every peer's region."""
+    for nth in tl.static_range(0, WORLD - 1):  # pyright: ignore
+        store_peer_chunks(peers[nth] + there, words, mask)
 
 
 @triton.jit
@@ -220,7 +221,7 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "steps"])
 def _one_shot_kernel(
-    x, out, bases, own, control, rank, num_chunks, steps,
+    x, out, peers, own, control, rank, num_chunks, steps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +245,7 @@ def _one_shot_kernel(
         inside = at < num_chunks
         mine = _sendable(x_at + at * 16, inside)
         there = slots + (rank.to(tl.int64) * PIECE + step * BLOCK + lanes) * 16
-        _push(mine, bases, there, rank, inside, WORLD)
+        _push(mine, peers, there, inside, WORLD)
     for step in range(steps):
         at = (step * width + channel) * BLOCK + lanes
         inside = at < num_chunks
@@ -257,7 +258,7 @@ def _one_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "steps"])
 def _one_shot_rms_norm_kernel(
-    x, residual, weight, normed, total, bases, own, control, rank, num_rows, steps,
+    x, residual, weight, normed, total, peers, own, control, rank, num_rows, steps,
     stride_residual, stride_total, eps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
     ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -284,7 +285,7 @@ def _one_shot_rms_norm_kernel(
         inside = in_row & (row < num_rows)
         mine = _sendable(x_at + row * (ROW * 16), inside)
         there = slots + (rank.to(tl.int64) * PIECE + step * ROW + lanes) * 16
-        _push(mine, bases, there, rank, inside, WORLD)
+        _push(mine, peers, there, inside, WORLD)
     for step in range(steps):
         row = step * width + channel
         inside = in_row & (row < num_rows)
@@ -329,8 +330,7 @@ def _tell(there, mark, value, ids, WORLD: tl.constexpr):
     """Sets this rank's flag at all ranks, after all that this program has written or read."""
     tl.debug_barrier()
     flag = (mark.to(tl.int64) << 32) | value
-    at = there.to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(at, tl.zeros_like(there) + flag, mask=ids < WORLD, sem="release", scope="sys")
+    store_flags(there, flag, ids < WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "share", "steps"])
@@ -352,7 +352,7 @@ def _two_shot_kernel(
     turn = tl.load(turn_at) + 1
     ids = tl.arange(0, WORLD_2)
     regions = tl.zeros((WORLD_2,), tl.int64)
-    for peer in tl.static_range(WORLD):
+    for peer in tl.static_range(0, WORLD):
         regions = tl.where(ids == peer, bases[peer], regions)
     begun = FLAGS + channel * (WORLD * 8)
     ended = begun + CHANNELS * WORLD * 8
@@ -373,7 +373,7 @@ def _two_shot_kernel(
             x_s = bases[source] + tl.sum(tl.where(ids == source, theirs, 0), 0) * 16
             total = _plus(total, _values(load_peer_chunks(x_s + at * 16, inside), dtype), dtype)
         words = _words(total, dtype)
-        for peer in tl.static_range(WORLD):
+        for peer in tl.static_range(0, WORLD):
             x_p = bases[peer] + tl.sum(tl.where(ids == peer, theirs, 0), 0) * 16
             store_peer_chunks(x_p + at * 16, words, inside)
 
@@ -384,7 +384,7 @@ def _two_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_pairs", "steps"])
 def _gather_kernel(
-    x, out, bases, own, control, rank, num_pairs, steps,
+    x, out, peers, own, control, rank, num_pairs, steps,
     WORLD: tl.constexpr, CHANNELS: tl.constexpr, MARKED: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -403,13 +403,14 @@ def _gather_kernel(
         first = tl.load(x + at * 2, inside, 0)
         second = tl.load(x + at * 2 + 1, inside, 0)
         there = slots + (rank.to(tl.int64) * PIECE + step * BLOCK + lanes) * 16
-        for peer in tl.static_range(WORLD):
-            store_marked(bases[peer] + there, first, second, turn, inside)
+        store_marked(own + there, first, second, turn, inside)
+        for nth in tl.static_range(0, WORLD - 1):
+            store_marked(peers[nth] + there, first, second, turn, inside)
     for step in range(steps):
         at = (step * width + channel) * BLOCK + lanes
         inside = at < num_pairs
         slot = own + slots + (step * BLOCK + lanes) * 16
-        for source in tl.static_range(WORLD):
+        for source in tl.static_range(0, WORLD):
             first, second = poll_marked(slot + source * (PIECE * 16), turn, control, inside)
             to = out + (source * num_pairs + at) * 2
             tl.store(to, first, inside)
@@ -440,7 +441,7 @@ def one_shot(
     tiles = tiles or one_shot_tiles(num_chunks)
     assert tiles.steps * tiles.block <= layout.piece
     _one_shot_kernel[(tiles.programs,)](
-        x, out, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
+        x, out, memory.peers, memory.own, memory.control, memory.rank,
         num_chunks, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
@@ -473,13 +474,13 @@ def one_shot_rms_norm(
     total = torch.empty_like(x) if total is None else total
     assert total.dtype == x.dtype
     assert total.shape == x.shape == residual.shape
-    strides = [_row_stride(residual), _row_stride(total)]
     row = row_bytes // CHUNK_BYTES
     block = max(32, power_of_two(row))
     programs = min(num_rows, CHANNELS)
     _one_shot_rms_norm_kernel[(programs,)](
-        x, residual, weight, normed, total, memory.bases, memory.bases[memory.rank],
-        memory.control, memory.rank, num_rows, -(-num_rows // programs), *strides, eps,
+        x, residual, weight, normed, total, memory.peers, memory.own,
+        memory.control, memory.rank, num_rows, -(-num_rows // programs),
+        _row_stride(residual), _row_stride(total), eps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
             ROW=row, BLOCK=block, num_warps=min(block // 32, 16),
@@ -508,7 +509,7 @@ def two_shot(memory: PeerMemory, x: Tensor, tiles: Tiles | None = None) -> Tenso
     num_chunks, layout = chunks_of(x), memory.layout
     tiles = tiles or two_shot_tiles(num_chunks, layout.world)
     _two_shot_kernel[(tiles.programs,)](
-        x, memory.bases, memory.bases[memory.rank], memory.control, memory.rank, num_chunks,
+        x, memory.bases, memory.own, memory.control, memory.rank, num_chunks,
         share_of(num_chunks, layout.world), tiles.steps,
         **overlap(
             x, WORLD=layout.world, WORLD_2=power_of_two(layout.world), CHANNELS=CHANNELS,
@@ -528,7 +529,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     tiles = Tiles.of(num_pairs, GATHER_BLOCK)
     source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
     _gather_kernel[(tiles.programs,)](
-        source, to, memory.bases, memory.bases[memory.rank], memory.control, memory.rank,
+        source, to, memory.peers, memory.own, memory.control, memory.rank,
         num_pairs, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, MARKED=layout.marked,

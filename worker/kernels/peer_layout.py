@@ -79,9 +79,19 @@ class PeerMemory:
     bases: tuple[int, ...]  # where each rank's region is mapped here; [rank] is this rank's own
     control: int  # address of i64 [2]: fault, limit_ns
 
+    @property
+    def own(self) -> int:
+        """Where this rank's region is."""
+        return self.bases[self.rank]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Where those of the others are, each rank beginning with another one."""
+        return self.bases[self.rank + 1 :] + self.bases[: self.rank]
+
     def offset(self, x: Tensor) -> int | None:
         """Where x lies in this rank's buffers; None: somewhere else."""
-        at = x.data_ptr() - self.bases[self.rank]
+        at = x.data_ptr() - self.own
         inside = self.layout.buffers <= at <= self.layout.num_bytes - x.nbytes
         return at if inside else None
 

@@ -12,304 +12,67 @@ host memory, `fault` and `limit_ns`. A poll that lasts longer than the limit set
 poll that sees the fault set ends. Only polls that have failed a thousand times look there, so the
 two words cost nothing where nobody is late, and all polls of a step with a lost peer end together.
 
-Under the interpreter the same functions are plain loads and stores of this process's memory.
+The functions are PTX (`peer_ptx`), or plain loads and stores of this process's memory where kernels
+run under the interpreter (`peer_interpreted`).
 """
 
 from __future__ import annotations
 
-import time
+from typing import TYPE_CHECKING, Any
 
-from worker.kernels.jit import INTERPRETED, tl, triton
+from worker.kernels.jit import INTERPRETED
 
 CHUNK_BYTES = 16
 CONTROL_WORDS = 2  # fault, limit_ns
 FAULT, LIMIT_NS = range(CONTROL_WORDS)
 
-if INTERPRETED:
-
-    def _expired(control, since: int) -> bool:
-        """Whether a poll that began at `since` ends without what it waits for."""
-        time.sleep(0)
-        at = control.to(tl.pointer_type(tl.int64))
-        if time.monotonic_ns() - since > int(tl.load(at + 1)):
-            tl.store(at, 1)
-        return bool(tl.load(at) != 0)
-
-    @triton.jit
-    def load_chunks(address, mask):
-        at = address.to(tl.pointer_type(tl.int32))
-        return (
-            tl.load(at, mask, 0),
-            tl.load(at + 1, mask, 0),
-            tl.load(at + 2, mask, 0),
-            tl.load(at + 3, mask, 0),
-        )
-
-    @triton.jit
-    def store_chunks(address, words, mask):
-        at = address.to(tl.pointer_type(tl.int32))
-        tl.store(at, words[0], mask)
-        tl.store(at + 1, words[1], mask)
-        tl.store(at + 2, words[2], mask)
-        tl.store(at + 3, words[3], mask)
-
-    load_peer_chunks, store_peer_chunks = load_chunks, store_chunks
-
-    @triton.jit
-    def poll_chunks(address, absent, control, mask):
-        a, b, c, d = load_chunks(address, mask)
-        since = time.monotonic_ns()
-        while tl.max((((a == absent) | (b == absent) | (c == absent) | (d == absent)) & mask), 0):
-            if _expired(control, since):
-                break
-            a, b, c, d = load_chunks(address, mask)
-        return a, b, c, d
-
-    @triton.jit
-    def store_marked(address, a, b, mark, mask):
-        at = address.to(tl.pointer_type(tl.int64))
-        high = mark.to(tl.int64) << 32
-        tl.store(at, high | (a.to(tl.int64) & 0xFFFFFFFF), mask)
-        tl.store(at + 1, high | (b.to(tl.int64) & 0xFFFFFFFF), mask)
-
-    @triton.jit
-    def poll_marked(address, mark, control, mask):
-        at = address.to(tl.pointer_type(tl.int64))
-        a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
-        since = time.monotonic_ns()
-        while tl.max((((a >> 32) != mark) | ((b >> 32) != mark)) & mask, 0):
-            if _expired(control, since):
-                break
-            a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
-        return a.to(tl.int32), b.to(tl.int32)
-
-    @triton.jit
-    def poll_flags(address, mark, control, mask):
-        at = address.to(tl.pointer_type(tl.int64))
-        found = tl.load(at, mask, 0)
-        since = time.monotonic_ns()
-        while tl.max(((found >> 32) != mark) & mask, 0):
-            if _expired(control, since):
-                break
-            found = tl.load(at, mask, 0)
-        return found
-
+if TYPE_CHECKING:
+    load_chunks: Any
+    load_peer_chunks: Any
+    store_chunks: Any
+    store_peer_chunks: Any
+    poll_chunks: Any
+    store_marked: Any
+    poll_marked: Any
+    store_flags: Any
+    poll_flags: Any
+elif INTERPRETED:
+    from worker.kernels.peer_interpreted import (
+        load_chunks,
+        load_peer_chunks,
+        poll_chunks,
+        poll_flags,
+        poll_marked,
+        store_chunks,
+        store_flags,
+        store_marked,
+        store_peer_chunks,
+    )
 else:
+    from worker.kernels.peer_ptx import (
+        load_chunks,
+        load_peer_chunks,
+        poll_chunks,
+        poll_flags,
+        poll_marked,
+        store_chunks,
+        store_flags,
+        store_marked,
+        store_peer_chunks,
+    )
 
-    @triton.jit
-    def load_chunks(address, mask):
-        """The four words of each chunk, of this GPU's own memory; zeros where not `mask`.
-
-        address: i64, multiples of 16; mask: bool, of the same shape.
-        """
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $5, 0;
-            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-            @wanted ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
-            }
-            """,
-            "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def load_peer_chunks(address, mask):
-        """load_chunks() of any GPU's memory."""
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $5, 0;
-            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-            @wanted ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-            }
-            """,
-            "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def store_chunks(address, words, mask):
-        """Writes the four words of each chunk to this GPU's own memory, where `mask`."""
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $6, 0;
-            @wanted st.global.v4.b32 [$1], {$2, $3, $4, $5};
-            mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r,r,r,r,r",
-            [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def store_peer_chunks(address, words, mask):
-        """store_chunks() to any GPU's memory."""
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $6, 0;
-            @wanted st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
-            mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r,r,r,r,r",
-            [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def poll_chunks(address, absent, control, mask):
-        """load_peer_chunks() once none of a chunk's words is `absent` any more."""
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred again, other;
-            .reg .b32 turns, low;
-            .reg .b64 since, now, word;
-            mov.b32 turns, 0;
-            mov.b64 since, 0;
-            mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-            setp.eq.s32 other, $7, 0;
-            @other bra LEFT;
-            LOOK:
-            ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-            setp.eq.s32 again, $0, $5;
-            setp.eq.or.s32 again, $1, $5, again;
-            setp.eq.or.s32 again, $2, $5, again;
-            setp.eq.or.s32 again, $3, $5, again;
-            @!again bra LEFT;
-            add.u32 turns, turns, 1;
-            and.b32 low, turns, 1023;
-            setp.ne.u32 other, low, 0;
-            @other bra LOOK;
-            ld.relaxed.sys.global.b64 word, [$6];
-            setp.ne.s64 other, word, 0;
-            @other bra LEFT;
-            mov.u64 now, %globaltimer;
-            setp.eq.s64 other, since, 0;
-            @other mov.b64 since, now;
-            sub.s64 now, now, since;
-            ld.relaxed.sys.global.b64 word, [$6 + 8];
-            setp.le.s64 other, now, word;
-            @other bra LOOK;
-            mov.b64 word, 1;
-            st.relaxed.sys.global.b64 [$6], word;
-            LEFT:
-            }
-            """,
-            "=&r,=&r,=&r,=&r,l,r,l,r", [address, absent, control, mask.to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def store_marked(address, a, b, mark, mask):
-        """Writes two words, each with `mark` in the same 8 bytes, to any GPU's memory."""
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred wanted;
-            .reg .b64 first, second;
-            setp.ne.s32 wanted, $5, 0;
-            mov.b64 first, {$2, $4};
-            mov.b64 second, {$3, $4};
-            @wanted st.relaxed.sys.global.v2.b64 [$1], {first, second};
-            mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r,r,r,r", [address, a, b, mark, mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def poll_marked(address, mark, control, mask):
-        """The two words that store_marked() has written with this mark, once they are here."""
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred again, other;
-            .reg .b32 turns, low, first_mark, second_mark;
-            .reg .b64 since, now, word, first, second;
-            mov.b32 turns, 0;
-            mov.b64 since, 0;
-            mov.b32 $0, 0; mov.b32 $1, 0;
-            setp.eq.s32 other, $5, 0;
-            @other bra LEFT;
-            LOOK:
-            ld.relaxed.sys.global.v2.b64 {first, second}, [$2];
-            mov.b64 {$0, first_mark}, first;
-            mov.b64 {$1, second_mark}, second;
-            setp.ne.s32 again, first_mark, $3;
-            setp.ne.or.s32 again, second_mark, $3, again;
-            @!again bra LEFT;
-            add.u32 turns, turns, 1;
-            and.b32 low, turns, 1023;
-            setp.ne.u32 other, low, 0;
-            @other bra LOOK;
-            ld.relaxed.sys.global.b64 word, [$4];
-            setp.ne.s64 other, word, 0;
-            @other bra LEFT;
-            mov.u64 now, %globaltimer;
-            setp.eq.s64 other, since, 0;
-            @other mov.b64 since, now;
-            sub.s64 now, now, since;
-            ld.relaxed.sys.global.b64 word, [$4 + 8];
-            setp.le.s64 other, now, word;
-            @other bra LOOK;
-            mov.b64 word, 1;
-            st.relaxed.sys.global.b64 [$4], word;
-            LEFT:
-            }
-            """,
-            "=&r,=&r,l,r,l,r", [address, mark, control, mask.to(tl.int32)],
-            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
-    def poll_flags(address, mark, control, mask):
-        """The i64 flags at `address`, once the upper half of each is `mark`: an acquire."""
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred again, other;
-            .reg .b32 turns, low, found_mark;
-            .reg .b64 since, now, word;
-            mov.b32 turns, 0;
-            mov.b64 since, 0;
-            mov.b64 $0, 0;
-            setp.eq.s32 other, $4, 0;
-            @other bra LEFT;
-            LOOK:
-            ld.acquire.sys.global.b64 $0, [$1];
-            mov.b64 {low, found_mark}, $0;
-            setp.ne.s32 again, found_mark, $2;
-            @!again bra LEFT;
-            add.u32 turns, turns, 1;
-            and.b32 low, turns, 1023;
-            setp.ne.u32 other, low, 0;
-            @other bra LOOK;
-            ld.relaxed.sys.global.b64 word, [$3];
-            setp.ne.s64 other, word, 0;
-            @other bra LEFT;
-            mov.u64 now, %globaltimer;
-            setp.eq.s64 other, since, 0;
-            @other mov.b64 since, now;
-            sub.s64 now, now, since;
-            ld.relaxed.sys.global.b64 word, [$3 + 8];
-            setp.le.s64 other, now, word;
-            @other bra LOOK;
-            mov.b64 word, 1;
-            st.relaxed.sys.global.b64 [$3], word;
-            LEFT:
-            }
-            """,
-            "=&l,l,r,l,r", [address, mark, control, mask.to(tl.int32)],
-            dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
+__all__ = [
+    "CHUNK_BYTES",
+    "CONTROL_WORDS",
+    "FAULT",
+    "LIMIT_NS",
+    "load_chunks",
+    "load_peer_chunks",
+    "poll_chunks",
+    "poll_flags",
+    "poll_marked",
+    "store_chunks",
+    "store_flags",
+    "store_marked",
+    "store_peer_chunks",
+]
