@@ -17,6 +17,7 @@ all-reduce, residual and RMSNorm by one kernel, `parts` our all-reduce and the k
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
@@ -172,18 +173,23 @@ def about(ways: Ways) -> dict[str, Any]:
 
 def run_rank(rank: int, args: argparse.Namespace, port: int, regions: list[Tensor]) -> None:
     """What each process does; rank 0 prints and writes."""
+    faulthandler.dump_traceback_later(args.limit_s, exit=True)
     make = gpu_ways if args.device == "cuda" else interpreted_ways
     ways = make(rank, args.ranks, port, regions, args.tiles)
     timer = Timer(ways, args.calls, args.replays)
     report = about(ways) | {"calls": args.calls, "replays": args.replays, "notes": ways.notes}
     report |= {"table": ways.table, "sizes": [], "norms": []}
-    for num_bytes in args.sizes:
-        report["sizes"].append(measure_size(timer, num_bytes))
-    for num_rows in () if args.tiles else args.rows:
-        report["norms"].append(measure_norm(timer, num_rows, args.hidden))
-    if rank == 0:
-        if args.json:
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        report[kind].append(row)
+        if rank == 0 and args.json:  # what there is, should a later row hang
             args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    for num_bytes in args.sizes:
+        keep("sizes", measure_size(timer, num_bytes))
+    for num_rows in () if args.tiles else args.rows:
+        keep("norms", measure_norm(timer, num_rows, args.hidden))
+    if rank == 0:
         print_report(report)
     ways.close()
 
@@ -217,6 +223,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=50, help="of a graph")
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--tiles", action="store_true", help="ours alone, cut in other ways")
+    parser.add_argument("--limit-s", type=float, default=110.0, help="a rank that hangs then ends")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
