@@ -152,6 +152,14 @@ def print_table(
         print(f"{key(row):>10} {cells}   {100 * widest:.0f}%")
 
 
+def print_best(rows: list[dict[str, Any]], count: int = 6) -> None:
+    """The fastest tiles of each size: one or two shots, programs, chunks of a tile."""
+    for row in rows:
+        found = sorted((each["median_us"], name) for name, each in row["ways"].items())
+        best = "  ".join(f"{name} {took:.2f}" for took, name in found[:count])
+        print(f"{row['bytes'] >> 10:>8}K  {best}")
+
+
 def about(ways: Ways) -> dict[str, Any]:
     """Machine and versions."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -178,7 +186,7 @@ def run_rank(rank: int, args: argparse.Namespace, port: int, regions: list[Tenso
     ways = make(rank, args.ranks, port, regions, args.tiles)
     timer = Timer(ways, args.calls, args.replays)
     report = about(ways) | {"calls": args.calls, "replays": args.replays, "notes": ways.notes}
-    report |= {"table": ways.table, "sizes": [], "norms": []}
+    report |= {"table": ways.table, "tiles": args.tiles, "sizes": [], "norms": []}
 
     def keep(kind: str, row: dict[str, Any]) -> None:
         report[kind].append(row)
@@ -201,7 +209,10 @@ def print_report(report: dict[str, Any]) -> None:
     worst = {
         name: error for row in rows for name, error in row["errors"].items() if error > ROUNDING
     }
-    print_table("bytes", report["sizes"], lambda row: f"{row['bytes'] >> 10}K")
+    if report["tiles"]:
+        print_best(report["sizes"])
+    else:
+        print_table("bytes", report["sizes"], lambda row: f"{row['bytes'] >> 10}K")
     if report["norms"]:
         print_table("rows", report["norms"], lambda row: str(row["rows"]))
     print(f"errors beyond rounding: {worst or 'none'}", flush=True)
