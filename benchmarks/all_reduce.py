@@ -17,6 +17,7 @@ all-reduce, residual and RMSNorm by one kernel, `parts` our all-reduce and the k
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
@@ -151,6 +152,14 @@ def print_table(
         print(f"{key(row):>10} {cells}   {100 * widest:.0f}%")
 
 
+def print_best(rows: list[dict[str, Any]], count: int = 6) -> None:
+    """The fastest tiles of each size: one or two shots, programs, chunks of a tile."""
+    for row in rows:
+        found = sorted((each["median_us"], name) for name, each in row["ways"].items())
+        best = "  ".join(f"{name} {took:.2f}" for took, name in found[:count])
+        print(f"{row['bytes'] >> 10:>8}K  {best}")
+
+
 def about(ways: Ways) -> dict[str, Any]:
     """Machine and versions."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -172,18 +181,23 @@ def about(ways: Ways) -> dict[str, Any]:
 
 def run_rank(rank: int, args: argparse.Namespace, port: int, regions: list[Tensor]) -> None:
     """What each process does; rank 0 prints and writes."""
+    faulthandler.dump_traceback_later(args.limit_s, exit=True)
     make = gpu_ways if args.device == "cuda" else interpreted_ways
     ways = make(rank, args.ranks, port, regions, args.tiles)
     timer = Timer(ways, args.calls, args.replays)
     report = about(ways) | {"calls": args.calls, "replays": args.replays, "notes": ways.notes}
-    report |= {"table": ways.table, "sizes": [], "norms": []}
-    for num_bytes in args.sizes:
-        report["sizes"].append(measure_size(timer, num_bytes))
-    for num_rows in () if args.tiles else args.rows:
-        report["norms"].append(measure_norm(timer, num_rows, args.hidden))
-    if rank == 0:
-        if args.json:
+    report |= {"table": ways.table, "tiles": args.tiles, "sizes": [], "norms": []}
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        report[kind].append(row)
+        if rank == 0 and args.json:  # what there is, should a later row hang
             args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    for num_bytes in args.sizes:
+        keep("sizes", measure_size(timer, num_bytes))
+    for num_rows in () if args.tiles else args.rows:
+        keep("norms", measure_norm(timer, num_rows, args.hidden))
+    if rank == 0:
         print_report(report)
     ways.close()
 
@@ -195,7 +209,10 @@ def print_report(report: dict[str, Any]) -> None:
     worst = {
         name: error for row in rows for name, error in row["errors"].items() if error > ROUNDING
     }
-    print_table("bytes", report["sizes"], lambda row: f"{row['bytes'] >> 10}K")
+    if report["tiles"]:
+        print_best(report["sizes"])
+    else:
+        print_table("bytes", report["sizes"], lambda row: f"{row['bytes'] >> 10}K")
     if report["norms"]:
         print_table("rows", report["norms"], lambda row: str(row["rows"]))
     print(f"errors beyond rounding: {worst or 'none'}", flush=True)
@@ -217,6 +234,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=50, help="of a graph")
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--tiles", action="store_true", help="ours alone, cut in other ways")
+    parser.add_argument("--limit-s", type=float, default=110.0, help="a rank that hangs then ends")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
