@@ -85,7 +85,7 @@ def poll_chunks(address, absent, control, mask):
         """
         {
         .reg .pred again, other;
-        .reg .b32 turns, low;
+        .reg .b32 who, turns, low;
         .reg .b64 since, now, word;
         mov.b32 turns, 0;
         mov.b64 since, 0;
@@ -103,13 +103,21 @@ def poll_chunks(address, absent, control, mask):
         and.b32 low, turns, 1023;
         setp.ne.u32 other, low, 0;
         @other bra LOOK;
-        ld.relaxed.sys.global.b64 word, [$6];
-        setp.ne.s64 other, word, 0;
-        @other bra LEFT;
         mov.u64 now, %globaltimer;
         setp.eq.s64 other, since, 0;
         @other mov.b64 since, now;
         sub.s64 now, now, since;
+        setp.lt.s64 other, now, 20000000;
+        @other bra LOOK;
+        shr.b32 low, turns, 10;
+        mov.u32 who, %tid.x;
+        xor.b32 low, low, who;
+        and.b32 low, low, 127;
+        setp.ne.u32 other, low, 0;
+        @other bra LOOK;
+        ld.relaxed.sys.global.b64 word, [$6];
+        setp.ne.s64 other, word, 0;
+        @other bra LEFT;
         ld.relaxed.sys.global.b64 word, [$6 + 8];
         setp.le.s64 other, now, word;
         @other bra LOOK;
@@ -150,7 +158,7 @@ def poll_marked(address, mark, control, mask):
         """
         {
         .reg .pred again, other;
-        .reg .b32 turns, low, first_mark, second_mark;
+        .reg .b32 who, turns, low, first_mark, second_mark;
         .reg .b64 since, now, word, first, second;
         mov.b32 turns, 0;
         mov.b64 since, 0;
@@ -168,13 +176,21 @@ def poll_marked(address, mark, control, mask):
         and.b32 low, turns, 1023;
         setp.ne.u32 other, low, 0;
         @other bra LOOK;
-        ld.relaxed.sys.global.b64 word, [$4];
-        setp.ne.s64 other, word, 0;
-        @other bra LEFT;
         mov.u64 now, %globaltimer;
         setp.eq.s64 other, since, 0;
         @other mov.b64 since, now;
         sub.s64 now, now, since;
+        setp.lt.s64 other, now, 20000000;
+        @other bra LOOK;
+        shr.b32 low, turns, 10;
+        mov.u32 who, %tid.x;
+        xor.b32 low, low, who;
+        and.b32 low, low, 127;
+        setp.ne.u32 other, low, 0;
+        @other bra LOOK;
+        ld.relaxed.sys.global.b64 word, [$4];
+        setp.ne.s64 other, word, 0;
+        @other bra LEFT;
         ld.relaxed.sys.global.b64 word, [$4 + 8];
         setp.le.s64 other, now, word;
         @other bra LOOK;
@@ -219,7 +235,7 @@ def poll_flags(address, mark, control, mask):
         """
         {
         .reg .pred again, other;
-        .reg .b32 turns, low, found_mark;
+        .reg .b32 who, turns, low, found_mark;
         .reg .b64 since, now, word;
         mov.b32 turns, 0;
         mov.b64 since, 0;
@@ -235,13 +251,21 @@ def poll_flags(address, mark, control, mask):
         and.b32 low, turns, 1023;
         setp.ne.u32 other, low, 0;
         @other bra LOOK;
-        ld.relaxed.sys.global.b64 word, [$3];
-        setp.ne.s64 other, word, 0;
-        @other bra LEFT;
         mov.u64 now, %globaltimer;
         setp.eq.s64 other, since, 0;
         @other mov.b64 since, now;
         sub.s64 now, now, since;
+        setp.lt.s64 other, now, 20000000;
+        @other bra LOOK;
+        shr.b32 low, turns, 10;
+        mov.u32 who, %tid.x;
+        xor.b32 low, low, who;
+        and.b32 low, low, 127;
+        setp.ne.u32 other, low, 0;
+        @other bra LOOK;
+        ld.relaxed.sys.global.b64 word, [$3];
+        setp.ne.s64 other, word, 0;
+        @other bra LEFT;
         ld.relaxed.sys.global.b64 word, [$3 + 8];
         setp.le.s64 other, now, word;
         @other bra LOOK;
