@@ -10,7 +10,7 @@ consistency model"). They are never torn within an element, and no L1 holds what
 Whoever polls gives up when the peer is late: `control` is the address of two i64 words in pinned
 host memory, `fault` and `limit_ns`. A poll that lasts longer than the limit sets the fault, and a
 poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
-them crosses PCIe, which takes milliseconds if all threads of a kernel do so, and the peers then wait
+them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
 as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
 0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
 
