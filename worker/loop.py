@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import NoReturn
 
 from worker.api import Member, PeerId, WorkerStats
 from worker.config import PingConfig
+from worker.errors import PeerLost
 from worker.wire import Wire
 
 log = logging.getLogger("kvlane.loop")
@@ -99,11 +101,17 @@ class EngineThread:
                 events = self._receive(idle_s)
                 self._beat()
                 idle_s = turn(events)
+        except PeerLost as error:
+            log.critical("%s ends, for another rank of it has: %s", self.me, error)
+            self._die()
         except BaseException:
-            # A bug of ours: a half-alive process must not stay. The controller starts a new one.
             log.critical("engine of %s failed", self.me, exc_info=True)
-            logging.shutdown()
-            os._exit(1)
+            self._die()
+
+    def _die(self) -> NoReturn:
+        """A half-alive process must not stay. The controller starts a new one."""
+        logging.shutdown()
+        os._exit(1)
 
     def _beat(self) -> None:
         if not self.stats.has_work or self.stats.num_steps != self._num_steps:
