@@ -12,7 +12,7 @@ from worker.comm.meeting import Meeting
 from worker.comm.rendezvous import free_rendezvous
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine, build_engine
-from worker.engine.ranks import lead
+from worker.engine.ranks import Ranks, others
 from worker.rank import Rank
 from worker.wire import Wire
 
@@ -48,12 +48,15 @@ def led_engine(config: WorkerConfig) -> Engine:
         with environment(CUDA_VISIBLE_DEVICES=str(rank)):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
-    meeting = Meeting(0, config.tp, rendezvous)
+    meeting = Meeting(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
     engine = build_engine(config, name=NAME, host=HOST, meeting=meeting)
     meeting.tell(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    engine.ranks = lead(meeting, NAME, INCARNATION, wire.connect, wire.send, compared=False)
+    found = others(meeting, NAME, INCARNATION)
+    engine.ranks = Ranks(tuple(found), wire.send, compared=False)
+    for peer, address in found.items():
+        wire.connect(peer, address)
     return engine
 
 

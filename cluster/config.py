@@ -67,7 +67,8 @@ class RoleConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_share_no_gpu(self) -> RoleConfig:
-        if self.tp > 1 and self.num_gpus != "auto" and 0 < self.num_gpus < 1:
+        cpu = self.engine.device == "cpu"
+        if self.tp > 1 and self.num_gpus != "auto" and self.num_gpus < 1 and not cpu:
             raise ValueError(
                 f"num_gpus is {self.num_gpus:g} and tp {self.tp}: ranks of a worker share no GPU; "
                 "set num_gpus to 1, or tp to 1"

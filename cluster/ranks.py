@@ -16,7 +16,7 @@ from cluster.actors import ProcessActor, RayProcess, call
 from cluster.logs import Logs
 from worker.api import Member
 from worker.config import WorkerConfig
-from worker.errors import PeerLost, WorldError
+from worker.errors import PeerLost, UserError, WorldError
 
 T = TypeVar("T")
 
@@ -116,20 +116,22 @@ class RankedProcess(RayProcess):
             raise WorldError(f"its rank {ranks} stopped")
 
     async def stop(self) -> None:
-        """See process.Process. The leader first: it tells the others that no step follows."""
+        """See process.Process. All at once, as they leave their collective together."""
         self._is_stopping = True
-        await super().stop()
-        await asyncio.gather(*(part.stop() for part in self.parts[1:]))
+        await asyncio.gather(*(part.stop() for part in self.parts))
 
     async def fence(self) -> None:
         """See RayProcess. All at once: none is left to wait for another, or to hold memory."""
         await asyncio.gather(*(part.fence() for part in self.parts))
 
     async def _of(self, rank: int, work: Awaitable[T]) -> T:
-        """The result of `work`; what the world does to a rank other than the leader names it."""
+        """The result of `work`; an error of a rank other than the leader names it."""
         try:
             return await work
-        except WorldError as error:
+        except (UserError, WorldError) as error:
             if rank == 0:
                 raise
-            raise type(error)(f"rank {rank} ({self.parts[rank].place}): {error}") from None
+            text = f"rank {rank} ({self.parts[rank].place}): {error}"
+            if isinstance(error, UserError):
+                raise type(error)(text, error.param) from None
+            raise type(error)(text) from None

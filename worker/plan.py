@@ -151,7 +151,6 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Rank to leader, with engine.strict: what a step of its own came to."""
 
     step: int
-    path: str  # see `worker.engine.runner.Step`
     drawn: int  # digest of what it drew
 
 

@@ -133,6 +133,7 @@ class PrefillLoop:
             return  # the rest of a launch asks no event
         num_final = step.groups.num_final
         if num_final > self._num_groups_announced:
+            self._engine.check_ranks()  # a sum that gave up makes groups final as well
             self._num_groups_announced = num_final
             chunks = self._scheduler.chunks_of(step.plan.step)
             self._outbound.announce_groups(chunks, num_final, time.monotonic())

@@ -8,6 +8,7 @@ whether steps and pulls have ended.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -31,14 +32,15 @@ from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.metrics import Progress, untold
 from worker.plan import Ended, Launch, LaunchTail
 from worker.pull.rank import RankPulls
-from worker.pull.ranked import PullPages, RankOrder
+from worker.pull.ranked import PullPages
 
 if TYPE_CHECKING:
     from worker.engine.runner import Step
 
 log = logging.getLogger("kvlane.rank")
 
-STEP_POLL_S = 1e-3  # how often to look whether a step has ended, when nothing else happens
+STEP_POLL_S = 1e-3  # how often to look whether a step has ended, where nothing waits for it
+LEADER_S = 4.0  # for the leader to say that it stops; then it is gone
 MAX_STEPS = 2  # launched and not ended: as many as the leader has, whose buffers take turns
 
 
@@ -49,13 +51,12 @@ class RankLoop:
         self._engine = engine
         self._thread = thread
         self._leader: PeerId = ""  # once it has told something
+        self._told: deque[FromLeader] = deque()  # not done yet, in order
         self._steps: deque[Step] = deque()  # launched and not ended, in order
         self._masked: Step | None = None  # its tail is not launched yet
-        self._pulls = RankPulls(engine.local_rank(), self._answer)
         self._num_steps = 0  # ended
-        # What the leader has told of pulls, from the first on that has to wait for steps to end.
-        self._orders: deque[RankOrder] = deque()
-        self._over = False  # the leader has said so
+        self._pulls = RankPulls(engine.local_rank(), self._answer)
+        self.over = threading.Event()  # the leader has said that nothing follows
 
     def turn(self, events: list[Incoming]) -> float:
         """See EngineThread."""
@@ -63,18 +64,21 @@ class RankLoop:
             match event:
                 case Between():
                     self._leader = peer
-                    self._handle(from_leader(event.body))
-                case Lost() if not self._over:
+                    self._told.append(message := from_leader(event.body))
+                    if isinstance(message, Ended):  # the leader's Bye may be among these events
+                        self.over.set()
+                case Lost() if not self.over.is_set():
                     raise PeerLost(f"the leader of this rank is lost: {event.reason}")
                 case _:
                     pass
-        while self._steps and self._steps[0].done():
-            self._end_step()
-        while self._orders and _due_after(self._orders[0]) <= self._num_steps:
-            self._pulls.on(self._orders.popleft())
+        self._end_steps()
+        while self._told and self._due(self._told[0]):
+            self._do(self._told.popleft())
         self._pulls.poll()
         has_work = bool(self._steps)
         self._thread.stats = WorkerStats(num_steps=self._num_steps, has_work=has_work)
+        if self._told:  # waits for the end of a step, as the leader's has ended
+            return 0.0
         idle_s = STEP_POLL_S if has_work else MAX_IDLE_S
         return min(idle_s, self._pulls.poll_after_s(time.monotonic()))
 
@@ -82,7 +86,13 @@ class RankLoop:
         """Close the links to prefill workers."""
         self._pulls.close()
 
-    def _handle(self, message: FromLeader) -> None:
+    def _due(self, message: FromLeader) -> bool:
+        """Whether it may be done now, or has to wait for a step's end."""
+        if isinstance(message, Launch):
+            return len(self._steps) < MAX_STEPS
+        return not isinstance(message, PullPages) or self._num_steps >= message.after_steps
+
+    def _do(self, message: FromLeader) -> None:
         match message:
             case Launch():
                 self._launch(message)
@@ -92,13 +102,11 @@ class RankLoop:
                 self._engine.runner.launch_tail(step, masks_of(message))
                 self._steps.append(step)
             case Ended():
-                self._over = True
+                pass
             case _:
-                self._orders.append(message)
+                self._pulls.on(message)
 
     def _launch(self, message: Launch) -> None:
-        while len(self._steps) >= MAX_STEPS:
-            self._end_step()
         shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
         step = self._engine.runner.launch(message.plan, shape=shape)
         if message.plan.masked:
@@ -107,21 +115,18 @@ class RankLoop:
         else:
             self._steps.append(step)
 
-    def _end_step(self) -> None:
-        step = self._steps.popleft()
-        drawn = step.wait()
-        self._engine.runner.loaded.model.collective.check()
-        self._num_steps += 1
-        if self._engine.config.engine.strict:
-            self._answer(launched(step, drawn))
+    def _end_steps(self) -> None:
+        """Take the steps that have ended."""
+        while self._steps and self._steps[0].done():
+            step = self._steps.popleft()
+            drawn = step.wait()
+            self._engine.check_ranks()
+            self._num_steps += 1
+            if self._engine.config.engine.strict:
+                self._answer(launched(step, drawn))
 
     def _answer(self, message: FromRank) -> None:
         self._thread.send(self._leader, between(message))
-
-
-def _due_after(order: RankOrder) -> int:
-    """How many steps of this rank have to end before."""
-    return order.after_steps if isinstance(order, PullPages) else 0
 
 
 class Rank:
@@ -145,7 +150,7 @@ class Rank:
     ) -> None:
         assert 0 < rank < config.tp
         self._host = host
-        self._meeting = Meeting(rank, config.tp, rendezvous)
+        self._meeting = Meeting(rank, config.tp, rendezvous, f"{name}/{incarnation}")
         self._engine = build_engine(
             config, name=name, host=host, meeting=self._meeting, progress=progress
         )
@@ -160,7 +165,8 @@ class Rank:
         self._meeting.tell(address.encode())
 
     def stop(self) -> None:
-        """End the loop and free everything."""
+        """End the loop and free everything, once the leader has said that nothing follows."""
+        self._loop.over.wait(LEADER_S)
         self._thread.stop()
         self._loop.close()
         self._engine.close()

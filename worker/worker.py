@@ -8,7 +8,7 @@ from worker.api import Between, Lost, Member, PullPath
 from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
 from worker.engine.engine import build_engine
-from worker.engine.ranks import from_rank, lead
+from worker.engine.ranks import Ranks, from_rank, others
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.metrics import Progress, untold
@@ -40,7 +40,7 @@ class Worker:
     ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host
         self._metrics_port = metrics_port
-        self._meeting = Meeting(0, config.tp, rendezvous)
+        self._meeting = Meeting(0, config.tp, rendezvous, f"{name}/{incarnation}")
         self.engine = build_engine(
             config, name=name, host=host, meeting=self._meeting, progress=progress
         )
@@ -56,11 +56,12 @@ class Worker:
         endpoints = tuple(self._meeting.tell(self.engine.endpoint()))
         address = self._thread.start(self._host, self._turn)
         if self._meeting.size > 1:
-            me, thread = (self._name, self._incarnation), self._thread
-            compared = self.engine.config.engine.strict
-            self.engine.ranks = lead(
-                self._meeting, *me, thread.connect, thread.send, compared=compared
-            )
+            found = others(self._meeting, self._name, self._incarnation)
+            strict = self.engine.config.engine.strict
+            # Before the first is connected, as one may be lost at once.
+            self.engine.ranks = Ranks(tuple(found), self._thread.send, compared=strict)
+            for peer, listens_at in found.items():
+                self._thread.connect(peer, listens_at)
         return self.engine.member(
             self._name, self._incarnation, address, metrics_address, endpoints
         )
@@ -111,10 +112,10 @@ class Worker:
         ranks = self.engine.ranks
         if ranks is None:
             return self._loop.turn(events)
-        others: list[Incoming] = []
+        rest: list[Incoming] = []
         for peer, event in events:
             if peer not in ranks.peers:
-                others.append((peer, event))
+                rest.append((peer, event))
             elif isinstance(event, Lost):
                 raise PeerLost(f"rank {peer} is lost: {event.reason}")
             elif isinstance(event, Between):
@@ -122,5 +123,5 @@ class Worker:
                 if isinstance(message, Launched):
                     ranks.found(message)
                 else:
-                    others.append((peer, message))
-        return self._loop.turn(others)
+                    rest.append((peer, message))
+        return self._loop.turn(rest)

@@ -122,7 +122,7 @@ def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
     loop_class, begins, ends = ENDS[role]
     sections: dict = {"engine": {"device": "cpu", "threads": 1, "num_pages": 64}}
     worker = build_engine(worker_config(role, sections), name=f"{role}-0", host="127.0.0.1")
-    worker.runner.launch = lambda plan, groups=None: Endless(plan)  # type: ignore[assignment,return-value]
+    worker.runner.launch = lambda plan, *_: Endless(plan)  # type: ignore[assignment,return-value]
     thread = SimpleNamespace(
         me="w/1", stats=WorkerStats(), send=lambda *_: None, post=None, connect=None,
         disconnect=None,

@@ -79,13 +79,6 @@ class Collective(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """End all calls in flight, those of replayed graphs too; `check` raises from then on.
-
-        For a thread that has learnt that a peer is gone, while another waits for the device.
-        """
-        ...
-
     def close(self) -> None:
         """Leave the group and free its sockets and memory; idempotent.
 

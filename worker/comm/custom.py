@@ -167,7 +167,7 @@ class CustomCollective:
         self._nccl.check()
 
     def abort(self) -> None:
-        """See Collective.abort."""
+        """End all calls in flight; `check` raises from then on."""
         self._control[FAULT] = 1
         self._nccl.abort()
 

@@ -76,10 +76,6 @@ class GlooCollective:
         if self._lost:
             raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
 
-    def abort(self) -> None:
-        """See Collective.abort; a call in flight ends by its own time limit."""
-        self._lost = self._lost or "aborted"
-
     def close(self) -> None:
         """See Collective.close."""
         if self._group is not None:

@@ -28,13 +28,17 @@ class Meeting:
         rank: this process's.
         size: number of ranks.
         rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
+        worker: name and incarnation. Ranks of another that come to a port taken twice meet nobody.
 
     Raises:
         PeerLost: rank 0 does not listen there in time, or the port is taken.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, rendezvous: str = "") -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, rendezvous: str = "", worker: str = ""
+    ) -> None:
         assert 0 <= rank < size
+        self._worker = worker
         self.rank = rank
         self.size = size
         self.host = urlsplit(rendezvous).hostname or ""  # rank 0's
@@ -60,8 +64,9 @@ class Meeting:
             return [value]
         self._num_calls += 1
         try:
-            self._store.set(f"{self._num_calls}/{self.rank}", value)
-            return [bytes(self._store.get(f"{self._num_calls}/{i}")) for i in range(self.size)]
+            call = f"{self._worker}/{self._num_calls}"
+            self._store.set(f"{call}/{self.rank}", value)
+            return [bytes(self._store.get(f"{call}/{i}")) for i in range(self.size)]
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} of {self.size}: a rank is gone: {error}") from error
 
@@ -79,5 +84,5 @@ class Meeting:
         assert len(set(values)) == 1, f"ranks have come to different {what}: {values}"
 
     def close(self) -> None:
-        """Leave. Rank 0 leaves last: its process holds what the others read."""
+        """Leave; nothing can be told to ranks that have not heard rank 0's last value."""
         self._store = None

@@ -30,7 +30,8 @@ class NcclCollective:
     """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
-    those of a replayed graph are not watched: `abort` ends them.
+    those of a replayed graph are not watched: the process has to end. `check` tells of aborts once
+    a later call has failed.
 
     Raises:
         UserError: the device is not a GPU, or torch has no NCCL.
@@ -109,7 +110,7 @@ class NcclCollective:
             raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
 
     def abort(self) -> None:
-        """See Collective.abort."""
+        """End all calls in flight, those of replayed graphs too; `check` raises from then on."""
         self._lost = self._lost or "aborted"
         if self._group is not None:
             self._group.abort()

@@ -62,8 +62,5 @@ class SingleCollective:
     def check(self) -> None:
         """There is no peer."""
 
-    def abort(self) -> None:
-        """There is no peer."""
-
     def close(self) -> None:
         """Nothing is held."""

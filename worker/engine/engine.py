@@ -102,7 +102,7 @@ class Engine:
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
-        self.runner.loaded.model.collective.check()
+        self.check_ranks()
         if self.ranks is not None:
             self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
@@ -130,6 +130,10 @@ class Engine:
         """Send to the other ranks, if there are any."""
         if self.ranks is not None:
             self.ranks.tell(message)
+
+    def check_ranks(self) -> None:
+        """Raise PeerLost if another rank was late in a sum, whose results are of no use."""
+        self.runner.loaded.model.collective.check()
 
     def num_settled(self) -> int:
         """How many steps have been settled."""
@@ -214,7 +218,8 @@ def build_engine(
     """
     meeting = meeting or Meeting()
     assert meeting.size == config.tp
-    tracer = tracer_of(config.tracing, config.role, name)
+    leads = meeting.rank == 0  # and alone knows of requests
+    tracer = tracer_of(config.tracing, config.role, name) if leads else None
     spec = read_model_spec(config.model.directory)
     drafter = read_drafter(config, spec)
     configured_len = config.model.max_model_len
@@ -226,10 +231,11 @@ def build_engine(
         torch.set_num_threads(int(config.engine.threads))
     whole = _model_layout(config, spec, drafter)
     layout = whole.share(meeting.size, meeting.rank)
+    engine_threads = {"engine": {"threads"}}  # of each rank's own machine
+    meeting.agree("configurations", config.model_dump_json(exclude=engine_threads).encode())
     config, loaded, graphs, checks, digest = load(
         config, spec, drafter, layout, configured_len, meeting, progress
     )
-    meeting.agree("configurations", config.model_dump_json().encode())
     identity = whole.identity(config.model.name, digest)
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
@@ -245,7 +251,7 @@ def build_engine(
     runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
     return Engine(
         config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
-        _step_log(config, name), checks, tracer, meeting,
+        _step_log(config, name) if leads else None, checks, tracer, meeting,
     )  # fmt: skip
 
 

@@ -80,8 +80,7 @@ def load(
         memory.wait_for_share(config, device)
         took.ended("waiting for the device")
         with memory.explain_shortage("loading the weights", device):
-            collective = _collective(config, device, meeting)
-            model, drafter = _load_models(config, spec, drafter_spec, collective, device, progress)
+            model, drafter = _load_models(config, spec, drafter_spec, meeting, device, progress)
             digest = _digest(config, model, drafter, meeting)
         took.ended("weights")
         config = memory.with_max_num_reqs(config, layout, device, meeting.least)
@@ -105,6 +104,7 @@ def load(
                 if config.engine.strict:
                     poison(pool)
                 took.ended("graphs and their checks")
+                model.collective.check()
                 log.info("%s worker loaded in %s", config.role, took)
                 return config, loaded, graphs, checks, digest
 
@@ -143,10 +143,11 @@ def _load_models(
     config: WorkerConfig,
     spec: ModelSpec,
     drafter_spec: DrafterSpec | None,
-    collective: Collective,
+    meeting: Meeting,
     device: torch.device,
     progress: Progress,
 ) -> tuple[Decoder, DrafterModel | None]:
+    collective = _collective(config, device, meeting)
     model = load_model(
         config.model.directory,
         spec,

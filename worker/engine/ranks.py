@@ -85,25 +85,14 @@ class Ranks:
             del self._found[what.step]
 
 
-def lead(
-    meeting: Meeting,
-    name: str,
-    incarnation: str,
-    connect: Callable[[PeerId, str], None],
-    send: Callable[[PeerId, AnyMessage], None],
-    *,
-    compared: bool,
-) -> Ranks:
-    """Connect to the other ranks of a worker, which say where they listen; see Ranks.
+def others(meeting: Meeting, name: str, incarnation: str) -> dict[PeerId, str]:
+    """Where the ranks beside the leader listen, as they tell it; in their order.
 
     Raises:
         PeerLost: one of them is gone.
     """
-    peers: list[PeerId] = []
-    for rank, address in enumerate(meeting.tell(b"")[1:], 1):
-        peers.append(rank_peer(name, incarnation, rank))
-        connect(peers[-1], address.decode())
-    return Ranks(peers, send, compared=compared)
+    addresses = enumerate(meeting.tell(b""))
+    return {rank_peer(name, incarnation, i): told.decode() for i, told in addresses if i}
 
 
 def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
@@ -114,7 +103,7 @@ def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
 def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
     """What a step that has been waited for came to, for a comparison."""
     tokens = [(each.tokens, each.finished, each.drafts) for each in drawn]
-    return Launched(step.plan.step, step.path, zlib.crc32(_encode(tokens)))
+    return Launched(step.plan.step, zlib.crc32(_encode(tokens)))
 
 
 def masks_of(told: LaunchTail) -> Masks:

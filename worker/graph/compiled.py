@@ -187,12 +187,18 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
     """Build PiecewiseChunks over the forward that Inductor compiled.
 
     Raises:
-        Unsupported: there is a drafter, or engine.max_prefill_tokens is 1, which Dynamo cannot make
-            a dynamic size.
+        Unsupported: there is a drafter, the worker has several ranks, or engine.max_prefill_tokens
+            is 1, which Dynamo cannot make a dynamic size.
     """
     if int(loaded.config.max_prefill_tokens) < 2:
         raise Unsupported(
             "engine.graph.prefill=compiled needs engine.max_prefill_tokens of 2 or more",
+            "engine.graph.prefill",
+        )
+    if loaded.model.collective.size > 1:
+        raise Unsupported(
+            "engine.graph.prefill=compiled cannot serve a worker of several ranks: Dynamo traces "
+            "no sums among them; set engine.graph.prefill=piecewise, or tp to 1",
             "engine.graph.prefill",
         )
     if loaded.drafter is not None:

@@ -218,7 +218,10 @@ class PiecewiseChunks:
                 attention.forward(q, None, None, 0)
 
     def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
-        """Compare results and times of a bucket with eager's; drop the graphs that do not win."""
+        """Compare results and times of a bucket with eager's; drop the graphs that do not win.
+
+        Ranks of a worker keep them: each has measured other times.
+        """
         num_tokens = bucket.num_tokens
         launches = self._eager.launch, self.launch
         compare = partial(
@@ -233,6 +236,8 @@ class PiecewiseChunks:
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
+        if self._loaded.model.collective.size > 1:  # the leader chooses, by its own times
+            return [check for check in (piecewise, full) if check is not None]
         for kept, captured, what in (
             (bucket.piecewise, self._piecewise, "piecewise"),
             (bucket.full, self._full, "unbroken"),
