@@ -136,7 +136,8 @@ def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, se
     """Two ranks with a GPU each, whose steps have to be equal, beside a worker on the CPU."""
     ranks = ("--set", f"{several}.tp=2", "--set", f"{several}.engine.strict=true")
     alone = ("--set", f"{other}.engine.device=cpu", "--set", "transport.kind=tcp")
-    serve.start(*COMMON, *ranks, *alone).wait_ready(READY_TIMEOUT_S)
+    alike = ("--set", "kv.num_groups=1")  # else more on a GPU, and the two would refuse each other
+    serve.start(*COMMON, *ranks, *alone, *alike).wait_ready(READY_TIMEOUT_S)
     check(serve, cpu_answers, "mooncake/tcp", replays=several == "decode")
 
 
