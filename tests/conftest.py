@@ -8,6 +8,7 @@ own (those with a Ray of their own, and those that share one), else by one.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.whole:
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     items.sort(key=lambda item: rank_of(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage walks through them again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
