@@ -27,6 +27,7 @@ from tests.support.patience import HANG_S
 
 __all__ = ["clusters", "serve"]
 
+gc.disable()  # until tests are collected
 # Hundreds of processes import the same modules: else each compiles them anew, asserts as well.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -139,8 +140,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: no collection of garbage walks through them again."""
+    """Modules and tests stay to the end: no collection of garbage walks through them."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
