@@ -8,6 +8,7 @@ own (those with a Ray of their own, and those that share one), else by one.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tests.support.patience import HANG_S
 
 __all__ = ["clusters", "serve"]
 
+gc.disable()  # until tests are collected
 # Hundreds of processes import the same modules: else each compiles them anew, asserts as well.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -135,6 +137,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.whole:
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
     items.sort(key=lambda item: rank_of(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage walks through them."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

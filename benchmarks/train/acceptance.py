@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from benchmarks.accuracy import MAX_NEW_TOKENS
 from benchmarks.train.answers import Speaker, set_right
 from benchmarks.train.base import Drafter, load_drafter
 from benchmarks.train.problems import held_out_problems
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 AT_ONCE = 50  # problems of one batch
 
@@ -59,6 +62,8 @@ def measure(
     seed: int = 0,
 ) -> Acceptance:
     """Measures the saved drafter of `folder` on problems that training never drew."""
+    from transformers import Qwen3ForCausalLM  # takes seconds
+
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).to(device)
     speaker = Speaker(model, kind.taps)
     drafter = load_drafter(kind, folder, model.model.embed_tokens.weight)
@@ -108,6 +113,8 @@ def greedy_texts(
     model: Qwen3ForCausalLM, folder: Path, questions: Sequence[str]
 ) -> list[tuple[Tensor, int]]:
     """Prompt and greedy answer of each question: (ids, number of prompt tokens)."""
+    from transformers import AutoTokenizer  # takes seconds
+
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)

@@ -10,16 +10,18 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen3ForCausalLM
 
 from benchmarks.train.chats import long_chat, short_chat
 from benchmarks.train.data import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 LONG_SHARE = 0.08  # of chats that begin with other turns
 LONGEST = 640  # tokens of a chat

@@ -7,15 +7,18 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.train.data import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 EOS_ID, PAD_ID = 2, 0  # <|im_end|>, <|endoftext|>
 CONFIG = {
@@ -67,6 +70,8 @@ class Recipe:
 
 def new_model(seed: int) -> Qwen3ForCausalLM:
     """The model with fresh float32 weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
+
     torch.manual_seed(seed)
     settings = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
     return Qwen3ForCausalLM(Qwen3Config(**settings)).float()

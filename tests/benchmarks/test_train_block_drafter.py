@@ -6,18 +6,21 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import Qwen3ForCausalLM
 
 from benchmarks.train import acceptance
 from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.base import Lesson, load_drafter, save_drafter, train_drafter
 from benchmarks.train.block_drafter import BLOCK_SIZE, TAPS, BlockDrafter
 from tests.support.dflash_reference import DFlashReference
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 TARGET = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 BUNDLED = TARGET.with_name("tiny-dflash")

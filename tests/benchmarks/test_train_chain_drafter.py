@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
-from transformers import Qwen3ForCausalLM
 
 from benchmarks.train import acceptance
 from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.base import Lesson, load_drafter, save_drafter, train_drafter
 from benchmarks.train.chain_drafter import TAPS, ChainDrafter
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 NUM_DRAFTS = ChainDrafter.num_drafts
 TARGET = Path(__file__).parents[2] / "worker" / "assets" / "tiny"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,9 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("form", "num_prefill"), [("eagle3", 1), ("dflash", 1), *in_whole(("eagle3", 0))]
-)
-def test_requests_of_every_kind_with_widths_that_change(
-    form: str, num_prefill: int, known: Known
-) -> None:
-    """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
+@cache
+def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
+    """Requests, and what they are answered without speculation where pages are few."""
     asked = [
         replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
         for number, ask in enumerate(mix())
@@ -166,6 +163,17 @@ def test_requests_of_every_kind_with_widths_that_change(
     base = workers(num_prefill=num_prefill, num_tokens=800)
     wanted = base.serve(asked)
     base.close()
+    return asked, wanted
+
+
+@pytest.mark.parametrize(
+    ("form", "num_prefill"), [("eagle3", 1), ("dflash", 1), *in_whole(("eagle3", 0))]
+)
+def test_requests_of_every_kind_with_widths_that_change(
+    form: str, num_prefill: int, known: Known
+) -> None:
+    """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
+    asked, wanted = of_every_kind(num_prefill)
     directory, widths = known.directory(form), (1, 2, 4, 8)
     made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
     made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))

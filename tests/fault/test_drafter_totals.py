@@ -113,8 +113,7 @@ def test_totals_are_equal_with_overlap_and_without_local_pulled_and_after_a_kill
     assert pulled.accept_len > least
     assert totals(serve, kill=True) == pulled
     assert totals(serve) == pulled, "by its successor"
-    serve = clusters.fresh(
-        *arguments, "--set", "disaggregation.mode=never", "--set", "spec.overlap=false"
-    )
+    alone = "--prefill", "1", "--set", "disaggregation.mode=never"  # one stands by
+    serve = clusters.fresh(*arguments, *alone, "--set", "spec.overlap=false")
     assert totals(serve) == pulled
     assert counted(serve) == (pulled.num_steps, pulled.num_accepted)

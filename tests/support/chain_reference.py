@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +305,9 @@ def behind_layers(target: Any, ids: Tensor) -> tuple[list[Tensor], Tensor]:
     return [each[0] for each in behind], out.last_hidden_state[0]
 
 
+@lru_cache(maxsize=1)
 def load_target(directory: Path) -> Any:
-    """The target, in float32."""
+    """The target, in float32; one for all drafters of it, as nobody changes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config  # takes seconds
 
     kind = json.loads((directory / "config.json").read_text()).get("model_type")

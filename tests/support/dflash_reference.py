@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -20,6 +20,7 @@ from torch.nn.functional import linear, silu
 from tests.support.chain_reference import behind_layers, draw, load_target, rotary_of
 from worker.api import Sampling
 
+Rows: TypeAlias = list[tuple[Tensor, Tensor]]  # of each layer, as `draft_rows` returns them
 ALIASES = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
 
 
@@ -81,7 +82,7 @@ class DFlashReference:
             token = config.get("mask_token_id", self.inner.get("mask_token_id"))
             self.mask = self.embedding[token]
         self._rotary = rotary_of(self.config, self.head_dim)
-        self._texts: dict[tuple[int, ...], Tensor] = {}
+        self._texts: dict[tuple[int, ...], tuple[Tensor, Rows]] = {}
         self._drawn: dict[tuple, list[tuple[int, float]]] = {}
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -91,16 +92,7 @@ class DFlashReference:
 
     def features(self, tokens: Sequence[int]) -> Tensor:
         """[n, hidden] of each token of the text."""
-        known = tuple(tokens)
-        for text, found in self._texts.items():
-            if text[: len(known)] == known:
-                return found[: len(known)]
-        with torch.no_grad():
-            states, _ = behind_layers(self.target, torch.tensor(known))
-            joined = torch.cat([states[layer] for layer in self.taps], -1)
-            found = self.norm("hidden_norm", linear(joined, self.weights["fc"]))
-        self._texts[known] = found
-        return found
+        return self._of(tokens)[0][: len(tokens)]
 
     def heads(self, layer: int, name: str, x: Tensor, positions: Tensor) -> Tensor:
         """[n, heads, head_dim] of "q", "k" or "v" of a layer; q and k are normed and rotated."""
@@ -117,15 +109,26 @@ class DFlashReference:
 
     def draft_rows(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Of each layer, keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]."""
-        features, positions = self.features(tokens), torch.arange(len(tokens))
-        with torch.no_grad():
-            return [
-                (
-                    self.heads(layer, "k", features, positions),
-                    self.heads(layer, "v", features, positions),
-                )
-                for layer in range(self.num_layers)
-            ]
+        rows, num = self._of(tokens)[1], len(tokens)
+        return [(keys[:num], values[:num]) for keys, values in rows]
+
+    def _of(self, tokens: Sequence[int]) -> tuple[Tensor, Rows]:
+        """Features and draft rows of a text that begins so; one forward for each that is new."""
+        known = tuple(tokens)
+        for text, found in self._texts.items():
+            if text[: len(known)] == known:
+                return found
+        self._texts[known] = self._read(known)
+        return self._texts[known]
+
+    @torch.no_grad()
+    def _read(self, tokens: Sequence[int]) -> tuple[Tensor, Rows]:
+        states, _ = behind_layers(self.target, torch.tensor(tokens))
+        joined = torch.cat([states[layer] for layer in self.taps], -1)
+        features = self.norm("hidden_norm", linear(joined, self.weights["fc"]))
+        layers, at = range(self.num_layers), torch.arange(len(tokens))
+        rows = [tuple(self.heads(layer, each, features, at) for each in "kv") for layer in layers]
+        return features, rows
 
     def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
         """None: a block needs nothing but keys and values."""
@@ -164,11 +167,12 @@ class DFlashReference:
 
         seen: gets for each layer what its o_proj takes, and the residual that is added to.
         """
-        layers = self.draft_rows(tokens[:length])
+        layers = self.draft_rows(tokens)
         hidden = self.mask.repeat(block, 1)
         hidden[0] = self.embedding[tokens[length]]
         at = torch.arange(length, length + block)
         for layer, (keys, values) in enumerate(layers):
+            keys, values = keys[:length], values[:length]
             name = f"layers.{layer}"
             normed = self.norm(f"{name}.input_layernorm", hidden)
             q, k, v = (self.heads(layer, each, normed, at) for each in "qkv")

@@ -17,10 +17,11 @@ from tests.support.drafter_audit import Reference
 from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask, Lockstep, Window
+from tests.support.pairwise import whole
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 
-NUM, NUM_TOKENS = 6, 32
+NUM, NUM_TOKENS = 6 if whole else 4, 32
 
 
 @dataclass(frozen=True)

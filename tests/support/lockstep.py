@@ -39,6 +39,7 @@ from worker.prefill import PrefillLoop
 from worker.schedule.decode import DecodeScheduler, Settled
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
+LINK_POLL_S = 1e-3
 LATE = 0.3  # probability that a loop misses a round, in a drawn schedule
 
 
@@ -161,6 +162,7 @@ class Lockstep:
         limit = time.monotonic() + HANG_S
         while self.decode.num_peers() < len(self.loops) - 1:
             self._turns(whole=True)
+            time.sleep(LINK_POLL_S)  # other threads make it
             assert time.monotonic() < limit, "no link"
         self._asked = list(asked)
         self.answers = [Answer(num_prompt_tokens=len(ask.prompt)) for ask in asked]

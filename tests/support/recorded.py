@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from worker.graph import segments
 from worker.graph.base import Decoded, LoadedModel
 from worker.graph.full import FullDecode
 from worker.graph.piecewise import Bucket, PiecewiseChunks
@@ -66,6 +67,16 @@ def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def without_warmups() -> Iterator[None]:
+    """No library here allocates or chooses kernels in its first calls."""
+    before, segments.NUM_WARMUPS = segments.NUM_WARMUPS, 0
+    try:
+        yield
+    finally:
+        segments.NUM_WARMUPS = before
+
+
 class RecordedMemory(GraphMemory):
     """Makes captures on the CPU."""
 
@@ -97,8 +108,9 @@ class RecordedSteps(FullDecode):
     next step begins."""
 
     @torch.inference_mode()
+    @without_warmups()
     def record(self) -> None:
-        """Capture without the start-up check: what is served tells more, and costs less."""
+        """Capture without warm-ups and start-up check: what is served tells more for less."""
         for shape in self._shapes:
             self._capture_shape(*shape)
 
@@ -125,6 +137,7 @@ class RecordedChunks(PiecewiseChunks):
         self._whole = whole
 
     @torch.inference_mode()
+    @without_warmups()
     def record(self) -> None:
         """As that of RecordedSteps."""
         for bucket in self.buckets:
