@@ -126,9 +126,11 @@ class DFlashReference:
         states, _ = behind_layers(self.target, torch.tensor(tokens))
         joined = torch.cat([states[layer] for layer in self.taps], -1)
         features = self.norm("hidden_norm", linear(joined, self.weights["fc"]))
-        layers, at = range(self.num_layers), torch.arange(len(tokens))
-        rows = [tuple(self.heads(layer, each, features, at) for each in "kv") for layer in layers]
-        return features, rows
+        at = torch.arange(len(tokens))
+        return features, [
+            (self.heads(layer, "k", features, at), self.heads(layer, "v", features, at))
+            for layer in range(self.num_layers)
+        ]
 
     def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
         """None: a block needs nothing but keys and values."""
