@@ -96,7 +96,7 @@ def measure(
         "engine": {"device": "cpu", "threads": 1, "num_pages": pages, "max_num_reqs": num_rows},
     })  # fmt: skip
     engine = build_engine(config, name="decode-0", host="127.0.0.1")
-    engine.runner.launch = lambda plan, groups=None: _Step(plan)  # type: ignore[assignment,return-value]
+    engine.runner.launch = lambda plan, *_: _Step(plan)  # type: ignore[assignment,return-value]
     built(engine)
     loop = DecodeLoop(engine, _Thread(), "1")  # type: ignore[arg-type]
     clock = _Clock()

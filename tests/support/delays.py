@@ -82,10 +82,10 @@ class Delays:
         """
         real = runner.launch
 
-        def launch(plan: Any, groups: Any = None) -> Any:
+        def launch(plan: Any, groups: Any = None, shape: Any = None) -> Any:
             if groups is not None:
                 self._wrap(groups, "on_layer", delay)
-            step = real(plan, groups)
+            step = real(plan, groups, shape)
             self._wrap(step, "wait", self._sleep)
             self._sleep()
             return step

@@ -156,11 +156,11 @@ class Engine:
         incarnation: str,
         address: str,
         metrics_address: str,
-        endpoints: tuple[bytes, ...],
+        endpoints: tuple[bytes, ...] = (),
     ) -> Member:
         """Build the record under which other processes know this worker.
 
-        endpoints: of all its ranks.
+        endpoints: of all its ranks; none: this one is alone.
         """
         return Member(
             name=name,
@@ -172,7 +172,7 @@ class Engine:
             max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.identity.layout_hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
-            endpoints=endpoints,
+            endpoints=endpoints or (self.endpoint(),),
             node=os.uname().nodename,
             pid=os.getpid(),
             digest=self.identity.digest,
