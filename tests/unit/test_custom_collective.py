@@ -58,6 +58,9 @@ class GlooBeside(GlooCollective):
     ) -> None:
         super().__init__(rank, size, "cpu", f"{init_method}-beside")
 
+    def abort(self) -> None:
+        self.close()
+
 
 def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
     """One rank's."""

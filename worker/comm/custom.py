@@ -177,9 +177,7 @@ class CustomCollective:
             return
         self._closed = True
         synchronize(self._device)
-        if self._control[FAULT]:
-            self._nccl.abort()
-        else:
+        if not self._control[FAULT]:
             self._part()
         self._nccl.close()
         self._regions.close()
