@@ -131,7 +131,7 @@ class RankedProcess(RayProcess):
         except (UserError, WorldError) as error:
             if rank == 0:
                 raise
-            text = f"rank {rank} ({self.parts[rank].place}): {error}"
-            if isinstance(error, UserError):
-                raise type(error)(text, error.param) from None
-            raise type(error)(text) from None
+            who = f"rank {rank} ({self.parts[rank].place})"
+            if isinstance(error, UserError):  # begins with the field's path
+                raise type(error)(f"{error}: at {who}", error.param) from None
+            raise type(error)(f"{who}: {error}") from None

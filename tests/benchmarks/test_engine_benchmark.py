@@ -19,7 +19,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     options = Namespace(
         model_config=TINY / "config.json", prompt_len=20, output_len=12, page_size=16, chunk=64,
         dtype="", load_format="dummy", eager=False, graph="", attention="auto",
-        phase="decode", cached=False, widths=[1], drafter=None,
+        phase="decode", cached=False, widths=[1], drafter=None, tp=1, collective="auto",
     )  # fmt: skip
     bench = engine.Bench(engine.build(options, 3))
     counter = bench.engine.metrics.steps

@@ -244,6 +244,7 @@ def another_mask(real: Any) -> Any:
 
 CHAIN, MODEL = "worker.spec.chain", "worker.models.chain.ChainDrafter"
 DFLASH = "worker.spec.dflash"
+PLAN_RUNS = "worker.pull.sources.plan_runs"
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "taps one layer early": ("eagle3", "worker.models.taps.Taps.after", taps_one_layer_early),
     "taps not written": ("eagle3", "worker.models.taps.Taps.after", taps_that_nobody_writes),
@@ -255,7 +256,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "padding": ("eagle3", f"{CHAIN}.draft_rows", padding_into_a_page),
     "tail of the last page": ("mtp", f"{CHAIN}.Chain.observe", no_tail_of_a_last_page),
     "no shift": ("eagle3", f"{CHAIN}.Chain.observe", features_not_shifted),
-    "not pulled": ("eagle3", "worker.pull.fetch.plan_runs", the_draft_region_is_not_pulled),
+    "not pulled": ("eagle3", PLAN_RUNS, the_draft_region_is_not_pulled),
     "noise's place": ("eagle3", f"{CHAIN}.draw_drafts", noise_of_the_place_before),
     "noise's id": ("eagle3", f"{CHAIN}.draw_drafts", noise_by_draft_id),
     "first key": ("eagle", "worker.spec.build.FROM_KEY_1", lambda _: KeyMask()),
@@ -268,7 +269,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "block: width 1": ("dflash", f"{DFLASH}.DFlash.advance", injects_in_wide_steps_only),
     "block: active": ("dflash", f"{DFLASH}.kept_rows", kept_by_what_is_active),
     "block: padding": ("dflash", f"{DFLASH}.kept_rows", kept_padding_in_a_page),
-    "block: not pulled": ("dflash", "worker.pull.fetch.plan_runs", the_draft_region_is_not_pulled),
+    "block: not pulled": ("dflash", PLAN_RUNS, the_draft_region_is_not_pulled),
     "block: noise": ("dflash", f"{DFLASH}.draw_drafts", noise_of_the_place_before),
     "block: positions": ("dflash", f"{DFLASH}.read_rows", a_block_at_the_next_position),
     "block: causal": ("dflash", "worker.models.dflash_config.KeyMask", lambda _: seen_causally),

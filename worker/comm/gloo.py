@@ -30,14 +30,15 @@ class GlooCollective:
             raise UserError(f"collective 'gloo' is for the CPU, not for {device}")
         self.rank = rank
         self.size = size
-        options: Any = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
         address = own_address(init_method)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=address)]
         self._lost = ""
         self._store: Any = meet("gloo", rank, size, init_method)
         try:
-            self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
+            self._group: Any = gloo(self._store, rank, size, options)
         except RuntimeError as e:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
 

@@ -8,9 +8,10 @@ peers, and all of them would wait for ever.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from worker.errors import PeerLost
 
@@ -42,12 +43,12 @@ class Meeting:
         self.rank = rank
         self.size = size
         self.host = urlsplit(rendezvous).hostname or ""  # rank 0's
-        self._store: dist.Store | None = None
+        self._store: Any = None
         self._num_calls = 0
         if size == 1:
             return
         try:
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 self.host, urlsplit(rendezvous).port or 0, size, is_master=rank == 0,
                 timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False,
             )  # fmt: skip
