@@ -109,6 +109,7 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
         assert job.wait(HANG_S) == 0, output.read_text()
 
 
+@pytest.mark.whole
 def test_ranks_of_one_worker_on_both_nodes(two_nodes: Run, tmp_path: Path) -> None:
     """Neither node has room for both; the one on the other node than its leader's is killed."""
     output = tmp_path / "job"

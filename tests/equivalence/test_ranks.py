@@ -6,20 +6,24 @@ no draw of these texts is so close that it shows.
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from tests.support import pairwise
 from tests.support.engines import Answer, Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
+from worker.models.decoder import SelfAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = problem_ids(4)
-NUM_TOKENS = 20
+NUM_TOKENS = 20 if pairwise.whole else 14
 DIGITS = "%llguidance {}\nstart: /[0-9 ]{1,12}/"
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -48,9 +52,13 @@ def sections(drafter: str, mode: str, **kv: object) -> dict[str, dict[str, Any]]
 
 
 def asked(cluster: Running) -> list[Answer]:
-    """All wishes at once, twice: cold, then with what the prefix trees kept."""
+    """All wishes at once; with --whole twice: cold, then with what the prefix trees kept."""
     samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in WISHES]
-    answers = [each for _ in range(2) for each in cluster.client.generate(PROMPTS, samplings)]
+    answers = [
+        each
+        for _ in range(1 + pairwise.whole)
+        for each in cluster.client.generate(PROMPTS, samplings)
+    ]
     cluster.wait_idle()
     assert not any(each.error for each in answers)
     return answers
@@ -98,3 +106,20 @@ def test_kv_is_pulled_between_any_numbers_of_ranks(
         found = asked(cluster)
         alike(found, of_one_rank(drafter), pulled=True)
         assert all(each.stages[0].prefilled_by for each in found[: len(PROMPTS)])
+
+
+def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leader, which announces them, has stored its own long before."""
+    store = SelfAttention.store
+
+    def late(attention: SelfAttention, hidden: Tensor, positions: Tensor) -> None:
+        if attention.output.columns.start:  # not the leader's
+            time.sleep(0.05)
+        store(attention, hidden, positions)
+
+    monkeypatch.setattr(SelfAttention, "store", late)
+    wanted = sections("chain", "always", num_groups=2)
+    with running(wanted, prefill_tp=2) as cluster:
+        alike(asked(cluster), of_one_rank("chain"), pulled=True)
