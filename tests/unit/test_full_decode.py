@@ -24,6 +24,8 @@ from tests.support.oracle import Oracle
 from tests.support.recorded import RecordedMemory, RecordedSteps
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
+from worker.graph import eager as eager_module
+from worker.graph import full as full_module
 from worker.graph.full import FullDecode, buckets_of, decode_buckets
 from worker.plan import max_rows
 from worker.sampling.tail import Result
@@ -128,14 +130,40 @@ def test_the_start_up_check_finds_a_tail_that_reads_another_row_s_mask() -> None
     graphs = FullDecode(cluster.engines[DECODE].runner.loaded, RecordedMemory())
     draw = graphs._draw_all
 
-    def shifted(forwarded: Any, num_logprobs: int, capture: Any) -> Any:
-        if capture is not None:
-            graphs._masks.line.copy_(graphs._masks.line.roll(1))
-        return draw(forwarded, num_logprobs, capture)
+    def shifted(forwarded: Any, num_logprobs: int) -> Any:
+        graphs._masks.line.copy_(graphs._masks.line.roll(1))
+        return draw(forwarded, num_logprobs)
 
     graphs._draw_all = shifted  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="differs from eager"):
         graphs.capture()
+    cluster.close()
+
+
+def test_kernels_are_compiled_for_every_shape_that_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Lockstep(SECTIONS, num_prefill=0)
+    graphs = FullDecode(cluster.engines[DECODE].runner.loaded, RecordedMemory())
+    ran: set[object] = set()
+
+    def noted(original: Any) -> Any:
+        def call(loaded: Any, decoded: Any, tail: object, *more: Any) -> Any:
+            ran.add((len(decoded.hidden), tail, more[:2]))
+            return original(loaded, decoded, tail, *more)
+
+        return call
+
+    for module in (full_module, eager_module):
+        draw = noted(module.draw_and_propose)
+        monkeypatch.setattr(module, "draw_and_propose", draw)
+    graphs.run_buckets()
+    assert not graphs._captured
+    ahead = ran.copy()
+    ran.clear()
+    for shape in graphs._shapes:
+        graphs._capture_shape(*shape)
+    assert ran == ahead
     cluster.close()
 
 

@@ -34,6 +34,7 @@ from tests.support.recorded import RecordedMemory
 from worker.config import Machine, WorkerConfig
 from worker.engine.runner import Step, padded_shape
 from worker.errors import Unsupported
+from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.graph.base import Forward, PaddedShape
 from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
@@ -60,6 +61,26 @@ def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
         assert captured.capture.num_segments == num_layers + 1
     for captured in bench.runner._full.values():
         assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
+
+
+def test_kernels_are_compiled_for_every_chunk_that_is_captured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, ran = PiecewiseChunks(bench.engine.runner.loaded, RecordedMemory()), set()
+    forward = graphs._forward
+
+    def noted(batch: Batch) -> Tensor:
+        ran.add((batch.num_tokens, batch.host is None))
+        return forward(batch)
+
+    monkeypatch.setattr(graphs, "_forward", noted)
+    graphs.run_buckets()
+    assert not graphs._piecewise
+    ahead = ran.copy()
+    ran.clear()
+    for bucket in graphs.buckets:
+        graphs._capture_bucket(bucket)
+    assert ran == ahead == {(n, full) for n in (16, 32, MAX_TOKENS) for full in (False, True)}
 
 
 @torch.inference_mode()

@@ -89,6 +89,10 @@ class Decoded(NamedTuple):
 class StepGraphs(Protocol):
     """Launches one kind of step. Built as `cls(loaded, memory)`."""
 
+    def run_buckets(self) -> None:
+        """Run what `capture` will capture, for `compile_ahead`. The pool may be tiny."""
+        ...
+
     def capture_largest(self) -> None:
         """Capture the largest bucket, to measure its memory. The pool may be tiny."""
         ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +18,11 @@ from worker.graph.base import (
 )
 from worker.graph.eager import EagerChunks, EagerDecode
 from worker.graph.segments import GraphMemory
+from worker.kernels.compile_ahead import compile_ahead
 from worker.metrics import Progress, untold
 from worker.registry import resolve
+
+log = logging.getLogger("kvlane.graph")
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,9 +38,27 @@ class Graphs:
 
         Captures run first: they empty the allocator's cache, which holds the eager steps' peak.
         """
+        if self.loaded.state.device.type == "cuda":
+            self._compile()
         if self.loaded.decodes:
             self.decode.capture_largest()
         self.chunks.capture_largest()
+        self._run_eagerly()
+
+    def _compile(self) -> None:
+        """Compile the kernels of all that will be captured, and of eager steps."""
+
+        def steps() -> None:
+            self._run_eagerly()
+            self.chunks.run_buckets()
+            if self.loaded.decodes:
+                self.decode.run_buckets()
+
+        began = time.monotonic()
+        num_kernels = compile_ahead(steps)
+        log.info("found or compiled %d kernels in %.1f s", num_kernels, time.monotonic() - began)
+
+    def _run_eagerly(self) -> None:
         if self.loaded.decodes:
             EagerDecode(self.loaded).run_largest()
         EagerChunks(self.loaded).run_largest()

@@ -108,6 +108,9 @@ class _Eager:
     def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
         self._loaded = loaded
 
+    def run_buckets(self) -> None:
+        """Nothing will be captured."""
+
     def capture_largest(self) -> None:
         """Nothing to capture."""
 

@@ -33,8 +33,6 @@ from worker.sampling.tail import Result
 
 log = logging.getLogger("kvlane.graph")
 
-TAILS_OF_WINDOWS: tuple[Tail, ...] = ("none", "greedy")  # wider than 1
-
 
 class CapturedStep(NamedTuple):
     """One decode step as a graph without breaks; `replay` overwrites the tensors of `decoded`."""
@@ -85,6 +83,16 @@ class FullDecode:
         self._captured: dict[tuple[int, int, Tail], CapturedStep] = {}  # (bucket, width, tail)
         # (bucket, width, with logprobs)
         self._tails: dict[tuple[int, int, bool], CapturedTail] = {}
+
+    @torch.inference_mode()
+    def run_buckets(self) -> None:
+        """See StepGraphs.run_buckets."""
+        for bucket, width in self._shapes:
+            forwarded = self._eager_step(self._rows[:bucket], "none", width)
+            for tail in _tails(width)[1:]:
+                draw_and_propose(self._loaded, forwarded, tail)
+            for num_logprobs in (-1, MAX_LOGPROBS):
+                self._draw_all(forwarded, num_logprobs)
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
@@ -171,7 +179,7 @@ class FullDecode:
 
     def _capture_shape(self, bucket: int, width: int) -> None:
         rows = self._rows[:bucket]
-        for tail in TAILS if width == 1 else TAILS_OF_WINDOWS:
+        for tail in _tails(width):
             capture = Capture(self._memory)
             decoded = capture.record(lambda _, tail=tail: self._eager_step(rows, tail, width))
             if tail != "none":  # nobody reads its hidden states but the start-up check, at once
@@ -181,15 +189,19 @@ class FullDecode:
         forward = self._captured[bucket, width, "none"]
         forward.capture.replay()  # the tail's warm-ups read what it leaves
         for with_logprobs in (False, True):
-            capture = Capture(self._memory)
-            num_logprobs = MAX_LOGPROBS if with_logprobs else -1
-            result = capture.record(partial(self._draw_all, forward.decoded, num_logprobs))
+            capture, num = Capture(self._memory), MAX_LOGPROBS if with_logprobs else -1
+            result = capture.record(lambda _, num=num: self._draw_all(forward.decoded, num))
             self._tails[bucket, width, with_logprobs] = CapturedTail(capture, result)
 
-    def _draw_all(self, forwarded: Decoded, num_logprobs: int, _: Capture | None) -> Result:
+    def _draw_all(self, forwarded: Decoded, num_logprobs: int) -> Result:
         """The tail that serves every step."""
         masks = Masks(self._masks.words, self._masks.line[: len(forwarded.hidden)])
         return draw_and_propose(self._loaded, forwarded, TAILS[-1], True, num_logprobs, masks)
+
+
+def _tails(width: int) -> tuple[Tail, ...]:
+    """Those that have a graph of their own behind the forward; "none", first, is the forward."""
+    return TAILS if width == 1 else ("none", "greedy")
 
 
 @cache

@@ -100,6 +100,15 @@ class PiecewiseChunks:
         self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()
+    def run_buckets(self) -> None:
+        """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
+        for bucket in reversed(self.buckets):
+            self._launch_variants(bucket.num_tokens)
+            if self._traced is None:
+                for full in self._kinds(bucket):
+                    self._body(bucket.num_tokens, full=full)(None)
+
+    @torch.inference_mode()
     def capture_largest(self) -> None:
         """See StepGraphs.capture_largest."""
         self._capture_bucket(self.buckets[-1])
@@ -164,15 +173,23 @@ class PiecewiseChunks:
         self._full.clear()
 
     def _capture_bucket(self, bucket: Bucket) -> None:
-        num_tokens, static = bucket.num_tokens, self._loaded.attention.prefill.static_plan
-        self._piecewise[num_tokens] = self._capture(num_tokens, full=False)
-        bucket.full = static and not self._loaded.always_hooked and num_tokens <= MAX_FULL
-        if bucket.full:
-            self._full[num_tokens] = self._capture(num_tokens, full=True)
+        for full in self._kinds(bucket):
+            captured, capture = self._full if full else self._piecewise, Capture(self._memory)
+            body = self._body(bucket.num_tokens, full=full)
+            hidden = self._memory.alias(capture.record(body))
+            captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
+        bucket.full = bucket.num_tokens in self._full
 
-    def _capture(self, num_tokens: int, *, full: bool) -> CapturedChunks:
-        attention, capture = self._loaded.attention.prefill, Capture(self._memory)
-        buffers, longest = self._loaded.buffers, min(num_tokens, self._loaded.max_len)
+    def _kinds(self, bucket: Bucket) -> Sequence[bool]:
+        """Its graphs; True is the one without breaks."""
+        static = self._loaded.attention.prefill.static_plan
+        unbroken = static and not self._loaded.always_hooked and bucket.num_tokens <= MAX_FULL
+        return (False, True) if unbroken else (False,)
+
+    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
+        """What is captured: the forward of a batch of padding."""
+        attention, buffers = self._loaded.attention.prefill, self._loaded.buffers
+        longest = min(num_tokens, self._loaded.max_len)
         if full:
             batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
         else:
@@ -185,7 +202,7 @@ class PiecewiseChunks:
             with forward_context(batch, attention, attn_plan, breaks=breaks):
                 return self._forward(batch)
 
-        return CapturedChunks(capture, self._memory.alias(capture.record(body)))
+        return body
 
     def _forward(self, batch: Batch) -> Tensor:
         embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows

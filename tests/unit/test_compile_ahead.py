@@ -1,0 +1,106 @@
+"""Kernels compiled ahead of their first launch: each once, really, and none of them runs.
+
+Without a GPU: only the driver that describes one is a double, the compiler is Triton's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.interpreted import INTERPRETED, WHY
+from worker.kernels.compile_ahead import compile_ahead
+from worker.kernels.rms_norm import _rms_norm_kernel, rms_norm_triton
+from worker.kernels.swiglu import _swiglu_kernel, swiglu_triton
+
+triton = pytest.importorskip("triton", reason=WHY)
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled for the interpreter")
+
+
+class Hopper:
+    """A driver of one sm_90 that cannot launch."""
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def driver(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An sm_90, an empty cache of kernels, and kernels that no test before has asked for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with mock.patch.object(triton.runtime.driver, "_active", Hopper()):
+        for kernel in (_rms_norm_kernel, _swiglu_kernel):
+            kernel.device_caches.clear()
+        yield
+        for kernel in (_rms_norm_kernel, _swiglu_kernel):
+            kernel.device_caches.clear()
+
+
+def norm_and_gate(rows: int) -> torch.Tensor:
+    x = torch.ones(rows, 64, dtype=torch.bfloat16)
+    normed = rms_norm_triton(x, torch.ones(64, dtype=torch.bfloat16), 1e-6)
+    return swiglu_triton(normed)
+
+
+def test_each_kernel_is_compiled_once_and_none_runs():
+    found: list[torch.Tensor] = []
+    assert compile_ahead(lambda: found.extend(norm_and_gate(16) for _ in range(3))) == 2
+    assert [each.abs().sum().item() for each in found] == [0.0] * 3
+    for kernel in (_rms_norm_kernel, _swiglu_kernel):
+        (compiled,) = kernel.device_caches[0][0].values()
+        assert compiled.asm["cubin"].startswith(b"\x7fELF")
+    assert compile_ahead(lambda: norm_and_gate(16)) == 0
+
+
+def test_variants_of_a_kernel_are_kernels():
+    """Rows of another width are another constant."""
+
+    def step() -> None:
+        norm_and_gate(16)
+        wide = torch.ones(4, 128, dtype=torch.bfloat16)
+        rms_norm_triton(wide, wide[0], 1e-6)
+
+    assert compile_ahead(step) == 3
+
+
+def test_ids_that_a_kernel_would_have_written_are_valid(monkeypatch: pytest.MonkeyPatch):
+    """torch's own ops do run; an id beyond the table ends a CUDA context."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # memory of any content is then filled with the worst
+    try:
+        assert torch.empty(3, dtype=torch.int64).min() > 1000
+        table, like = torch.ones(4, 2), torch.ones(3, dtype=torch.int64)
+
+        def step() -> None:
+            for ids in (torch.empty(3, dtype=torch.int64), torch.empty_like(like)):
+                torch.nn.functional.embedding(ids, table)
+            torch.nn.functional.embedding(like.new_empty(3), table)
+
+        assert compile_ahead(step) == 0
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def test_what_does_not_compile_is_an_error_and_launches_are_as_before():
+    launch = triton.runtime.jit.JITFunction.run
+
+    @triton.jit
+    def broken(x):
+        return x.no_such_thing
+
+    with pytest.raises(triton.compiler.errors.CompilationError, match="no_such_thing"):
+        compile_ahead(lambda: broken[(1,)](torch.ones(1)))
+    assert triton.runtime.jit.JITFunction.run is launch
+    assert torch.empty(1, dtype=torch.bfloat16).dtype == torch.bfloat16

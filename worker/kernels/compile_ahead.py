@@ -1,0 +1,68 @@
+"""Compiles the Triton kernels of a step on all cores at once, before any of them runs.
+
+Triton compiles a kernel where it is first launched, one after the other: about a minute of the
+first start on a machine, of which its compiler leaves all cores but one idle. A step run within
+`compile_ahead` launches nothing: each launch only asks for its kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from worker.kernels.jit import triton
+
+MAX_THREADS = 32  # the compiler takes about 100 MB a thread
+
+
+def compile_ahead(step: Callable[[], object]) -> int:
+    """Compile every Triton kernel that `step` launches, and run all else of it.
+
+    What a kernel would have written stays as it was, and memory that `step` allocates is zeros: ids
+    and rows that torch's own ops read from it are then valid. So its values must not steer `step`,
+    which holds for whatever can be captured as a graph. No other thread may launch a kernel.
+
+    Returns:
+        The number of kernels.
+
+    Raises:
+        Whatever the compiler raises for one of them.
+    """
+    launch = triton.runtime.jit.JITFunction.run
+
+    def ask(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        asked: Any = launch(kernel, *args, grid=grid, warmup=True, **options)
+        future = getattr(asked, "future", None)  # none: it had been compiled
+        if future is not None and future.done():
+            asked.result()  # makes the next launch of the same kernel find it
+        return asked
+
+    num_cores = len(os.sched_getaffinity(0))
+    with (
+        ThreadPoolExecutor(min(num_cores, MAX_THREADS), "compile") as pool,
+        triton.AsyncCompileMode(pool) as mode,
+        mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
+        _Zeros(),
+    ):
+        step()
+    return len(mode.future_kernels)
+
+
+class _Zeros(TorchFunctionMode):
+    """Makes torch allocate zeros where it is asked for memory of any content."""
+
+    _ALLOCATE = frozenset(
+        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in self._ALLOCATE else made
