@@ -15,12 +15,14 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from tests.support import pairwise
 
@@ -44,6 +46,13 @@ def run_interpreted(paths: Iterable[Path]) -> None:
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout
+
+
+def check_columns(columns: Sequence[Tensor]) -> None:
+    """Each is contiguous; a kernel's begin where Triton need not compile others for them."""
+    for column in columns:
+        assert column.is_contiguous()
+        assert not INTERPRETED or column.data_ptr() % 16 == 0
 
 
 def ptx_of(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any) -> str:

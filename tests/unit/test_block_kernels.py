@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.kernels.attention import layers_rope_store, qk_rope_store
 from worker.kernels.attention.rope import rope_inv_freq, rope_table
@@ -23,6 +23,7 @@ def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     rows, position, valid, drawn = step_of(columns, width, seed)
     op = kept_rows.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
     positions, slots = op(rows, position, valid, drawn, columns, PAGE_SIZE)
+    check_columns((positions, slots))
     wanted = []
     for i, row in enumerate(rows.tolist()):
         for j in range(width):
@@ -70,7 +71,7 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_hopper_without_one() -> None:
         types = dict.fromkeys(("rows", "position", "drawn", "out"), "*i64")
-        types |= {"valid": "*u8", "page_table": "*i32", "n": "i32", "stride_table": "i32"}
+        types |= {"valid": "*u8", "page_table": "*i32", "stride": "i32", "stride_table": "i32"}
         constants = dict(WIDTH=4, WIDTH_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
         kernel = kept_rows._kept_rows_kernel
         assert "griddepcontrol.wait" in ptx_of(

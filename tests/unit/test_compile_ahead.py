@@ -5,7 +5,7 @@ Without a GPU: only the driver that describes one is a double, the compiler is T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -21,7 +21,28 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled for the
 
 
 class Hopper:
-    """A driver of one sm_90 that cannot launch."""
+    """A driver of one sm_90 that loads kernels and cannot launch them."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.utils = self
+
+    def set_current_device(self, device: int) -> None:
+        assert device == 0
+
+    def launcher_cls(self, src: object, metadata: object) -> Callable[..., None]:
+        def launch(*args: object) -> None:
+            raise AssertionError("launched")
+
+        return launch
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        assert binary.startswith(b"\x7fELF")
+        self.loaded.append(name)
+        return (1, 2, 32, 0, 1024)  # module, function, registers, spills, threads
 
     def get_current_target(self) -> object:
         from triton.backends.compiler import GPUTarget
@@ -36,13 +57,14 @@ class Hopper:
 
 
 @pytest.fixture(autouse=True)
-def driver(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def driver(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
     """An sm_90, an empty cache of kernels, and kernels that no test before has asked for."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with mock.patch.object(triton.runtime.driver, "_active", Hopper()):
+    hopper = Hopper()
+    with mock.patch.object(triton.runtime.driver, "_active", hopper):
         for kernel in (_rms_norm_kernel, _swiglu_kernel):
             kernel.device_caches.clear()
-        yield
+        yield hopper
         for kernel in (_rms_norm_kernel, _swiglu_kernel):
             kernel.device_caches.clear()
 
@@ -53,14 +75,15 @@ def norm_and_gate(rows: int) -> torch.Tensor:
     return swiglu_triton(normed)
 
 
-def test_each_kernel_is_compiled_once_and_none_runs():
+def test_each_kernel_is_compiled_and_loaded_once_and_none_runs(driver: Hopper):
     found: list[torch.Tensor] = []
     assert compile_ahead(lambda: found.extend(norm_and_gate(16) for _ in range(3))) == 2
     assert [each.abs().sum().item() for each in found] == [0.0] * 3
-    for kernel in (_rms_norm_kernel, _swiglu_kernel):
-        (compiled,) = kernel.device_caches[0][0].values()
-        assert compiled.asm["cubin"].startswith(b"\x7fELF")
+    assert sorted(driver.loaded) == ["_rms_norm_kernel", "_swiglu_kernel"]
     assert compile_ahead(lambda: norm_and_gate(16)) == 0
+    with pytest.raises(AssertionError, match="launched"):
+        norm_and_gate(16)
+    assert len(driver.loaded) == 2
 
 
 def test_variants_of_a_kernel_are_kernels():

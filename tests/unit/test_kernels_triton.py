@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
 from worker.kernels import pair_norm, rms_norm, swiglu
@@ -112,6 +112,7 @@ def check_ends(
         a, b = getattr(got, each.name), getattr(other, each.name)
         assert a.dtype == b.dtype
         assert torch.equal(a, b), each.name
+    check_columns((got.live, got.positions, got.next_positions, got.input_ids, got.slots))
     counts = drawn[:, width] > 0
     assert torch.equal(drawn[counts], other_drawn[counts])
     assert torch.equal(counts, other_drawn[:, width] > 0)
@@ -388,6 +389,7 @@ else:
         rows[-1] = 0
         got = gather_rows.gather_rows_triton(*columns(40), rows)
         wanted = gather_rows.gather_rows_ref(*columns(40), rows)
+        check_columns((*got[0], *got[1], got[2]))
         for a, b in zip(
             (*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True
         ):

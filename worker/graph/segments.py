@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-NUM_WARMUPS = 2  # libraries allocate workspaces and choose kernels in the first calls
+NUM_WARMUPS = 1  # libraries allocate workspaces and choose kernels in the first call
 
 Made = TypeVar("Made")
 Body = Callable[[Tensor, Tensor], object]
@@ -95,7 +95,7 @@ class Capture:
         return len(self._parts)
 
     def record(self, forward: Callable[[Capture | None], Made]) -> Made:
-        """Call `forward` with None a few times to warm up, then with `self` to capture it.
+        """Call `forward` with None to warm up, then with `self` to capture it.
 
         Returns what that last call returned: tensors that every replay overwrites.
         """

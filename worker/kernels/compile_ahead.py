@@ -1,15 +1,15 @@
 """Compiles the Triton kernels of a step on all cores at once, before any of them runs.
 
 Triton compiles a kernel where it is first launched, one after the other: about a minute of the
-first start on a machine, of which its compiler leaves all cores but one idle. A step run within
-`compile_ahead` launches nothing: each launch only asks for its kernel.
+first start on a machine, with one core busy. A step run within `compile_ahead` launches nothing:
+each launch only asks for its kernel.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -43,15 +43,33 @@ def compile_ahead(step: Callable[[], object]) -> int:
             asked.result()  # makes the next launch of the same kernel find it
         return asked
 
-    num_cores = len(os.sched_getaffinity(0))
     with (
-        ThreadPoolExecutor(min(num_cores, MAX_THREADS), "compile") as pool,
+        _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
         mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
         _Zeros(),
     ):
         step()
     return len(mode.future_kernels)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Compiles kernels, and loads them onto the caller's device."""
+
+    def __init__(self, driver: Any) -> None:
+        num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+        device = driver.get_current_device()
+        super().__init__(num_threads, "compile", driver.set_current_device, (device,))
+
+    def submit(self, fn: Callable[[], Any]) -> Future[Any]:  # pyright: ignore
+        """Begin `fn`, which compiles one kernel."""
+
+        def load() -> Any:
+            kernel = fn()
+            assert kernel.run  # makes its launcher: Triton 3.6 and before, with a C compiler
+            return kernel
+
+        return super().submit(load)
 
 
 class _Zeros(TorchFunctionMode):

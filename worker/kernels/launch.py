@@ -25,6 +25,15 @@ def has_dependent_launch(x: Tensor) -> bool:
     return x.is_cuda and _capability(x.device)[0] >= 9
 
 
+def aligned(n: int) -> int:
+    """The smallest multiple of 4 that is not below n: the stride of columns of n values.
+
+    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes. Triton compiles a kernel
+    anew for arguments that do not.
+    """
+    return -(-n // 4) * 4
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.launch import aligned, overlap, power_of_two
 from worker.kernels.step.step_rows import RowColumns
 
 
@@ -93,14 +93,14 @@ def draft_rows_ref(
     )
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["stride", "stride_rows"])
 def _draft_rows_kernel(
     rows, position, valid, drawn, active, seq_len, max_len, page_table, kept, last, ahead, lens,
-    n, stride_table,
+    stride, stride_rows, stride_table,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, NUM: tl.constexpr, NUM_2: tl.constexpr,
     PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n). kept: i64 [4, n * WIDTH], the first four fields; ahead: i64 [2, NUM, n]."""
+    """Grid (n). kept: i64 [4, stride], the first four fields; ahead: i64 [2, NUM, stride_rows]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -121,9 +121,9 @@ def _draft_rows_kernel(
     slot = page.to(tl.int64) * PAGE_SIZE + at % PAGE_SIZE
     out = kept + i * WIDTH + place
     tl.store(out, token, mask=window)
-    tl.store(out + n * WIDTH, tl.where(stored, at, 0), mask=window)
-    tl.store(out + 2 * n * WIDTH, tl.where(stored, slot, 0), mask=window)
-    tl.store(out + 3 * n * WIDTH, tail.to(tl.int64), mask=window)
+    tl.store(out + stride, tl.where(stored, at, 0), mask=window)
+    tl.store(out + 2 * stride, tl.where(stored, slot, 0), mask=window)
+    tl.store(out + 3 * stride, tail.to(tl.int64), mask=window)
     tl.store(last + i, i * WIDTH + tl.maximum(num - 1, 0))
     if NUM > 0:
         step = tl.arange(0, NUM_2)
@@ -132,9 +132,9 @@ def _draft_rows_kernel(
         inside = proposes & (tl.load(active + row) != 0) & (here + 1 < longest)
         page = tl.load(table + tl.minimum(here // PAGE_SIZE, PAGES - 1), mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + here % PAGE_SIZE
-        there = step * n + i
+        there = step * stride_rows + i
         tl.store(ahead + there, tl.where(inside, here, 0), mask=proposes)
-        tl.store(ahead + NUM * n + there, tl.where(inside, slot, 0), mask=proposes)
+        tl.store(ahead + NUM * stride_rows + there, tl.where(inside, slot, 0), mask=proposes)
         tl.store(lens + there, tl.where(inside, here + 1, 1).to(tl.int32), mask=proposes)
 
 
@@ -150,24 +150,25 @@ def draft_rows_triton(
     """See draft_rows_ref; one launch."""
     n, num_tokens = len(rows), len(position)
     width = num_tokens // n
-    kept = torch.empty(4, num_tokens, dtype=torch.int64, device=rows.device)
+    stride, stride_rows = aligned(num_tokens), aligned(n)
+    kept = torch.empty(4, stride, dtype=torch.int64, device=rows.device)
     last = torch.empty(n, dtype=torch.int64, device=rows.device)
-    ahead = torch.empty(2, num_drafts, n, dtype=torch.int64, device=rows.device)
-    lens = torch.empty(num_drafts, n, dtype=torch.int32, device=rows.device)
+    ahead = torch.empty(2, num_drafts, stride_rows, dtype=torch.int64, device=rows.device)
+    lens = torch.empty(num_drafts, stride_rows, dtype=torch.int32, device=rows.device)
     _draft_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), drawn, columns.active.view(torch.uint8),
         columns.seq_len, columns.max_len, columns.page_table, kept, last, ahead, lens,
-        n, columns.page_table.stride(0),
+        stride, stride_rows, columns.page_table.stride(0),
         **overlap(
             rows, WIDTH=width, WIDTH_2=power_of_two(width), NUM=num_drafts,
             NUM_2=power_of_two(max(num_drafts, 1)), PAGES=columns.page_table.shape[1],
             PAGE_SIZE=page_size, num_warps=1,
         ),
     )  # fmt: skip
-    tokens, positions, slots, tail_pages = kept.unbind()
-    ahead_positions, ahead_slots = ahead.unbind()
+    tokens, positions, slots, tail_pages = kept[:, :num_tokens].unbind()
+    ahead_positions, ahead_slots = ahead[..., :n].unbind()
     return DraftSteps(
-        tokens, positions, slots, tail_pages, last, ahead_positions, ahead_slots, lens
+        tokens, positions, slots, tail_pages, last, ahead_positions, ahead_slots, lens[:, :n]
     )
 
 

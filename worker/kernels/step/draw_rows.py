@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.kernels.launch import overlap
+from worker.kernels.launch import aligned, overlap
 
 BLOCK, WARPS = 1024, 4
 NUM_PROGRAMS = 396  # of a pass, as many as run at once: three on each of 132 multiprocessors
@@ -98,9 +98,8 @@ def list_rows(
 
 
 def new_lists(num_rows: int, device: torch.device) -> Tensor:
-    """Room for NUM_LISTS lists, i32; each begins aligned, or kernels would be compiled twice."""
-    width = -(-(num_rows + 1) // 4) * 4
-    return torch.empty(NUM_LISTS, width, dtype=torch.int32, device=device)
+    """Room for NUM_LISTS lists, i32."""
+    return torch.empty(NUM_LISTS, aligned(num_rows + 1), dtype=torch.int32, device=device)
 
 
 def rows_at_once(num_rows: int, num_blocks: int, num_programs: int | None = None) -> int:

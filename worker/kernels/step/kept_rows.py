@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.launch import aligned, overlap, power_of_two
 from worker.kernels.step.step_rows import RowColumns
 
 
@@ -48,13 +48,13 @@ def kept_rows_ref(
     return torch.where(kept, at, 0).view(-1), torch.where(kept, slots, 0).view(-1)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["stride"])
 def _kept_rows_kernel(
-    rows, position, valid, drawn, page_table, out, n, stride_table,
+    rows, position, valid, drawn, page_table, out, stride, stride_table,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n). out: i64 [2, n * WIDTH]: positions, slots."""
+    """Grid (n). out: i64 [2, stride]: positions, slots, each [n, WIDTH]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -69,7 +69,7 @@ def _kept_rows_kernel(
     page = tl.load(page_table + row * stride_table + in_table, mask=kept, other=0).to(tl.int64)
     to = out + i * WIDTH + place
     tl.store(to, tl.where(kept, at, 0), mask=window)
-    tl.store(to + n * WIDTH, tl.where(kept, page * PAGE_SIZE + at % PAGE_SIZE, 0), mask=window)
+    tl.store(to + stride, tl.where(kept, page * PAGE_SIZE + at % PAGE_SIZE, 0), mask=window)
 
 
 def kept_rows_triton(
@@ -83,16 +83,16 @@ def kept_rows_triton(
     """See kept_rows_ref; one launch."""
     n, num_tokens = len(rows), len(position)
     width = num_tokens // n
-    out = torch.empty(2, num_tokens, dtype=torch.int64, device=rows.device)
+    out = torch.empty(2, aligned(num_tokens), dtype=torch.int64, device=rows.device)
     _kept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), drawn, columns.page_table, out,
-        n, columns.page_table.stride(0),
+        out.stride(0), columns.page_table.stride(0),
         **overlap(
             rows, WIDTH=width, WIDTH_2=power_of_two(width), PAGES=columns.page_table.shape[1],
             PAGE_SIZE=page_size, num_warps=1,
         ),
     )  # fmt: skip
-    positions, slots = out.unbind()
+    positions, slots = out[:, :num_tokens].unbind()
     return positions, slots
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.launch import aligned, overlap, power_of_two
 
 BLOCK_PAGES = 256
 
@@ -76,15 +76,15 @@ def read_rows_ref(
     )
 
 
-@triton.jit(do_not_specialize=["n", "num_pages"])
+@triton.jit(do_not_specialize=["start", "stride", "num_pages"])
 def _read_rows_kernel(
     rows, active, seq_len, last_token, max_len, page_table, drafts, ints, seq_lens, valid, table,
-    n, num_pages, stride_table, stride_drafts,
+    start, stride, num_pages, stride_table, stride_drafts,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n, blocks of pages). ints: i64: live [n], then position, next position, token, slot,
-    each [n, WIDTH]."""
+    """Grid (n, blocks of pages). ints: i64: live [n]; from `start` on, `stride` apart: position,
+    next position, token, slot, each [n, WIDTH]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -111,12 +111,12 @@ def _read_rows_kernel(
         draft = tl.load(draft_at, mask=inside & (window > 0), other=0)
         token = tl.where(window == 0, tl.load(last_token + live), tl.maximum(draft, 0))
         slot = tl.where(owned, page * PAGE_SIZE + position % PAGE_SIZE, 0)
-        out = ints + n + at * WIDTH + window
+        out = ints + start + at * WIDTH + window
         tl.store(ints + at, live)
         tl.store(out, known, mask=inside)
-        tl.store(out + n * WIDTH, position + 1, mask=inside)
-        tl.store(out + 2 * n * WIDTH, token, mask=inside)
-        tl.store(out + 3 * n * WIDTH, slot, mask=inside)
+        tl.store(out + stride, position + 1, mask=inside)
+        tl.store(out + 2 * stride, token, mask=inside)
+        tl.store(out + 3 * stride, slot, mask=inside)
         tl.store(seq_lens + at, (first + WIDTH).to(tl.int32))
         tl.store(valid + at, tl.load(active + live))
 
@@ -126,7 +126,8 @@ def read_rows_triton(
 ) -> StepRows:
     """See read_rows_ref; one launch."""
     n, device = len(rows), rows.device
-    ints = torch.empty(n + 4 * n * width, dtype=torch.int64, device=device)
+    start, stride = aligned(n), aligned(n * width)
+    ints = torch.empty(start + 4 * stride, dtype=torch.int64, device=device)
     seq_lens = torch.empty(n, dtype=torch.int32, device=device)
     valid = torch.empty(n, dtype=torch.bool, device=device)
     table = torch.empty(n, num_pages, dtype=torch.int32, device=device)
@@ -134,13 +135,14 @@ def read_rows_triton(
         rows, columns.active.view(torch.uint8), columns.seq_len, columns.last_token,
         columns.max_len, columns.page_table, columns.drafts, ints, seq_lens,
         valid.view(torch.uint8), table,
-        n, num_pages, columns.page_table.stride(0), columns.drafts.stride(0),
+        start, stride, num_pages, columns.page_table.stride(0), columns.drafts.stride(0),
         **overlap(
             rows, WIDTH=width, WIDTH_2=power_of_two(width), PAGE_SIZE=page_size,
             BLOCK_PAGES=BLOCK_PAGES, num_warps=1,
         ),
     )  # fmt: skip
-    positions, following, tokens, slots = ints[n:].view(4, n * width).unbind()
+    each = ints[start:].view(4, stride)[:, : n * width]
+    positions, following, tokens, slots = each.unbind()
     return StepRows(ints[:n], valid, positions, following, tokens, seq_lens, slots, table)
 
 
