@@ -34,6 +34,7 @@ STEP_BUCKETS = (
     1.0, 2.0, 5.0,
 )  # fmt: skip
 WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
+SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 MiB
 NUM_FIRST = 1000  # windows by which a start is judged
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 # What a decode worker counts from 0 on, so that the first of each shows in a rate.
@@ -52,13 +53,50 @@ def untold(stage: str, done: int, total: int) -> None:
     """Nobody wants to know."""
 
 
-class WorkerMetrics:
-    """All families of one worker; labels model, role and worker are bound once."""
+class _Families:
+    """Makes families; labels model, role and worker are bound once."""
 
     def __init__(self, *, model: str, role: str, worker: str) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self._bound = {"model": model, "role": role, "worker": worker}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Counter(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Any:
+        family = Histogram(
+            f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
+        )
+        return self._bind(family, labels)
+
+    def _names(self, labels: tuple[str, ...]) -> list[str]:
+        return [*self._bound, *labels]
+
+    def _bind(self, family: Any, labels: tuple[str, ...]) -> Any:
+        """The child itself, or for families with labels a function label values -> child."""
+        if not labels:
+            return family.labels(**self._bound)
+
+        @cache  # to look one up takes the library as long as to count
+        def child(*values: str) -> Any:
+            return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
+
+        return child
+
+
+class WorkerMetrics(_Families):
+    """All families of one worker."""
+
+    def __init__(self, *, model: str, role: str, worker: str) -> None:
+        super().__init__(model=model, role=role, worker=worker)
         self._server: tuple[WSGIServer, Thread] | None = None
         counter, histogram = self._counter, self._histogram
         self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
@@ -84,6 +122,7 @@ class WorkerMetrics:
         self.preemptions = counter("preemptions", "Rows that gave their pages up")
         self.requests = counter("requests", "Requests that ended", "outcome")
         self._add_spec()
+        self._add_ranks()
         self._add_transfers()
         self._add_gauges()
         if role == "decode":
@@ -172,6 +211,19 @@ class WorkerMetrics:
         """Keep no first acceptance to compare with: another text is no fault of the drafter."""
         self._first_windows[0] = NUM_FIRST
 
+    def _add_ranks(self) -> None:
+        self.ranks = self._gauge(
+            "ranks", "Processes of this worker, which ends with the first that does"
+        )
+        self.ranks.set(1)
+        self.all_reduce_bytes = self._histogram(
+            "all_reduce_bytes",
+            "Size of what a layer of each step sums among the ranks, by what sums it",
+            SUM_BUCKETS,
+            "kind",
+            "algorithm",
+        )
+
     def _add_transfers(self) -> None:
         counter, histogram = self._counter, self._histogram
         self.placed = counter("prefill_placed", "Where prompts were prefilled", "where")
@@ -253,36 +305,6 @@ class WorkerMetrics:
     def on_scrape(self, gauge: Any, value: Callable[[], float]) -> None:
         """Read `value` whenever the family is scraped."""
         gauge.set_function(value)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return self._bind(
-            Counter(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
-        )
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Any:
-        return self._bind(
-            Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
-        )
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Any:
-        family = Histogram(
-            f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
-        )
-        return self._bind(family, labels)
-
-    def _names(self, labels: tuple[str, ...]) -> list[str]:
-        return [*self._bound, *labels]
-
-    def _bind(self, family: Any, labels: tuple[str, ...]) -> Any:
-        """The child itself, or for families with labels a function label values -> child."""
-        if not labels:
-            return family.labels(**self._bound)
-
-        @cache  # to look one up takes the library as long as to count
-        def child(*values: str) -> Any:
-            return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
-
-        return child
 
 
 def with_live(metrics: WSGIApplication, stalled: Callable[[], str]) -> WSGIApplication:

@@ -49,6 +49,7 @@ def worker_page(role: str) -> str:
     metrics.steps("prefill", "eager").inc()
     metrics.eager_steps("prefill", "configured").inc()
     metrics.step_seconds("prefill").observe(0.01)
+    metrics.all_reduce_bytes("decode", "gloo").observe(4096)
     metrics.windows(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
     metrics.requests("stop").inc()
     metrics.placed("remote").inc()
