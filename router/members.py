@@ -152,5 +152,17 @@ class Members:
         return list(self._known.values())
 
 
+def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
+    """What decode workers that verify drafts said last, by name, if `router` is to tell of it.
+
+    The first by name is: all routers know the same.
+    """
+    names = (known.member.name for known in members.all() if known.member.role == "router")
+    if any(name < router for name in names):
+        return {}
+    live = members.live("decode")
+    return {known.member.name: known.stats for known in live if known.stats.drafted}
+
+
 def _is_worker(member: Member) -> bool:
     return member.role in ("prefill", "decode")

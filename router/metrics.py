@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -187,6 +187,7 @@ class RouterMetrics:
         outputs: Callable[[], Sequence[int]],
         alive: Callable[[str], int],
         decodes: Callable[[], Sequence[WorkerStats]],
+        drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {},
     ) -> None:
         """Gauges that are read when scraped.
 
@@ -196,6 +197,7 @@ class RouterMetrics:
             outputs: output tokens of each open choice that has any.
             alive: workers of a role.
             decodes: what each live decode worker said last.
+            drafting: the same by name, of those whose drafts a router of this name tells of.
         """
         gauge = self._gauge("requests_running", "Choices that are at a decode worker")
         gauge.labels(*self._values).set_function(running)
@@ -207,7 +209,8 @@ class RouterMetrics:
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
         if self._vllm is not None:
-            self._vllm.watch(running, waiting, outputs, decodes)
+            router = self._values[2]
+            self._vllm.watch(running, waiting, outputs, decodes, lambda: drafting(router))
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The exposition; encode: writes its form."""

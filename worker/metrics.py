@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from threading import Thread
@@ -36,6 +35,7 @@ STEP_BUCKETS = (
 WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 MiB
 NUM_FIRST = 1000  # windows by which a start is judged
+WEIGHT = 0.05  # of the newest decode step in a moving average
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 # What a decode worker counts from 0 on, so that the first of each shows in a rate.
 PLACES = ("none", "local", "remote", "alone", "fallback")
@@ -161,6 +161,11 @@ class WorkerMetrics(_Families):
             f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then, and "
             "with prompt lookup, where it depends on the text",
         )
+        # To be told to routers, see WorkerStats.
+        self.num_windows = 0
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.tokens_per_row = 0.0
         self._simulated = False
         self._first_windows = [0, 0]  # drafted, accepted at place 1
         self.spec_width = self._histogram(
@@ -169,6 +174,13 @@ class WorkerMetrics(_Families):
         self.spec_simulated = self._gauge(
             "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
         )
+
+    def verifies(self, max_width: int) -> None:
+        """Steps may be so wide; every place is counted from 0 on."""
+        self.drafted, self.accepted = ([0] * (max_width - 1) for _ in range(2))
+        for place in map(str, range(1, max_width)):
+            self.spec_drafted_at(place)
+            self.spec_accepted_at(place)
 
     def simulate(self) -> None:
         """Acceptance is simulated from now on."""
@@ -187,23 +199,32 @@ class WorkerMetrics(_Families):
         if not nums:
             return
         self.spec_width.observe(width)
+        num_tokens = sum(nums)
+        mean, old = num_tokens / len(nums), self.tokens_per_row or 1.0
+        self.tokens_per_row = old + WEIGHT * (mean - old)
         if width == 1:
             return
         self.spec_steps.inc(len(nums))
-        self.spec_accepted.inc(sum(nums) - len(nums))
-        yielded = Counts(nums).items()
-        drafted = Counts(
-            each.index(-1) if -1 in each and not self._simulated else width - 1 for each in drafts
-        )
-        self.spec_undrafted.inc(drafted[0])
-        for place in range(1, width):
-            accepted = sum(rows for num, rows in yielded if num > place)
-            verified = sum(rows for num, rows in drafted.items() if num >= place)
+        self.spec_accepted.inc(num_tokens - len(nums))
+        self.num_windows += len(nums)
+        accepted = len(nums)
+        # By place and not by row: there are hundreds of rows, and metrics have 1 % of a step.
+        for place, column in enumerate(zip(*drafts, strict=True), 1):
+            accepted -= nums.count(place)
+            drafted = len(nums) if self._simulated else len(nums) - column.count(-1)
             self.spec_accepted_at(str(place)).inc(accepted)
-            self.spec_drafted_at(str(place)).inc(verified)
+            self.spec_drafted_at(str(place)).inc(drafted)
+            self.accepted[place - 1] += accepted
+            self.drafted[place - 1] += drafted
+            if place == 1:
+                self._first_drafts(len(nums), drafted, accepted)
+
+    def _first_drafts(self, num_windows: int, drafted: int, accepted: int) -> None:
+        """Count those at place 1."""
+        self.spec_undrafted.inc(num_windows - drafted)
         if self._first_windows[0] < NUM_FIRST:
-            self._first_windows[0] += len(nums) - drafted[0]
-            self._first_windows[1] += sum(num > 1 for num in nums)
+            self._first_windows[0] += drafted
+            self._first_windows[1] += accepted
             if self._first_windows[0] >= NUM_FIRST:
                 self.spec_first_acceptance.set(self._first_windows[1] / self._first_windows[0])
 
@@ -212,6 +233,9 @@ class WorkerMetrics(_Families):
         self._first_windows[0] = NUM_FIRST
 
     def _add_ranks(self) -> None:
+        self.drafter = self._gauge(
+            "drafter_info", "1 for what proposes drafts, `none` where nothing does", "drafter"
+        )
         self.ranks = self._gauge(
             "ranks", "Processes of this worker, which ends with the first that does"
         )

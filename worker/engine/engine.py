@@ -181,6 +181,7 @@ class Engine:
             pid=os.getpid(),
             digest=self.identity.digest,
             simulated_accept_len=self.simulated_accept_len,
+            drafter="" if self.config.spec.drafter == "none" else self.config.spec.drafter,
         )
 
     def close(self) -> None:
@@ -298,6 +299,7 @@ def _metrics(
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.transport(transport).set(1)
     metrics.ranks.set(config.tp)
+    metrics.drafter(config.spec.drafter).set(1)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
