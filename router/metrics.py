@@ -83,6 +83,8 @@ class RouterMetrics:
         vllm: the group of families with vLLM's names as well.
     """
 
+    deaths: dict[str, Counter]  # of workers, by role; from `watch` on
+
     def __init__(self, model: str, worker: str, *, vllm: bool = True) -> None:
         disable_created_metrics()  # else every counter has a twin that says when it began
         self.registry = CollectorRegistry()
@@ -206,6 +208,9 @@ class RouterMetrics:
         gauge = self._gauge("requests_decoding", "Choices that have had their first token")
         gauge.labels(*self._values).set_function(lambda: len(outputs()))
         gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
+        text = "Workers that died, each with all of its ranks, since this router has been here"
+        deaths = self._counter("worker_deaths", text, "worker_role")
+        self.deaths = {role: deaths.labels(*self._values, role) for role in WORKER_ROLES}
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
         if self._vllm is not None:

@@ -170,12 +170,14 @@ def test_deaths_and_replacements_are_shown_with_reasons(
         router.update_members((*before, prefill, other), changes)
         wait_until(lambda: len(board(url).changes) == len(changes))
         found = board(url)
+        deaths = re.findall(r"worker_deaths_total{.*} (.*)", httpx.get(f"{url}/metrics").text)
     finally:
         router.update_members(before)
     assert [(each.name, each.state) for each in found.changes] == [
         (each.name, each.state) for each in reversed(changes)
     ]
     assert 2.0 <= found.changes[0].ago_s < 60.0
+    assert deaths == ["0.0", "0.0"], "they were before this router"
     rows = {row.name: (row.state, row.reason) for row in found.workers}
     assert rows == {
         "decode-0": ("ready", ""),
