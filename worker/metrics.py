@@ -165,6 +165,7 @@ class WorkerMetrics(_Families):
         self.num_windows = 0
         self.drafted: list[int] = []
         self.accepted: list[int] = []
+        self._at_places: list[tuple[Any, Any]] = []  # the counters of both, of each place
         self.tokens_per_row = 0.0
         self._simulated = False
         self._first_windows = [0, 0]  # drafted, accepted at place 1
@@ -178,9 +179,8 @@ class WorkerMetrics(_Families):
     def verifies(self, max_width: int) -> None:
         """Steps may be so wide; every place is counted from 0 on."""
         self.drafted, self.accepted = ([0] * (max_width - 1) for _ in range(2))
-        for place in map(str, range(1, max_width)):
-            self.spec_drafted_at(place)
-            self.spec_accepted_at(place)
+        places = [str(place) for place in range(1, max_width)]
+        self._at_places = [(self.spec_accepted_at(p), self.spec_drafted_at(p)) for p in places]
 
     def simulate(self) -> None:
         """Acceptance is simulated from now on."""
@@ -207,16 +207,17 @@ class WorkerMetrics(_Families):
         self.spec_steps.inc(len(nums))
         self.spec_accepted.inc(num_tokens - len(nums))
         self.num_windows += len(nums)
-        accepted = len(nums)
+        accepted, yielded = len(nums), bytes(nums)
         # By place and not by row: there are hundreds of rows, and metrics have 1 % of a step.
-        for place, column in enumerate(zip(*drafts, strict=True), 1):
-            accepted -= nums.count(place)
+        for at, column in enumerate(zip(*drafts, strict=False)):
+            accepted -= yielded.count(at + 1)  # of windows that ended here
             drafted = len(nums) if self._simulated else len(nums) - column.count(-1)
-            self.spec_accepted_at(str(place)).inc(accepted)
-            self.spec_drafted_at(str(place)).inc(drafted)
-            self.accepted[place - 1] += accepted
-            self.drafted[place - 1] += drafted
-            if place == 1:
+            accepted_here, drafted_here = self._at_places[at]
+            accepted_here.inc(accepted)
+            drafted_here.inc(drafted)
+            self.accepted[at] += accepted
+            self.drafted[at] += drafted
+            if at == 0:
                 self._first_drafts(len(nums), drafted, accepted)
 
     def _first_drafts(self, num_windows: int, drafted: int, accepted: int) -> None:
