@@ -180,7 +180,7 @@ class Bench:
         synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        draw_eagerly(loaded, Decoded(hidden, sampled, None, ""), plan, masks)
+        draw_eagerly(loaded, Decoded(hidden, sampled, None, "", len(hidden)), plan, masks)
         synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 

@@ -5,6 +5,7 @@
 worker: a real decode loop with so many rows (`benchmarks.turn`: the device takes no time). Every
 call of a metric of it is written down, from the first request on, and timed alone afterwards, many
 times over. Its share is of the loop's Python, and of a step of STEP_MS on a GPU.
+Windows of drafts and sums among ranks come on top; they are timed alone, of such a step.
 router: what a frame with a chunk of each stream counts, timed alone, as a share of the CPU time
 that a real router's process takes for the chunks (`benchmarks.router`), and of such a step; and the
 same of one whole request. CPU times of the process are scaled as there.
@@ -19,7 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from benchmarks import turn
 from benchmarks.calibration import CALIBRATION_S, calibration_s
@@ -28,11 +32,16 @@ from router.mailbox import Spent
 from router.metrics import ITL_BUCKETS, RouterMetrics
 from router.tally import Tally
 from worker.api import Stages
+from worker.comm.single import SingleCollective
+from worker.comm.table import choose, default_table
 from worker.engine.engine import Engine
+from worker.engine.sums import Sums
+from worker.metrics import WorkerMetrics
 from worker.plan import Plan
 
 MAX_SHARE = 0.01
 STEP_MS = 5.0  # of 256 rows on a GPU
+WIDTH = 4  # of its windows, the widest for so many rows
 REPEATS = 200
 PARTS = 21
 
@@ -101,6 +110,33 @@ def of_worker(num_rows: int, num_steps: int) -> tuple[float, float]:
     return timed_us(again, 1) / steps, whole_us
 
 
+def of_windows(num_rows: int) -> float:
+    """Microseconds of what a step counts of its windows, of any number of drafts and accepted."""
+    metrics = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
+    metrics.verifies(WIDTH)
+    nums = [1 + row % WIDTH for row in range(num_rows)]
+    drafts = [(7,) * (row % WIDTH) + (-1,) * (WIDTH - 1 - row % WIDTH) for row in range(num_rows)]
+    return timed_us(lambda: metrics.windows(WIDTH, nums, drafts))
+
+
+def of_sums(num_rows: int) -> float:
+    """Microseconds of what a step of a worker of several ranks counts of its sums."""
+
+    class Chosen(SingleCollective):
+        """As CustomCollective chooses."""
+
+        def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+            return choose(default_table(2), num_bytes)
+
+    model: Any = SimpleNamespace(
+        embedding=SimpleNamespace(weight=torch.empty(1, 4096)), collective=Chosen()
+    )
+    metrics = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
+    step: Any = SimpleNamespace(plan=Plan(1, decode=(1,)), num_tokens=num_rows)
+    sums = Sums(model, metrics)
+    return timed_us(lambda: sums.settled(step))
+
+
 def of_router(num_streams: int, seconds: float) -> tuple[float, float, float, float]:
     """Microseconds of a chunk's metrics, of all of a chunk; the same of a request."""
     itl, streams = Tally(ITL_BUCKETS), [0.0] * num_streams
@@ -148,16 +184,21 @@ def main() -> int:
     asked = parser.parse_args()
     step_us = 1e3 * STEP_MS
     metrics_us, python_us = of_worker(asked.rows, asked.steps)
+    windows_us, sums_us = of_windows(asked.rows), of_sums(asked.rows)
     chunk_us, of_chunk_us, request_us, of_request_us = of_router(asked.rows, asked.seconds)
     shares = {
         f"worker, step of {asked.rows} rows, of its Python": (metrics_us, python_us),
         f"worker, step of {asked.rows} rows, of {STEP_MS:g} ms": (metrics_us, step_us),
+        f"worker, with windows of {WIDTH} and sums, of {STEP_MS:g} ms": (
+            metrics_us + windows_us + sums_us,
+            step_us,
+        ),
         "router, chunk, of its CPU": (chunk_us, of_chunk_us),
         f"router, {asked.rows} chunks, of {STEP_MS:g} ms": (asked.rows * chunk_us, step_us),
         "router, request of one token, of its CPU": (request_us, of_request_us),
     }
     for name, (part, whole) in shares.items():
-        print(f"{name:45s} {part:8.2f} of {whole:8.1f} us {100 * part / whole:6.2f} %")
+        print(f"{name:48s} {part:8.2f} of {whole:8.1f} us {100 * part / whole:6.2f} %")
     return int(any(part / whole > MAX_SHARE for part, whole in shares.values()))
 
 

@@ -163,9 +163,20 @@ def _workers(rows: Sequence[WorkerRow]) -> list[str]:
             running, queued = f"{row.running}/{row.max_running}", str(row.queued_tokens)
             figures = (running, str(row.waiting), pages, queued)
         heard = "-" if row.heard_s is None else f"{row.heard_s:.1f} s"
-        node = f"{row.node}, tp {row.ranks}" if row.ranks > 1 else row.node
-        cells.append((row.name, row.state, *figures, heard, node or row.reason))
+        cells.append((row.name, row.state, *figures, heard, _about(row) or row.reason))
     return columns(cells, right=range(2, 7))
+
+
+def _about(row: WorkerRow) -> str:
+    """Where it is, of how many ranks, what drafts for it and what a step yields."""
+    told = [row.node] if row.node else []
+    if row.ranks > 1:
+        told.append(f"tp {row.ranks}")
+    if row.drafter and row.tokens_per_row:
+        told.append(f"{row.drafter} {row.tokens_per_row:.1f} tokens/step")
+    elif row.drafter:
+        told.append(row.drafter)
+    return ", ".join(told)
 
 
 def _routers(rows: Sequence[RouterRow]) -> list[str]:

@@ -107,6 +107,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
     pages: int = 0
     queued_tokens: int = 0  # of prompts, to be computed
     ranks: int = 1  # processes
+    drafter: str = ""  # what proposes drafts; "": nothing
+    tokens_per_row: float = 0.0  # that a request got of a decode step, lately; 0: of none yet
     reason: str = ""  # why it is lost
 
 

@@ -13,12 +13,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from router.config import RouterConfig
 from router.errors import STATUS, ApiError
 from router.mailbox import Delta, Mailbox, Scored
-from router.members import Known, Members
+from router.members import Known, Members, drafting
 from router.metrics import RouterMetrics, prefilled
 from router.output import OutputText
 from router.policy.base import Policy
@@ -92,6 +93,7 @@ class Dispatcher:
             lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
             lambda role: len(members.live("decode" if role == "decode" else "prefill")),
             lambda: [known.stats for known in members.live("decode")],
+            partial(drafting, members),
         )
 
     def check_room(self, num_choices: int) -> None:

@@ -14,6 +14,8 @@ import msgspec
 
 from worker.api import Change, Member, PeerId, Role, WorkerStats
 
+WORKERS = ("prefill", "decode")
+
 
 @dataclass(slots=True, eq=False)
 class Known:
@@ -54,9 +56,17 @@ class Members:
         self._changes: Sequence[Change] = ()
         self._told_at = 0.0
 
-    def tell(self, changes: Sequence[Change]) -> None:
-        """What the controller says has happened, all of it, the oldest first."""
+    def tell(self, changes: Sequence[Change]) -> list[Change]:
+        """What the controller says has happened, all of it, the oldest first.
+
+        Returns:
+            Deaths of workers among them, in the meantime: what is told first was before.
+        """
+        known = {(each.name, each.incarnation, each.state) for each in self._changes}
         self._changes, self._told_at = changes, time.monotonic()
+        deaths = [each for each in changes if each.state == "lost" and each.role in WORKERS]
+        new = [e for e in deaths if (e.name, e.incarnation, e.state) not in known]
+        return new if known else []
 
     def changes(self) -> list[Change]:
         """What has happened, as of now, the last first."""
@@ -152,5 +162,17 @@ class Members:
         return list(self._known.values())
 
 
+def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
+    """What decode workers that verify drafts said last, by name, if `router` is to tell of it.
+
+    The first by name is: all routers know the same.
+    """
+    names = (known.member.name for known in members.all() if known.member.role == "router")
+    if any(name < router for name in names):
+        return {}
+    live = members.live("decode")
+    return {known.member.name: known.stats for known in live if known.stats.drafted}
+
+
 def _is_worker(member: Member) -> bool:
-    return member.role in ("prefill", "decode")
+    return member.role in WORKERS

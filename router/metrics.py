@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -82,6 +82,8 @@ class RouterMetrics:
         worker: this router's name.
         vllm: the group of families with vLLM's names as well.
     """
+
+    deaths: dict[str, Counter]  # of workers, by role; from `watch` on
 
     def __init__(self, model: str, worker: str, *, vllm: bool = True) -> None:
         disable_created_metrics()  # else every counter has a twin that says when it began
@@ -187,6 +189,7 @@ class RouterMetrics:
         outputs: Callable[[], Sequence[int]],
         alive: Callable[[str], int],
         decodes: Callable[[], Sequence[WorkerStats]],
+        drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {},
     ) -> None:
         """Gauges that are read when scraped.
 
@@ -196,6 +199,7 @@ class RouterMetrics:
             outputs: output tokens of each open choice that has any.
             alive: workers of a role.
             decodes: what each live decode worker said last.
+            drafting: the same by name, of those whose drafts a router of this name tells of.
         """
         gauge = self._gauge("requests_running", "Choices that are at a decode worker")
         gauge.labels(*self._values).set_function(running)
@@ -204,10 +208,14 @@ class RouterMetrics:
         gauge = self._gauge("requests_decoding", "Choices that have had their first token")
         gauge.labels(*self._values).set_function(lambda: len(outputs()))
         gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
+        text = "Workers that died, each with all of its ranks, since this router has been here"
+        deaths = self._counter("worker_deaths", text, "worker_role")
+        self.deaths = {role: deaths.labels(*self._values, role) for role in WORKER_ROLES}
         for role in WORKER_ROLES:
             gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
         if self._vllm is not None:
-            self._vllm.watch(running, waiting, outputs, decodes)
+            router = self._values[2]
+            self._vllm.watch(running, waiting, outputs, decodes, lambda: drafting(router))
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The exposition; encode: writes its form."""

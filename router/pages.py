@@ -194,6 +194,8 @@ def _worker(known: Known) -> WorkerRow:
         pages=stats.num_pages,
         queued_tokens=stats.num_queued_tokens,
         ranks=max(1, len(member.endpoints)),
+        drafter=member.drafter,
+        tokens_per_row=round(stats.tokens_per_row, 2),
     )
 
 

@@ -9,11 +9,15 @@ A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else h
 number as its engine, as vLLM's engines with data parallelism have. So where several routers share a
 port, `joined` adds up the gauges, and counters stay apart: a sum of counters would jump back when a
 router is replaced.
+
+What windows drafted and accepted is counted by decode workers, each of which is an engine here. All
+routers know the same of it, so only the first by name tells it: a sum over routers would count it
+as often as there are routers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Counter, Metric
@@ -36,6 +40,18 @@ REASONS = ("stop", "length", "abort", "error")
 OF_WORKERS = frozenset(
     {"kv_cache_usage_perc", "gpu_cache_usage_perc", "cpu_cache_usage_perc", "cache_config_info",
      "lora_requests_info"}
+)  # fmt: skip
+
+OF_DRAFTS = "spec_decode_"  # begins the names of what windows drafted and accepted
+DRAFTS = (
+    ("num_drafts", "Windows with drafts", CounterMetricFamily),
+    ("num_draft_tokens", "Drafts that windows verified", CounterMetricFamily),
+    ("num_accepted_tokens", "Drafts that windows accepted", CounterMetricFamily),
+    ("num_emitted_tokens", "Tokens that windows yielded", CounterMetricFamily),
+    ("draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
+     GaugeMetricFamily),
+    ("efficiency", "Tokens of the most that windows could yield, since the worker's start",
+     GaugeMetricFamily),
 )  # fmt: skip
 
 
@@ -99,6 +115,7 @@ class VllmMetrics(Collector):
         self._waiting: Callable[[], int] = int
         self._outputs: Callable[[], Sequence[int]] = tuple
         self._decodes: Callable[[], Sequence[WorkerStats]] = tuple
+        self._drafting: Callable[[], Mapping[str, WorkerStats]] = dict
 
     def watch(
         self,
@@ -106,10 +123,11 @@ class VllmMetrics(Collector):
         waiting: Callable[[], int],
         outputs: Callable[[], Sequence[int]],
         decodes: Callable[[], Sequence[WorkerStats]],
+        drafting: Callable[[], Mapping[str, WorkerStats]],
     ) -> None:
         """See RouterMetrics.watch."""
         self._running, self._waiting, self._outputs = running, waiting, outputs
-        self._decodes = decodes
+        self._decodes, self._drafting = decodes, drafting
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice."""
@@ -129,6 +147,7 @@ class VllmMetrics(Collector):
         """For prometheus_client."""
         yield from self._gauges()
         yield from self._counters()
+        yield from self._drafts()
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -191,6 +210,26 @@ class VllmMetrics(Collector):
             family.add_metric((*self._values, reason), number)
         yield family
 
+    def _drafts(self) -> Iterator[Metric]:
+        """Where a worker verifies; a draft is a window's, a draft token one place of it."""
+        found = {
+            (self._gauge_values[0], name.rpartition("-")[2]): each
+            for name, each in self._drafting().items()
+            if each.drafted
+        }
+        values = {labels: _figures(of) for labels, of in found.items()}
+        for name, text, kind in DRAFTS:
+            family = kind(PREFIX + OF_DRAFTS + name, text, labels=LABELS)
+            for labels, figures in values.items():
+                family.add_metric(labels, figures[name])
+            yield family
+        name, text = OF_DRAFTS + "num_accepted_tokens_per_pos", "Drafts accepted, by place from 0"
+        family = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "position"))
+        for labels, of in found.items():
+            for place, number in enumerate(of.accepted):
+                family.add_metric((*labels, str(place)), number)
+        yield family
+
     def _histograms(self) -> Iterator[Metric]:
         shared = self._shared
         for name, text, tallies in (
@@ -226,6 +265,8 @@ def joined(head: str, samples: Sequence[str]) -> str:
     """The samples of a family on one page, from those on each router's; the first is our own."""
     about, kind = head.split("\n")[:2]
     name = about.split(" ")[2].removeprefix(PREFIX)
+    if f" {PREFIX}{OF_DRAFTS}" in about:  # twice if one has just taken over from another
+        return "".join(_latest("".join(samples).splitlines(True)))
     if f" {PREFIX}" not in about or not kind.endswith(" gauge"):
         return "".join(samples)
     if name in OF_WORKERS:
@@ -235,6 +276,30 @@ def joined(head: str, samples: Sequence[str]) -> str:
         series, _, value = line.rpartition(" ")
         total[series] = total.get(series, 0.0) + float(value)
     return "".join(f"{series} {value}\n" for series, value in total.items())
+
+
+def _latest(lines: Sequence[str]) -> Iterator[str]:
+    """One line a series, the one with most: counts of one worker, of which some are older."""
+    found: dict[str, str] = {}
+    for line in lines:
+        series, _, value = line.rpartition(" ")
+        if series not in found or float(value) > float(found[series].rpartition(" ")[2]):
+            found[series] = line
+    yield from found.values()
+
+
+def _figures(of: WorkerStats) -> dict[str, float]:
+    """By name, see DRAFTS."""
+    drafted, accepted = sum(of.drafted), sum(of.accepted)
+    emitted, most = of.num_windows + accepted, of.num_windows + drafted
+    return {
+        "num_drafts": of.drafted[0],
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": accepted,
+        "num_emitted_tokens": emitted,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "efficiency": emitted / most if most else 0.0,
+    }
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:

@@ -72,6 +72,7 @@ class Member(Message, frozen=True):
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
     # Above 0 its answers are junk: so many tokens of a step count, whatever the model draws.
     simulated_accept_len: float = 0.0
+    drafter: str = ""  # what proposes drafts, as in `SpecConfig.drafter`; "": nothing does
 
     @property
     def peer(self) -> PeerId:
@@ -107,6 +108,11 @@ class WorkerStats(Message, frozen=True):
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
     page_size: int = 0  # tokens
+    # Verify windows since its start, and by place in them what was drafted and accepted.
+    num_windows: int = 0
+    drafted: tuple[int, ...] = ()  # (): it verifies nothing
+    accepted: tuple[int, ...] = ()
+    tokens_per_row: float = 0.0  # moving average of what a row gets of a decode step; 0: none yet
 
 
 class PullPath(Message, frozen=True):

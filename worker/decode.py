@@ -333,6 +333,8 @@ def _widths(engine: Engine) -> WidthPolicy:
         engine.metrics.simulate()
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
+    if max(chosen) > 1:
+        engine.metrics.verifies(max(chosen))
     may_miss = engine.config.spec.reads_text
     if may_miss:
         engine.metrics.acceptance_follows_text()
@@ -383,4 +385,8 @@ def _stats(
         draining=draining,
         num_steps=engine.meter.num_steps,
         has_work=has_work,
+        num_windows=engine.metrics.num_windows,
+        drafted=tuple(engine.metrics.drafted),
+        accepted=tuple(engine.metrics.accepted),
+        tokens_per_row=engine.metrics.tokens_per_row,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from threading import Thread
@@ -34,7 +33,9 @@ STEP_BUCKETS = (
     1.0, 2.0, 5.0,
 )  # fmt: skip
 WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
+SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 MiB
 NUM_FIRST = 1000  # windows by which a start is judged
+WEIGHT = 0.05  # of the newest decode step in a moving average
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 # What a decode worker counts from 0 on, so that the first of each shows in a rate.
 PLACES = ("none", "local", "remote", "alone", "fallback")
@@ -52,13 +53,50 @@ def untold(stage: str, done: int, total: int) -> None:
     """Nobody wants to know."""
 
 
-class WorkerMetrics:
-    """All families of one worker; labels model, role and worker are bound once."""
+class _Families:
+    """Makes families; labels model, role and worker are bound once."""
 
     def __init__(self, *, model: str, role: str, worker: str) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self._bound = {"model": model, "role": role, "worker": worker}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Counter(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        return self._bind(
+            Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
+        )
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Any:
+        family = Histogram(
+            f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
+        )
+        return self._bind(family, labels)
+
+    def _names(self, labels: tuple[str, ...]) -> list[str]:
+        return [*self._bound, *labels]
+
+    def _bind(self, family: Any, labels: tuple[str, ...]) -> Any:
+        """The child itself, or for families with labels a function label values -> child."""
+        if not labels:
+            return family.labels(**self._bound)
+
+        @cache  # to look one up takes the library as long as to count
+        def child(*values: str) -> Any:
+            return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
+
+        return child
+
+
+class WorkerMetrics(_Families):
+    """All families of one worker."""
+
+    def __init__(self, *, model: str, role: str, worker: str) -> None:
+        super().__init__(model=model, role=role, worker=worker)
         self._server: tuple[WSGIServer, Thread] | None = None
         counter, histogram = self._counter, self._histogram
         self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
@@ -84,6 +122,7 @@ class WorkerMetrics:
         self.preemptions = counter("preemptions", "Rows that gave their pages up")
         self.requests = counter("requests", "Requests that ended", "outcome")
         self._add_spec()
+        self._add_ranks()
         self._add_transfers()
         self._add_gauges()
         if role == "decode":
@@ -122,6 +161,12 @@ class WorkerMetrics:
             f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then, and "
             "with prompt lookup, where it depends on the text",
         )
+        # To be told to routers, see WorkerStats.
+        self.num_windows = 0
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self._at_places: list[tuple[Any, Any]] = []  # the counters of both, of each place
+        self.tokens_per_row = 0.0
         self._simulated = False
         self._first_windows = [0, 0]  # drafted, accepted at place 1
         self.spec_width = self._histogram(
@@ -130,6 +175,12 @@ class WorkerMetrics:
         self.spec_simulated = self._gauge(
             "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
         )
+
+    def verifies(self, max_width: int) -> None:
+        """Steps may be so wide; every place is counted from 0 on."""
+        self.drafted, self.accepted = ([0] * (max_width - 1) for _ in range(2))
+        places = [str(place) for place in range(1, max_width)]
+        self._at_places = [(self.spec_accepted_at(p), self.spec_drafted_at(p)) for p in places]
 
     def simulate(self) -> None:
         """Acceptance is simulated from now on."""
@@ -148,29 +199,55 @@ class WorkerMetrics:
         if not nums:
             return
         self.spec_width.observe(width)
+        num_tokens = sum(nums)
+        mean, old = num_tokens / len(nums), self.tokens_per_row or 1.0
+        self.tokens_per_row = old + WEIGHT * (mean - old)
         if width == 1:
             return
         self.spec_steps.inc(len(nums))
-        self.spec_accepted.inc(sum(nums) - len(nums))
-        yielded = Counts(nums).items()
-        drafted = Counts(
-            each.index(-1) if -1 in each and not self._simulated else width - 1 for each in drafts
-        )
-        self.spec_undrafted.inc(drafted[0])
-        for place in range(1, width):
-            accepted = sum(rows for num, rows in yielded if num > place)
-            verified = sum(rows for num, rows in drafted.items() if num >= place)
-            self.spec_accepted_at(str(place)).inc(accepted)
-            self.spec_drafted_at(str(place)).inc(verified)
+        self.spec_accepted.inc(num_tokens - len(nums))
+        self.num_windows += len(nums)
+        accepted, yielded = len(nums), bytes(nums)
+        # By place and not by row: there are hundreds of rows, and metrics have 1 % of a step.
+        for at, column in enumerate(zip(*drafts, strict=False)):
+            accepted -= yielded.count(at + 1)  # of windows that ended here
+            drafted = len(nums) if self._simulated else len(nums) - column.count(-1)
+            accepted_here, drafted_here = self._at_places[at]
+            accepted_here.inc(accepted)
+            drafted_here.inc(drafted)
+            self.accepted[at] += accepted
+            self.drafted[at] += drafted
+            if at == 0:
+                self._first_drafts(len(nums), drafted, accepted)
+
+    def _first_drafts(self, num_windows: int, drafted: int, accepted: int) -> None:
+        """Count those at place 1."""
+        self.spec_undrafted.inc(num_windows - drafted)
         if self._first_windows[0] < NUM_FIRST:
-            self._first_windows[0] += len(nums) - drafted[0]
-            self._first_windows[1] += sum(num > 1 for num in nums)
+            self._first_windows[0] += drafted
+            self._first_windows[1] += accepted
             if self._first_windows[0] >= NUM_FIRST:
                 self.spec_first_acceptance.set(self._first_windows[1] / self._first_windows[0])
 
     def acceptance_follows_text(self) -> None:
         """Keep no first acceptance to compare with: another text is no fault of the drafter."""
         self._first_windows[0] = NUM_FIRST
+
+    def _add_ranks(self) -> None:
+        self.drafter = self._gauge(
+            "drafter_info", "1 for what proposes drafts, `none` where nothing does", "drafter"
+        )
+        self.ranks = self._gauge(
+            "ranks", "Processes of this worker, which ends with the first that does"
+        )
+        self.ranks.set(1)
+        self.all_reduce_bytes = self._histogram(
+            "all_reduce_bytes",
+            "Size of what a layer of each step sums among the ranks, by what sums it",
+            SUM_BUCKETS,
+            "kind",
+            "algorithm",
+        )
 
     def _add_transfers(self) -> None:
         counter, histogram = self._counter, self._histogram
@@ -253,36 +330,6 @@ class WorkerMetrics:
     def on_scrape(self, gauge: Any, value: Callable[[], float]) -> None:
         """Read `value` whenever the family is scraped."""
         gauge.set_function(value)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return self._bind(
-            Counter(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
-        )
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Any:
-        return self._bind(
-            Gauge(f"kvlane_{name}", text, self._names(labels), registry=self.registry), labels
-        )
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Any:
-        family = Histogram(
-            f"kvlane_{name}", text, self._names(labels), registry=self.registry, buckets=buckets
-        )
-        return self._bind(family, labels)
-
-    def _names(self, labels: tuple[str, ...]) -> list[str]:
-        return [*self._bound, *labels]
-
-    def _bind(self, family: Any, labels: tuple[str, ...]) -> Any:
-        """The child itself, or for families with labels a function label values -> child."""
-        if not labels:
-            return family.labels(**self._bound)
-
-        @cache  # to look one up takes the library as long as to count
-        def child(*values: str) -> Any:
-            return family.labels(**self._bound, **dict(zip(labels, values, strict=True)))
-
-        return child
 
 
 def with_live(metrics: WSGIApplication, stalled: Callable[[], str]) -> WSGIApplication:

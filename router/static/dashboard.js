@@ -77,6 +77,13 @@ const state = (value, more = "") => ({ text: `${MARKS[value]} ${value}${more}`, 
 
 const answers = (row) => row.state === "ready" || row.state === "draining";
 
+/** What drafts for a worker, and what a request gets of one of its steps. */
+function drafts(worker) {
+  if (!worker.drafter) return "–";
+  if (!answers(worker) || !worker.tokens_per_row) return worker.drafter;
+  return `${worker.drafter} ${worker.tokens_per_row.toFixed(1)}`;
+}
+
 function workerCells(worker) {
   const isThere = answers(worker);
   const used = worker.pages - worker.free_pages;
@@ -90,6 +97,7 @@ function workerCells(worker) {
       ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
       : { text: "–", className: "num", full: 0 },
     text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
+    text(drafts(worker), "num wide"),
     text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
     text(worker.node || worker.reason || "–", "wide reason"),
   ];

@@ -30,7 +30,7 @@ MAX_BYTES = 200_000
 BACKOFF_S = 20  # for a death to be looked at
 ARGUMENTS = (
     "--prefill", "2", "--decode", "2", "--router", "2", "--set", "disaggregation.mode=always",
-    "--set", f"cluster.restart_backoff_s={BACKOFF_S}",
+    "--spec", "chain", "--set", f"cluster.restart_backoff_s={BACKOFF_S}",
 )  # fmt: skip
 FORMS = ((WIDE, "light", ""), (WIDE, "dark", "-dark"), (NARROW, "light", "-narrow"))
 NUM_CLIENTS = 24

@@ -49,6 +49,7 @@ def check_promises(collective: Any, device: torch.device) -> None:
         parts = [part(r, dtype).to(device) for r in range(size)]
         total = torch.stack([p.double() for p in parts]).sum(0)
 
+        assert collective.algorithm(parts[rank].nbytes, dtype)
         summed = collective.all_reduce(parts[rank].clone())
         assert summed.dtype == dtype
         assert (summed.double() - total).abs().max() <= bound

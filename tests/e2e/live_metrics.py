@@ -2,9 +2,9 @@
 
     python -m tests.e2e.live_metrics      # as root, with Debian's prometheus; two minutes
 
-Two routers share a port, one prefill and one decode worker serve the bundled model, all in
-namespaces of their own. Prometheus scrapes the port of the API. Each query of
-`tests.support.public_queries`, from public documents for vLLM, has to return numbers.
+Two routers share a port, one prefill worker and one decode worker of two ranks serve the bundled
+model with its drafter, all in namespaces of their own. Prometheus scrapes the port of the API. Each
+query of `tests.support.public_queries`, from public documents for vLLM, has to return numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from tests.support.public_queries import PICKED, QUERIES
 
 PROMETHEUS = "127.0.0.1:19090"
 LOAD_S = 45.0  # before the queries: rates need scrapes over most of their minute
-SETTINGS = ("routers.replicas=2", "prefill.replicas=1", "decode.replicas=1")
+SETTINGS = (
+    "routers.replicas=2", "prefill.replicas=1", "decode.replicas=1",
+    "spec.drafter=chain", "decode.tp=2",
+)  # fmt: skip
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 
+import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
@@ -74,9 +76,16 @@ def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
     computed = scrape(serve.url)
     assert computed[COMPUTED, "prefill", ""] > 0
     assert computed[COMPUTED, "decode", ""] == 0
+    for role, tp in (("prefill", prefill), ("decode", decode)):
+        assert computed["kvlane_ranks", role, ""] == tp
+        assert (computed["kvlane_all_reduce_bytes_count", role, ""] > 0) is (tp > 1)
 
     check_answers(serve, first[victim][rank], may_be_cut=victim == "decode-0")
     row = serve.wait_status(victim, restarts=1, state="ready")
+    role = victim.partition("-")[0]
+    page = httpx.get(f"{serve.url}/metrics").text
+    deaths = re.findall(r'kvlane_worker_deaths_total{.*worker_role="(\w+)"} (\d)', page)
+    assert dict(deaths)[role] == "1"
     assert not set(first[victim]) & set(processes()), "ranks of the dead incarnation"
     second = pids_of(serve)
     assert row["pids"] == second[victim]

@@ -97,6 +97,17 @@ CASES = (
         quiet=20, fires=30, resolved=40,
         summary="kvlane: 4 requests lost their decode worker in 15 minutes",
     ),
+    Case(  # two routers, both of which count all of them
+        "KvlaneWorkersDie",
+        {
+            f'kvlane_worker_deaths_total{{{router},worker_role="{role}"}}': values
+            for router in (ROUTER, ROUTER.replace("router-0", "router-1"))
+            for role, values in (("decode", "0+0x10 1+0x10 2+0x10 4+0x140"), ("prefill", "2+0x80"))
+        },
+        quiet=32, fires=40, resolved=110,
+        summary="kvlane: 4 decode workers died within an hour",
+        labels={"worker_role": "decode"},
+    ),
     Case(
         "KvlaneRequestsFail",
         {

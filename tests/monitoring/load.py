@@ -19,6 +19,8 @@ ARGUMENTS = (
     "--router", "2", "--prefill", "2", "--decode", "2",
     "--set", "transport.name=mooncake",
     "--set", "disaggregation.mode=always",
+    # Drafts, and ranks that sum.
+    "--spec", "chain", "--set", "decode.tp=2",
     # So little room that a burst fills it: refusals, preemptions, and errors after a short wait.
     "--set", "decode.engine.num_pages=160",
     "--set", "decode.engine.max_num_reqs=32",

@@ -30,8 +30,11 @@ COLON = re.compile(r"^vllm:\w+ metric names should not contain ':'$")
 def router_page() -> str:
     """Of a router that has served; with how many routers answered, as on a shared port."""
     metrics = RouterMetrics("tiny", "router-0")
-    stats = WorkerStats(num_pages=8, num_free_pages=6, page_size=16)
-    metrics.watch(lambda: 3, lambda: 2, lambda: [4], lambda role: 1, lambda: [stats])
+    stats = WorkerStats(num_pages=8, num_free_pages=6, page_size=16, drafted=(3,), accepted=(2,))
+    metrics.watch(
+        lambda: 3, lambda: 2, lambda: [4], lambda role: 1, lambda: [stats],
+        lambda router: {"decode-0": stats},
+    )  # fmt: skip
     for where in PREFILLS:
         metrics.first_token(where, 0.05)
     metrics.ended("stop")
@@ -49,6 +52,9 @@ def worker_page(role: str) -> str:
     metrics.steps("prefill", "eager").inc()
     metrics.eager_steps("prefill", "configured").inc()
     metrics.step_seconds("prefill").observe(0.01)
+    metrics.all_reduce_bytes("decode", "gloo").observe(4096)
+    metrics.drafter("chain").set(1)
+    metrics.verifies(4)
     metrics.windows(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
     metrics.requests("stop").inc()
     metrics.placed("remote").inc()

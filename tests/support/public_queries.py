@@ -16,6 +16,7 @@ KEDA_KV = "docs.cloudeka.ai, KEDA configuration example by KV cache usage"
 RULES = "vllm-project/vllm, examples/online_serving/prometheus_grafana/k8s-monitoring"
 GRAFANA = "vllm-project/vllm, examples/online_serving/prometheus_grafana/grafana.json"
 LLM_D = "llm-d.ai, PromQL query reference"
+DRAFTS = "vllm-project/vllm, vllm/v1/spec_decode/metrics.py: what to ask Prometheus for"
 WVA = "llm-d workload-variant-autoscaler, saturation metrics"
 
 
@@ -71,6 +72,17 @@ QUERIES: tuple[tuple[str, str], ...] = (
         f"rate(vllm:request_generation_tokens_sum{OF_MODEL}[1m])"
         f" / rate(vllm:request_generation_tokens_count{OF_MODEL}[1m])",
     ),
+    (
+        DRAFTS,
+        "rate(vllm:spec_decode_num_accepted_tokens_total[1m])"
+        " / rate(vllm:spec_decode_num_draft_tokens_total[1m])",
+    ),
+    (
+        DRAFTS,
+        "1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])"
+        " / rate(vllm:spec_decode_num_drafts_total[1m])",
+    ),
+    (DRAFTS, "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
     *((GRAFANA, each) for each in _dashboard()),
 )  # fmt: skip
 

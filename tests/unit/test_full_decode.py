@@ -85,6 +85,15 @@ def counting(replay: Any, into: Counter[object], key: object) -> Any:
     return call
 
 
+@torch.inference_mode()
+def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
+    full: tuple[Lockstep, FullDecode],
+) -> None:
+    _, graphs = full
+    decoded = graphs.launch((1, 2, 3), 16, "none")  # rows without a request
+    assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
+
+
 def test_a_step_without_masks_ignores_those_of_the_step_before(
     full: tuple[Lockstep, FullDecode], eager: list[Any]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.members import Members
-from worker.api import Member, WorkerStats
+from worker.api import Change, Member, Role, WorkerStats
 
 DECODE = Member("d", "decode", "1", "tcp://x:1")
 PREFILL = Member("p", "prefill", "1", "tcp://x:2")
@@ -35,6 +35,22 @@ def test_member_counts_from_its_first_pong_until_it_is_lost(members: Members) ->
     members.pong("unknown/1", FREE)
     assert members.get("unknown/1") is None
     assert not members.open_decode(0.0)
+
+
+def change(name: str, role: Role, incarnation: str, state: str = "lost") -> Change:
+    return Change(name, role, incarnation, state, "", 1.0)
+
+
+def test_a_worker_dies_once_and_only_while_this_router_is_there(members: Members) -> None:
+    before = change("d", "decode", "0"), change("r", "router", "1", "ready")
+    assert members.tell(()) == []
+    assert members.tell(before) == []
+    died = change("d", "decode", "1")
+    assert members.tell((*before, died)) == [died]
+    again = change("d", "decode", "2", "ready"), change("d", "decode", "2")
+    others = change("r2", "router", "1"), change("p", "prefill", "1", "stopping")
+    assert members.tell((*before[1:], died, *again, *others)) == [again[1]]
+    assert members.tell((died, *again, *others)) == []
 
 
 def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -> None:

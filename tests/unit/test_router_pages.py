@@ -31,7 +31,7 @@ from worker.api import Change, FinishReason, Member, WorkerStats
 
 LOAD = WorkerStats(
     num_running=3, num_waiting=2, max_num_reqs=8, num_free_pages=25, num_pages=100,
-    num_queued_tokens=70,
+    num_queued_tokens=70, tokens_per_row=2.25,
 )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def test_data_are_what_workers_say_and_what_was_served(url: str) -> None:
     assert (worker.name, worker.state, worker.role) == ("decode-0", "ready", "decode")
     assert (worker.running, worker.waiting, worker.max_running) == (3, 2, 8)
     assert (worker.free_pages, worker.pages, worker.queued_tokens) == (25, 100, 70)
+    assert (worker.drafter, worker.tokens_per_row) == ("", 2.25)
     assert worker.heard_s is not None
     assert [(each.name, each.state) for each in found.routers] == [("router-0", "ready")]
     assert found.outcomes == {"stop": 3, "invalid_value": 1}
@@ -164,25 +165,30 @@ def test_deaths_and_replacements_are_shown_with_reasons(
         told("router-1", "lost", "its process died", 2.0),
     )
     ranks = (b"", b"")  # where each is pulled from
-    prefill = Member("prefill-0", "prefill", "new", "tcp://127.0.0.1:9", endpoints=ranks)
+    prefill = Member(
+        "prefill-0", "prefill", "new", "tcp://127.0.0.1:9", endpoints=ranks, drafter="chain"
+    )
     other = Member("router-2", "router", "x", before[0].address, metrics_address="127.0.0.1:9")
     try:
         router.update_members((*before, prefill, other), changes)
         wait_until(lambda: len(board(url).changes) == len(changes))
         found = board(url)
+        deaths = re.findall(r"worker_deaths_total{.*} (.*)", httpx.get(f"{url}/metrics").text)
     finally:
         router.update_members(before)
     assert [(each.name, each.state) for each in found.changes] == [
         (each.name, each.state) for each in reversed(changes)
     ]
     assert 2.0 <= found.changes[0].ago_s < 60.0
+    assert deaths == ["0.0", "0.0"], "they were before this router"
     rows = {row.name: (row.state, row.reason) for row in found.workers}
     assert rows == {
         "decode-0": ("ready", ""),
         "decode-1": ("lost", "it does not answer (silent for 3.1 s)"),
         "prefill-0": ("starting", ""),  # listed, and has not answered yet
     }
-    assert {row.name: row.ranks for row in found.workers}["prefill-0"] == 2
+    found_ranks = {row.name: (row.ranks, row.drafter) for row in found.workers}
+    assert found_ranks["prefill-0"] == (2, "chain")
     routers = {row.name: row.state for row in found.routers}
     assert routers == {"router-0": "ready", "router-1": "lost", "router-2": "silent"}
     shown = "\n".join(lines(found, url))

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.mailbox import Spent
+from router.members import Members, drafting
 from router.metrics import RouterMetrics
 from router.siblings import merged
 from tests.support.public_queries import MODEL, PICKED, QUERIES, asked
-from worker.api import Stages, WorkerStats
+from worker.api import Member, Stages, WorkerStats
 
 STATS = (
     WorkerStats(num_pages=100, num_free_pages=70, page_size=16),
-    WorkerStats(num_pages=300, num_free_pages=30, page_size=16),
-)
+    WorkerStats(num_pages=300, num_free_pages=30, page_size=16, num_windows=10,
+                drafted=(8, 6, 4), accepted=(6, 3, 0)),
+)  # fmt: skip
 Found = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def members(said: Sequence[WorkerStats], num_routers: int = 3) -> Members:
+    """Of a cluster with so many routers, and a decode worker for each of `said`."""
+    found = Members()
+    workers = [Member(f"decode-{i}", "decode", "1", "tcp://x") for i in range(len(said))]
+    routers = [Member(f"router-{i}", "router", "1", "http://x") for i in range(num_routers)]
+    found.update([*workers, *routers])
+    for worker, each in zip(workers, said, strict=True):
+        found.pong(worker.peer, each)
+    return found
 
 
 def router(
@@ -27,7 +42,7 @@ def router(
     metrics = RouterMetrics(MODEL, name)
     metrics.watch(
         lambda: unstarted + decoding, lambda: queued, lambda: [20] * decoding, lambda role: 2,
-        lambda: STATS,
+        lambda: STATS, partial(drafting, members(STATS)),
     )  # fmt: skip
     return metrics
 
@@ -69,6 +84,38 @@ def test_an_endpoint_picker_finds_one_series_of_each_gauge(num_routers: int) -> 
     assert values(found, "kv_cache_usage_perc") == values(found, "gpu_cache_usage_perc") == [0.75]
     reasons = {each["reason"]: v for each, v in found["vllm:num_requests_waiting_by_reason"]}
     assert reasons == {"capacity": 2 * num_routers, "deferred": 3 * num_routers}
+
+
+@pytest.mark.parametrize("num_routers", [1, 3])
+def test_drafts_of_each_worker_are_told_once(num_routers: int) -> None:
+    found = series(*(router(f"router-{i}").render() for i in range(num_routers)))
+    for name, value in (
+        ("num_drafts_total", 8),
+        ("num_draft_tokens_total", 18),
+        ("num_accepted_tokens_total", 9),
+        ("num_emitted_tokens_total", 19),
+        ("draft_acceptance_rate", 0.5),
+        ("efficiency", 19 / 28),
+    ):
+        worker = {"model_name": MODEL, "engine": "1"}  # decode-0 verifies nothing
+        assert found[f"vllm:spec_decode_{name}"] == [(worker, value)], name
+    places = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert {each["position"]: value for each, value in places} == {"0": 6, "1": 3, "2": 0}
+
+
+def test_drafts_are_told_by_one_router_also_while_its_place_is_taken() -> None:
+    """The page of one that is gone stands for it for a while, with older counts."""
+    older = [msgspec.structs.replace(STATS[1], drafted=(7, 6, 4))]
+    pages: list[bytes] = []
+    for stats, first in (([STATS[1]], "router-1"), (older, "router-0")):
+        metrics, known = RouterMetrics(MODEL, first), members(stats)
+        if first == "router-1":
+            known.update([each.member for each in known.all() if each.member.name != "router-0"])
+        metrics.watch(int, int, list, lambda role: 1, lambda: STATS, partial(drafting, known))
+        pages.append(metrics.render())
+    for both in (pages, pages[::-1]):
+        assert values(series(*both), "spec_decode_num_drafts_total") == [8]
+        assert values(series(*both), "spec_decode_num_emitted_tokens_total") == [19]
 
 
 def test_counts_of_routers_of_one_port_are_series_of_their_own() -> None:

@@ -14,7 +14,9 @@ BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    return WorkerMetrics(**BOUND)
+    metrics = WorkerMetrics(**BOUND)
+    metrics.verifies(4)
+    return metrics
 
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
@@ -67,8 +69,10 @@ def test_windows_count_rows_and_what_they_accepted(metrics: WorkerMetrics) -> No
     assert value(metrics, "spec_accepted_tokens_total") == 6
     by_place = [value(metrics, "spec_accepted_at_position_total", position=p) for p in "123"]
     assert by_place == [3, 2, 1]
+    assert metrics.accepted == by_place
     by_place = [value(metrics, "spec_drafted_at_position_total", position=p) for p in "123"]
     assert by_place == [4, 2, 1]
+    assert (metrics.drafted, metrics.num_windows) == (by_place, 5)
     assert value(metrics, "spec_undrafted_steps_total") == 1
     assert value(metrics, "spec_first_acceptance") == 0
     assert value(metrics, "spec_width_sum") == 7
@@ -89,6 +93,22 @@ def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerM
     assert by_place == [2, 2, 2]
     assert value(metrics, "spec_simulated") == 1
     assert value(metrics, "spec_undrafted_steps_total") == 0
+
+
+def test_what_windows_will_count_is_there_before_the_first(metrics: WorkerMetrics) -> None:
+    for name in ("accepted", "drafted"):
+        found = [value(metrics, f"spec_{name}_at_position_total", position=p) for p in "1234"]
+        assert found == [0, 0, 0, None]
+
+
+def test_tokens_of_a_row_follow_what_steps_yield(metrics: WorkerMetrics) -> None:
+    assert metrics.tokens_per_row == 0
+    for _ in range(100):
+        metrics.windows(4, [4, 1], [(5, 6, 7), (-1, -1, -1)])
+    assert metrics.tokens_per_row == pytest.approx(2.5, abs=0.01)
+    for _ in range(100):  # narrowed: nothing is gained any more
+        metrics.windows(1, [1, 1], [(), ()])
+    assert metrics.tokens_per_row == pytest.approx(1, abs=0.01)
 
 
 def test_prompt_lookup_has_no_first_acceptance(metrics: WorkerMetrics) -> None:

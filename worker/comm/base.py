@@ -57,6 +57,13 @@ class Collective(Protocol):
         """Every rank's `x`, in rank order, joined along `dim`; `x` is kept."""
         ...
 
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """How `all_reduce` sums a message, for metrics: a function of its bytes and dtype alone.
+
+        Fixed once `calibrate` has returned, so it holds for captured calls as well.
+        """
+        ...
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An empty tensor that `all_reduce` takes without a copy of its own.
 

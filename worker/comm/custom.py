@@ -105,7 +105,7 @@ class CustomCollective:
         self._control[LIMIT_NS] = int(seconds * 1e9)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """How a message is summed: a function of its bytes and dtype alone."""
+        """See Collective.algorithm."""
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
         found = choose(self.table, num_bytes)

@@ -65,6 +65,10 @@ class GlooCollective:
         self._wait(self._group.allgather([parts], [x]))
         return torch.cat(parts, dim=dim)
 
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """There is one."""
+        return "gloo"
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype)

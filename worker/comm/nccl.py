@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Prefi
 
 from worker.comm.base import join_parts
 from worker.comm.meet import TIMEOUT_S, meet
+from worker.comm.table import NCCL
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
 
@@ -96,6 +97,10 @@ class NcclCollective:
         options.asyncOp = False
         self._call("_allgather_base", parts, x, options)
         return join_parts(parts, dim)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """There is one."""
+        return NCCL
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See Collective.buffer."""

@@ -52,6 +52,10 @@ class SingleCollective:
         """x."""
         return x
 
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """Nothing is summed."""
+        return "none"
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See Collective.buffer."""
         return torch.empty(shape, dtype=dtype, device=self._device)

@@ -25,6 +25,7 @@ from worker.engine.meter import StepMeter
 from worker.engine.ranks import FromLeader, Ranks
 from worker.engine.runner import ModelRunner, Step, padded_shape
 from worker.engine.step_log import StepLog
+from worker.engine.sums import Sums
 from worker.graph.base import BucketCheck
 from worker.kernels.step.logits import Masks
 from worker.metrics import Progress, WorkerMetrics, untold
@@ -59,6 +60,7 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
+    sums: Sums | None  # None: it is one rank
     step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
     tracer: Tracer | None
@@ -106,6 +108,8 @@ class Engine:
         if self.ranks is not None:
             self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
+        if self.sums is not None:
+            self.sums.settled(step)
         if (log := self.step_log) is not None:
             wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
             log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
@@ -177,6 +181,7 @@ class Engine:
             pid=os.getpid(),
             digest=self.identity.digest,
             simulated_accept_len=self.simulated_accept_len,
+            drafter="" if self.config.spec.drafter == "none" else self.config.spec.drafter,
         )
 
     def close(self) -> None:
@@ -240,17 +245,16 @@ def build_engine(
     pool = loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
-    metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
-    metrics.transport(f"{transport.name}/{transport.kind}").set(1)
-    _tell_checks(metrics, checks)
+    metrics = _metrics(config, name, f"{transport.name}/{transport.kind}", checks)
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
     _watch(metrics, book)
     runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
+    sums = Sums(loaded.model, metrics) if meeting.size > 1 else None
     return Engine(
-        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
+        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter, sums,
         _step_log(config, name) if leads else None, checks, tracer, meeting,
     )  # fmt: skip
 
@@ -288,11 +292,19 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     return chosen
 
 
-def _tell_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
+def _metrics(
+    config: WorkerConfig, name: str, transport: str, checks: Sequence[BucketCheck]
+) -> WorkerMetrics:
+    """Say what does not change any more."""
+    metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
+    metrics.transport(transport).set(1)
+    metrics.ranks.set(config.tp)
+    metrics.drafter(config.spec.drafter).set(1)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
         metrics.bucket_differs(check.kind, check.name).set(not check.equal)
+    return metrics
 
 
 def _watch(metrics: WorkerMetrics, book: PageBook) -> None:

@@ -40,7 +40,10 @@ class Step:
         self.plan = plan
         self.shape = shape  # of a prefill step's batch
         self.groups = groups  # None: launched without a layer hook
-        self.path = ""  # how it was launched, for metrics; known once it has been waited for
+        # How it was launched, for metrics, and tokens of its forward, padding included; known once
+        # it has been waited for.
+        self.path = ""
+        self.num_tokens = 0
         # CPU: the step's future. Of a masked step that of the forward, then that of the tail.
         self._running: Future[Any] | None = None
         self._result: Result | None = None  # CUDA
@@ -197,7 +200,7 @@ class ModelRunner:
         if plan.masked and plan.width > 1:
             self._send_drafts(step)
         decoded = self.graphs.decode.launch(plan.decode, plan.max_seq_len_ub, tail, plan.width)
-        step.path = decoded.path
+        step.path, step.num_tokens = decoded.path, decoded.num_tokens
         return decoded
 
     def _send_drafts(self, step: Step) -> None:
@@ -223,16 +226,18 @@ class ModelRunner:
             step.groups.on_regions()
         # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
         step.path = f"{path}_{shape.refused}" if shape.refused else path
+        step.num_tokens = batch.num_tokens
         self._state.apply_rows(plan)  # behind the forward, which does not read them
         self._seed(plan)
         sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
         if not sampled:
-            return Decoded(hidden, None, None, path)
+            return Decoded(hidden, None, None, path, batch.num_tokens)
         at, rows, position = (
             self._state.upload(each, torch.int64) for each in zip(*sampled, strict=True)
         )
         valid = torch.ones_like(rows, dtype=torch.bool)
-        return Decoded(hidden[at], SampledRows(rows, position, valid), None, path)
+        sampled_rows = SampledRows(rows, position, valid)
+        return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens)
 
     def _seed(self, plan: Plan) -> None:
         rows = [start.row for start in plan.starts if start.active]

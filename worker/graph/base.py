@@ -84,6 +84,7 @@ class Decoded(NamedTuple):
     sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
     result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
+    num_tokens: int  # that the forward computed, padding included
 
 
 class StepGraphs(Protocol):

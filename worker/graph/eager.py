@@ -181,7 +181,8 @@ class EagerDecode(_Eager):
             assert forwarded.sampled is not None
             for num in {num_rows, *(1 << i for i in range(num_rows.bit_length()))}:
                 hidden = forwarded.hidden[: num * width]
-                first = Decoded(hidden, forwarded.sampled.first(num), None, "eager")
+                sampled = forwarded.sampled.first(num)
+                first = forwarded._replace(hidden=hidden, sampled=sampled)
                 self.draw(first, plan, Masks.none(num * width, loaded.model.spec.vocab_size))
                 if loaded.drafter is not None and width == 1:
                     loaded.drafter.seed(rows[:num])
@@ -211,7 +212,7 @@ class EagerDecode(_Eager):
         batch, sampled = loaded.buffers.decode(rows, max_seq_len_ub, host, width)
         attention = loaded.attention.decode if width == 1 else loaded.attention.spec
         hidden = forward(loaded, batch, attention)
-        decoded = Decoded(hidden, sampled, None, "eager")
+        decoded = Decoded(hidden, sampled, None, "eager", batch.num_tokens)
         if tail == "none":
             return decoded
         return decoded._replace(sampled=None, result=draw_and_propose(loaded, decoded, tail))

@@ -126,12 +126,14 @@ class FullDecode:
         bucket = self._bucket(len(rows), width)
         padded = torch.zeros(bucket, dtype=torch.int64)
         padded[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
-        hidden, sampled, result, path = self._replay(self._loaded.state.pinned(padded), tail, width)
+        replayed = self._replay(self._loaded.state.pinned(padded), tail, width)
+        hidden, sampled, result, path, num_tokens = replayed
         return Decoded(
             hidden[: len(rows) * width],
             None if sampled is None else sampled.first(len(rows)),
             None if result is None else result.first(len(rows), -1),
             path,
+            num_tokens,
         )
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:

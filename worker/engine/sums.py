@@ -1,0 +1,29 @@
+"""Sums: by what, and of how many bytes, the ranks of a worker sum a layer's parts in each step."""
+
+from __future__ import annotations
+
+from worker.engine.runner import Step
+from worker.metrics import WorkerMetrics
+from worker.models.decoder import Decoder
+
+
+class Sums:
+    """Counts the sums of one worker, once a step: all layers' are of the same size.
+
+    A replayed graph passes no Python, so nothing can be counted where a sum is launched. But which
+    algorithm sums is a function of the number of tokens alone, when a graph is captured as well.
+    """
+
+    def __init__(self, model: Decoder, metrics: WorkerMetrics) -> None:
+        weight = model.embedding.weight
+        self._collective = model.collective
+        self._dtype = weight.dtype
+        self._token_bytes = weight.shape[1] * weight.element_size()
+        self._metrics = metrics
+
+    def settled(self, step: Step) -> None:
+        """Count a step, which has finished."""
+        num_bytes = step.num_tokens * self._token_bytes
+        kind = "prefill" if step.plan.chunks else "decode"
+        algorithm = self._collective.algorithm(num_bytes, self._dtype)
+        self._metrics.all_reduce_bytes(kind, algorithm).observe(num_bytes)
