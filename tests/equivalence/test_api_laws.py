@@ -75,7 +75,7 @@ def wish(rng: random.Random, grammar: str, num_top: int) -> Sampling:
     """One request with most of what an API client can ask for."""
     biased = rng.sample(range(3, VOCAB), 6)
     return Sampling(
-        max_tokens=rng.choice([24, 36]),
+        max_tokens=rng.choice([24, 36] if pairwise.whole else [20, 30]),
         temperature=rng.choice([0.0, 0.7, 1.2]),
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([0, 40]),
