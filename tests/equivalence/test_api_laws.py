@@ -250,7 +250,7 @@ def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
     max_prefill_tokens=(None, 23),
     pages=("many", "few"),
     penalty_rows=(None, 1),
-    transport=("shm/shm", "mooncake/tcp"),
+    transport=("shm/shm", *pairwise.more("mooncake/tcp")),
 )
 def test_whatever_serves_a_request_changes_nothing(
     place: str,
