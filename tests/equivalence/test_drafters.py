@@ -177,7 +177,7 @@ def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
 
 
 @pytest.mark.parametrize(
-    ("form", "num_prefill"), [("eagle3", 1), ("dflash", 1), *in_whole(("eagle3", 0))]
+    ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
 )
 def test_requests_of_every_kind_with_widths_that_change(
     form: str, num_prefill: int, known: Known
