@@ -46,16 +46,16 @@ FACTORS: dict[str, Any] = {
     "page_size": (16, 1, *more(64)),
     "hit": (False, True),
     "chunk": (512, 23),
-    "place": ("local", "pulled", "pulled in groups"),
+    "place": ("local", "pulled in groups", *more("pulled")),
     "company": ("others", "alone", "preempting"),
     "drawn": ("greedy", "seeded"),
 }
 Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
 # Fewer forms hold every pair, and each other form has one case.
-PAIRS = {**FACTORS, "form": ("eagle3", "mtp", "dflash")}
+PAIRS = {**FACTORS, "form": ("eagle3", "dflash")}
 OTHERS = [
     (form, True, "pieces", True, 16, True, 23, "pulled in groups", "others", drawn)
-    for form, drawn in (("eagle", "seeded"), ("dflash mixed", "greedy"))
+    for form, drawn in (("eagle", "seeded"), ("mtp", "greedy"), ("dflash mixed", "greedy"))
 ]
 CASES = every(FACTORS) if whole else [*pairwise(PAIRS), *OTHERS]
 

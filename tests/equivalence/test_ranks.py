@@ -97,7 +97,7 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
 
 @pytest.mark.product(
     drafter=("dflash", "ngram", *pairwise.more("none", "chain")),
-    prefill=(1, 2, 4),
+    prefill=(1, 4, *pairwise.more(2)),
     decode=(1, 2, 4),
     num_groups=(1, 2),
 )
