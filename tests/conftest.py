@@ -52,12 +52,16 @@ CLUSTERS = (
 )  # fmt: skip
 # Longest first, so that the processes end together; all others follow.
 LONGEST = (
-    OWN_RAY, CLUSTER, "test_interpreted", "test_windows", "test_api_laws", "test_full_decode",
-    "test_compiled", "test_random_delays", "test_transport", "test_engine_laws", "test_first_token",
-    "test_protocol_faults", "test_drafters", "test_wire", "test_router_direct", "test_liveness",
-    "test_router_door", "test_attention_backends", "test_sampler", "test_piecewise",
-    "test_contained", "test_load_harness", "test_router_benchmark", "test_models",
+    OWN_RAY, CLUSTER, "test_drafters", "test_interpreted", "test_transport", "test_protocol_faults",
+    "test_engine_laws", "test_first_token", "test_api_laws", "test_ranks", "test_all_reduce",
+    "test_windows", "test_load_harness", "test_router_direct", "test_wire", "test_compiled",
+    "test_cluster_hub", "test_router_benchmark", "test_full_decode", "test_random_delays",
+    "test_liveness", "test_router_door", "test_train_chain_drafter", "test_ngram",
+    "test_attention_backends", "test_sampler", "test_piecewise", "test_contained",
+    "test_train_block_drafter", "test_chain_reference", "test_models",
 )  # fmt: skip
+# Run by one process, which fits drafters once for both.
+TOGETHER = {"test_drafter_mutants": "test_drafters"}
 SPLIT = (
     "test_interpreted",
     "test_models",
@@ -107,7 +111,7 @@ def group_of(path: Path) -> str:
     if starts:
         two_lanes = os.environ.get(APART) and (os.cpu_count() or 1) > 2
         return OWN_RAY if path.stem in OWN_RAYS and two_lanes else CLUSTER
-    return path.stem
+    return TOGETHER.get(path.stem, path.stem)
 
 
 def rank_of(path: Path) -> tuple[int, int]:

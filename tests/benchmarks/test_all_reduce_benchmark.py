@@ -13,6 +13,7 @@ from tests.support.interpreted import INTERPRETED
 
 if INTERPRETED:
 
+    @pytest.mark.whole  # tests/unit/test_all_reduce.py has its sums and its processes
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     def test_every_way_sums_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "a.json"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.train import acceptance
+from benchmarks.train import acceptance, base
 from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.base import Lesson, load_drafter, save_drafter, train_drafter
 from benchmarks.train.chain_drafter import TAPS, ChainDrafter
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_DRAFTS = ChainDrafter.num_drafts
 TARGET = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 BUNDLED = TARGET.with_name("tiny-chain")
-LESSON = Lesson(steps=7, batch=4, round=16, passes=2)
+LESSON = Lesson(steps=6, batch=2, round=8, passes=2)
 SHAPES = {
     "fc.weight": (192, 576),
     "midlayer.input_layernorm.weight": (192,),
@@ -47,7 +47,10 @@ def said(target: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[Said]:
     return Speaker(target, TAPS).said(tokenizer, random.Random(3), 6)
 
 
-def test_a_few_steps_lower_the_loss_and_leave_a_published_checkpoint(target, tokenizer, tmp_path):
+def test_a_few_steps_lower_the_loss_and_leave_a_published_checkpoint(
+    target, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(base, "STARTING_CHATS", 4)
     speaker = Speaker(target, TAPS)
     drafter, losses = train_drafter(ChainDrafter, speaker, tokenizer, LESSON, 0, "cpu")
     assert sum(losses[-2:]) < 0.7 * sum(losses[:2]), losses

@@ -403,9 +403,9 @@ STEPS = [
     ("decode", [(35, 1), (11, 1), (38, 1)]),  # 1, 4 and 2 of each window were accepted
     ("spec", [(36, 2), (12, 2), (39, 2)]),
 ]
-NAMES = ["reference", "by_length", "triton"]
+NAMES = ["reference", "triton"]
 if pairwise.whole or not INTERPRETED:
-    NAMES += ["flashinfer", "flashinfer_fa2"]
+    NAMES += ["by_length", "flashinfer", "flashinfer_fa2"]
 LEGAL = {"prefill": NAMES, "decode": NAMES, "spec": ["reference", "by_length", "triton"]}
 COMBINATIONS = [
     case

@@ -18,7 +18,7 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
 
-NUM = 64
+NUM = 40
 MAX_TOKENS = 200
 PAGE_SIZE = 16
 

@@ -14,7 +14,7 @@ from tests.support.reference import reference_texts
 
 def test_concurrent_problems_equal_one_process(clusters: Clusters) -> None:
     serve = clusters.lend(*USUAL)
-    check_cluster(serve.url, NUM if pairwise.whole else NUM // 2)
+    check_cluster(serve.url, NUM if pairwise.whole else 16)
     rows = serve.wait_idle()
     assert {name for name, row in rows.items() if row["counters"]} >= {"prefill-1", "decode-1"}
 

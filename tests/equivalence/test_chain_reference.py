@@ -22,6 +22,7 @@ from tests.support.drafter_audit import audit, prefixes, trace_is_right
 from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
+from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
@@ -321,7 +322,7 @@ def judged(
     return made
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, *more(False)])
 def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
     overlap: bool, served: tuple[list[Ask], list[Answer], ChainReference]
 ) -> None:

@@ -19,6 +19,7 @@ from tests.support.drafter_audit import audit, trace_is_right
 from tests.support.drafter_cases import Known, reference_of, speculation
 from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
+from tests.support.pairwise import more
 from worker.kernels.attention.mask import KeyMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -300,5 +301,5 @@ def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
 ) -> None:
     """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)
-    for form in ("mtp", "eagle3", "eagle3 last"):
+    for form in ("mtp", "eagle3 last", *more("eagle3")):
         obeys(known, form)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.engines import Answer, Running, running
 from tests.support.lockstep import Ask, Lockstep
+from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
@@ -236,7 +237,7 @@ def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
         )
 
 
-@pytest.mark.parametrize("num_tokens", [2, 16, 17, 18, 32, 33])
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, *more(18, 32, 33)])
 def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> None:
     """And what their beginnings leave in the trees: the same texts, the same cached tokens."""
     prompt = sum(problem_ids(3), ())[:num_tokens]

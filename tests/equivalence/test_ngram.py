@@ -19,13 +19,13 @@ from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.ngram_reference import ngram_reference
-from tests.support.pairwise import every, pairwise, whole
+from tests.support.pairwise import every, more, pairwise, whole
 from worker.spec.ngram import Ngram
 
 MIN, MAX = 1, 3
 FACTORS: dict[str, Any] = {
-    "widths": [(4,), (1, 2, 8), *([(2,), (16,)] if whole else [])],
-    "page_size": [16, 1, 64],
+    "widths": [(4,), (1, 2, 8), *more((2,), (16,))],
+    "page_size": [16, 1, *more(64)],
     "num_prefill": [0, 1],
     "overlap": [True, False],
 }

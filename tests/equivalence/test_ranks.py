@@ -96,7 +96,10 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
 
 
 @pytest.mark.product(
-    drafter=tuple(DRAFTERS), prefill=(1, 2, 4), decode=(1, 2, 4), num_groups=(1, 2)
+    drafter=("dflash", "ngram", *pairwise.more("none", "chain")),
+    prefill=(1, 4, *pairwise.more(2)),
+    decode=(1, 2, 4),
+    num_groups=(1, 2),
 )
 def test_kv_is_pulled_between_any_numbers_of_ranks(
     drafter: str, prefill: int, decode: int, num_groups: int

@@ -210,7 +210,7 @@ def answers_of(
 
 
 def test_every_output_parses_and_validates() -> None:
-    asked = accepted()
+    asked = accepted() if pairwise.whole else accepted()[::2]
     answers = answers_of(asked)
     for (schema, grammar), answer in zip(asked, answers, strict=True):
         check(schema, grammar, answer)

@@ -25,14 +25,14 @@ from tests.support.delays import Delays
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
-from tests.support.pairwise import every, pairwise, whole
+from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.kernels.step.logits import Masks
 
 FACTORS: dict[str, Any] = {
-    "widths": [(3,), (16,), (1, 2, 4, 8, 16), *([(2,), (4,), (8,)] if whole else [])],
-    "page_size": [16, 1, 64],
+    "widths": [(3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))],
+    "page_size": [16, 1, *more(64)],
     "num_prefill": [0, 1],
     "overlap": [True, False],
 }
@@ -112,7 +112,7 @@ def test_windows_change_no_token(
     assert any(window.num > 1 for number in masked for window in made.windows[number])
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_prefill", [1, *in_whole((0,))])
 def test_delays_change_no_token_of_windows_that_change(
     num_prefill: int, plain: tuple[list[Ask], list[Answer]]
 ) -> None:
@@ -158,7 +158,7 @@ def ending(how: str, place: int, text: Sequence[int], num: int) -> tuple[Samplin
     return msgspec.structs.replace(long, stop_ids=(stop,), min_tokens=at + 1), {num + at: stop}
 
 
-@pytest.mark.parametrize("width", [2, 3, 8, *([4, 16] if whole else [])])
+@pytest.mark.parametrize("width", [3, 8, *more(2, 4, 16)])
 def test_a_run_ends_at_every_place_and_offset_of_a_page(width: int) -> None:
     """Greedy and seeded requests; their prompts have every length modulo the page."""
     cases = [(how, place) for place in range(1, width + 1) for how in ENDS]

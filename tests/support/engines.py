@@ -237,8 +237,14 @@ def running(
         yield Running(workers, members, client)
     finally:
         client.close()
-        for each in (*workers.values(), *ranks):
-            each.stop()
+        # Who connected goes first: a goodbye to somebody who is gone waits for half a second.
+        # Engines of mooncake take one to end, so all workers of a role end at once.
+        for role in ("decode", "prefill"):
+            ending = [worker for name, worker in workers.items() if name.startswith(role)]
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(Worker.stop, ending))
+        for rank in ranks:
+            rank.stop()
 
 
 def started(config: WorkerConfig, name: str, incarnation: str) -> tuple[Worker, Member, list[Rank]]:

@@ -18,6 +18,11 @@ def every(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     return list(itertools.product(*factors.values()))
 
 
+def more(*values: Any) -> tuple[Any, ...]:
+    """Further values of a factor, with `--whole` alone."""
+    return values if whole else ()
+
+
 def in_whole(*cases: Case) -> list[Any]:
     """Further arguments for `parametrize`, of cases that are run with `--whole` alone."""
     return [pytest.param(*case, marks=pytest.mark.whole) for case in cases]

@@ -21,6 +21,7 @@ from tests.support.any_width import AnyWidth
 from tests.support.changed_asks import changed_asks, same_answers
 from tests.support.lockstep import DECODE, Lockstep
 from tests.support.oracle import Oracle
+from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
@@ -35,7 +36,7 @@ SECTIONS: dict[str, dict[str, object]] = {
     "model": {"path": str(shallow()), "max_model_len": 192},
     "engine": {"max_num_reqs": ROWS, "num_pages": 200, "strict": True, "penalty_rows": 4},
 }
-ASKS = changed_asks(27)
+ASKS = changed_asks(27 if whole else 18)
 
 
 def served(cluster: Lockstep) -> list[Any]:
@@ -116,7 +117,7 @@ def test_windows_through_graphs_change_no_token(drafter: str) -> None:
     base = Lockstep(SECTIONS, num_prefill=0)
     wanted = base.serve(asked)
     base.close()
-    widths = [1, 2, 4]
+    widths = [1, 4, *more(2)]
     spec = {"drafter": "none" if drafter == "oracle" else drafter, "widths": widths}
     cluster = Lockstep({**SECTIONS, "spec": spec}, num_prefill=0)
     cluster.decode._scheduler.widths = AnyWidth(widths, random.Random(3))

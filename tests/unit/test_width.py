@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.pairwise import more
 from worker.plan import MAX_WINDOW_TOKENS, Drawn
 from worker.schedule.width import PROBE, WidthPolicy
 
@@ -51,9 +52,7 @@ def best(rows: int, share: float) -> int:
     return max(WIDTHS, key=rate)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32, 64])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.79, 0.95])
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.product(rows=(1, 64, 8, 32), share=(0.0, 0.1, 0.5, 0.79, 0.95), measured=(True, False))
 def test_it_finds_the_width_of_most_tokens_a_second(
     rows: int, share: float, measured: bool
 ) -> None:
@@ -94,7 +93,7 @@ def test_simulated_acceptance_counts_without_drafts() -> None:
     assert policy.expected_tokens(4) < 1.1
 
 
-@pytest.mark.parametrize("length", [3, 40, 4000])
+@pytest.mark.parametrize("length", [3, 4000, *more(40)])
 def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
     length: int,
 ) -> None:

@@ -23,7 +23,7 @@ from torch.fx.passes.split_module import split_module
 
 from worker.errors import Unsupported
 from worker.graph.base import LoadedModel
-from worker.graph.opaque import ATTEND, TWINS
+from worker.graph.opaque import ATTEND, TWINS, substitute
 from worker.graph.piecewise import PiecewiseChunks
 from worker.graph.segments import GraphMemory
 from worker.layers.attention import attend
@@ -156,6 +156,8 @@ class TracedForward:
         return self._split(*inputs)[0]
 
     def _trace(self, hidden: Tensor, positions: Tensor) -> None:
+        substitute()
+
         def backend(traced: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             self._split = split_and_compile(traced, self._compile_piece)
             return called

@@ -7,6 +7,7 @@ bits. For the norms, which Inductor shall fuse, `TWINS` gives the plain-torch de
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from worker.kernels.gemm.product import gated_product, product
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.layers.attention import attend
 
+_OPS: list[tuple[Callable[..., Any], Any]] = []  # our function, the op in its place
+
 
 def _opaque(
     function: Callable[..., Any],
@@ -22,15 +25,23 @@ def _opaque(
     fake: Callable[..., Any],
     mutates: tuple[str, ...] = (),
 ) -> Any:
-    """Register `function` as a custom op; Dynamo puts the op into traces in its place.
+    """Register `function` as a custom op, which `substitute` puts in its place.
 
     fake: the op's fake (meta) implementation: output shapes and dtypes only.
     """
     name = f"kvlane::{function.__name__}"
     torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
     op = getattr(torch.ops.kvlane, function.__name__).default
-    torch.compiler.substitute_in_graph(function, skip_signature_check=True)(lambda *args: op(*args))
+    _OPS.append((function, op))
     return op
+
+
+@cache
+def substitute() -> None:
+    """Let Dynamo put the ops into its traces. It is imported here, which takes a second."""
+    for function, op in _OPS:
+        put = torch.compiler.substitute_in_graph(function, skip_signature_check=True)
+        put(lambda *args, op=op: op(*args))
 
 
 PRODUCT = _opaque(
