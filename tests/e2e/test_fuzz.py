@@ -17,7 +17,7 @@ from tests.e2e.shared import BRIEF, Clusters, identity
 from tests.support.mutants import judge, mutants
 from tests.support.patience import HANG_S
 
-NUM_BODIES, NUM_WHOLE = 2_000, 20_000  # the latter with --whole
+NUM_BODIES, NUM_WHOLE = 4_000, 20_000  # the latter with --whole
 NUM_CONNECTIONS = 32
 MAX_NEW_FILES = 4  # open ones, of a process; a leak would be one a request or a hang-up
 
