@@ -19,7 +19,7 @@ from tests.support.processes import run_ranks
 from worker.comm import custom
 from worker.comm.custom import CustomCollective
 from worker.comm.gloo import GlooCollective
-from worker.comm.meet import exchange
+from worker.comm.store import exchange
 from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, table_of
 from worker.errors import PeerLost, Unsupported, UserError
 from worker.kernels.peer_layout import MIB, PeerLayout

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from worker.comm.base import join_parts
-from worker.comm.meet import TIMEOUT_S, exchange, meet
 from worker.comm.nccl import NcclCollective
 from worker.comm.peers import PeerRegions
+from worker.comm.store import TIMEOUT_S, exchange, open_store
 from worker.comm.table import (
     NCCL,
     ONE_SHOT,
@@ -78,7 +78,7 @@ class CustomCollective:
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
         self.rank = rank
         self.size = size
-        self._store = meet("custom", rank, size, init_method)
+        self._store = open_store("custom", rank, size, init_method)
         self._device = torch.device(device)
         self._nccl = NcclCollective(rank, size, self._device, init_method, self._store)
         layout = PeerLayout(size)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.comm.meet import TIMEOUT_S, meet
 from worker.comm.rendezvous import own_address
+from worker.comm.store import TIMEOUT_S, open_store
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
 
@@ -36,7 +36,7 @@ class GlooCollective:
         address = own_address(init_method)
         options._devices = [gloo.create_device(hostname=address)]
         self._lost = ""
-        self._store: Any = meet("gloo", rank, size, init_method)
+        self._store: Any = open_store("gloo", rank, size, init_method)
         try:
             self._group: Any = gloo(self._store, rank, size, options)
         except RuntimeError as e:

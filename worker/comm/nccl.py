@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, Store
 
 from worker.comm.base import join_parts
-from worker.comm.meet import TIMEOUT_S, meet
+from worker.comm.store import TIMEOUT_S, open_store
 from worker.comm.table import NCCL
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
@@ -56,7 +56,7 @@ class NcclCollective:
         self.rank = rank
         self.size = size
         self._lost = ""
-        store = store or meet("nccl", rank, size, init_method)
+        store = store or open_store("nccl", rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = None

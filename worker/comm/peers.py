@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from worker.comm.meet import exchange
+from worker.comm.store import exchange
 from worker.errors import Unsupported
 from worker.kernels.peer_layout import PeerLayout
 

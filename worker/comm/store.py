@@ -1,4 +1,4 @@
-"""Where the ranks of a group find each other."""
+"""The store in which the ranks of a group find each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from worker.errors import PeerLost
 TIMEOUT_S = 60.0  # of the rendezvous and of each call: a peer this late is gone
 
 
-def meet(name: str, rank: int, size: int, init_method: str) -> Store:
-    """The store of a group that alone uses `init_method`; keys stay until the group is gone.
+def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
+    """Open the store of a group that alone uses `init_method`; keys stay until the group is gone.
 
     Raises:
         PeerLost: the rank that keeps the store did not come in time.
