@@ -6,6 +6,7 @@ Without a GPU: only the driver that describes one is a double, the compiler is T
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -84,6 +85,16 @@ def test_each_kernel_is_compiled_and_loaded_once_and_none_runs(driver: Hopper):
     with pytest.raises(AssertionError, match="launched"):
         norm_and_gate(16)
     assert len(driver.loaded) == 2
+
+
+def test_other_threads_launch_as_ever():
+    with ThreadPoolExecutor(1) as other:
+
+        def step() -> None:
+            with pytest.raises(AssertionError, match="launched"):
+                other.submit(norm_and_gate, 16).result()
+
+        assert compile_ahead(step) == 0
 
 
 def test_variants_of_a_kernel_are_kernels():

@@ -8,6 +8,7 @@ each launch only asks for its kernel.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,7 +27,7 @@ def compile_ahead(step: Callable[[], object]) -> int:
 
     What a kernel would have written stays as it was, and memory that `step` allocates is zeros: ids
     and rows that torch's own ops read from it are then valid. So its values must not steer `step`,
-    which holds for whatever can be captured as a graph. No other thread may launch a kernel.
+    which holds for whatever can be captured as a graph. Other threads launch as ever.
 
     Returns:
         The number of kernels.
@@ -34,9 +35,11 @@ def compile_ahead(step: Callable[[], object]) -> int:
     Raises:
         Whatever the compiler raises for one of them.
     """
-    launch = triton.runtime.jit.JITFunction.run
+    launch, thread = triton.runtime.jit.JITFunction.run, threading.get_ident()
 
     def ask(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != thread:
+            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
         asked: Any = launch(kernel, *args, grid=grid, warmup=True, **options)
         future = getattr(asked, "future", None)  # none: it had been compiled
         if future is not None and future.done():
