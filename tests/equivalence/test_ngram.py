@@ -116,4 +116,4 @@ def test_lookup_changes_no_token_and_finds_what_is_there(
             max_len = len(ask.prompt) + ask.sampling.max_tokens
             accepted += check_trace(made.windows[number], text, max_len)
     # Which steps are wide depends on when pulls land: behind narrow ones there are few drafts.
-    assert accepted > (20 if len(widths) == 1 else 1), "few drafts were accepted"
+    assert accepted > (10 if len(widths) == 1 else 1), "few drafts were accepted"
