@@ -67,6 +67,14 @@ def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def noted_by(ran: set[Any], *calls: Callable[[], object]) -> set[Any]:
+    """What these calls put into `ran`, which is emptied before."""
+    ran.clear()
+    for call in calls:
+        call()
+    return ran.copy()
+
+
 @contextmanager
 def without_warmups() -> Iterator[None]:
     """No library here allocates or chooses kernels in its first calls."""

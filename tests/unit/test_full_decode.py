@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.changed_asks import changed_asks, same_answers
 from tests.support.lockstep import DECODE, Lockstep
 from tests.support.oracle import Oracle
 from tests.support.pairwise import more, whole
-from tests.support.recorded import RecordedMemory, RecordedSteps
+from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
 from worker.graph import eager as eager_module
@@ -167,13 +168,10 @@ def test_kernels_are_compiled_for_every_shape_that_is_captured(
     for module in (full_module, eager_module):
         draw = noted(module.draw_and_propose)
         monkeypatch.setattr(module, "draw_and_propose", draw)
-    graphs.run_buckets()
+    ahead = noted_by(ran, graphs.run_buckets)
     assert not graphs._captured
-    ahead = ran.copy()
-    ran.clear()
-    for shape in graphs._shapes:
-        graphs._capture_shape(*shape)
-    assert ran == ahead
+    captures = [partial(graphs._capture_shape, *shape) for shape in graphs._shapes]
+    assert noted_by(ran, *captures) == ahead
     cluster.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.support.chunks import (
 )
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
-from tests.support.recorded import RecordedMemory
+from tests.support.recorded import RecordedMemory, noted_by
 from worker.config import Machine, WorkerConfig
 from worker.engine.runner import Step, padded_shape
 from worker.errors import Unsupported
@@ -74,13 +75,14 @@ def test_kernels_are_compiled_for_every_chunk_that_is_captured(
         return forward(batch)
 
     monkeypatch.setattr(graphs, "_forward", noted)
-    graphs.run_buckets()
+    ahead = noted_by(ran, graphs.run_buckets)
     assert not graphs._piecewise
-    ahead = ran.copy()
-    ran.clear()
-    for bucket in graphs.buckets:
-        graphs._capture_bucket(bucket)
-    assert ran == ahead == {(n, full) for n in (16, 32, MAX_TOKENS) for full in (False, True)}
+    captures = [partial(graphs._capture_bucket, bucket) for bucket in graphs.buckets]
+    assert (
+        noted_by(ran, *captures)
+        == ahead
+        == {(n, full) for n in (16, 32, MAX_TOKENS) for full in (False, True)}
+    )
 
 
 @torch.inference_mode()
