@@ -84,7 +84,7 @@ def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_pref
     for ask, text, trace in zip(requests(), texts, traces, strict=True):
         whole, max_len = [*ask.prompt, *text], len(ask.prompt) + ask.sampling.max_tokens
         num_compared += trace_is_right(trace, whole, reference, ask.sampling, max_len)
-    assert num_compared > 400
+    assert num_compared > 300
     for engine in made.engines.values():
         assert audit(engine, reference, NEAR) > 0
     assert max(window.num for trace in traces for window in trace) == 5
