@@ -16,7 +16,7 @@ import torch
 
 from tests.support import pairwise
 from tests.support.attention_cases import EACH, EVERY, PAIRWISE
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, asm_of, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps, build_attentions
@@ -302,7 +302,7 @@ def test_few_programs_take_many_items_each(monkeypatch):
     choose = triton.choose
     monkeypatch.setattr(triton, "choose", few)
     check("triton", MIXED, padded_rows=20, padded_reqs=1)
-    check("triton", [(399, 1), (0, 2), (300, 3)], page_size=64)
+    check("triton", [(300, 1), (0, 2), (399, 3), (300, 1)], page_size=64)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
@@ -590,9 +590,13 @@ if not INTERPRETED:
         types |= {"scale": "fp32"}
         constants = paged.constants_of(tiles, (32, 8), 128, 64, mask) | {"PDL": True}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        ptx = ptx_of(paged._attend_kernel, types, constants, **options)
+        asm = asm_of(paged._attend_kernel, types, constants, **options)
+        ptx = asm["ptx"]
         assert tensor_core in ptx
         assert "cp.async" in ptx
+        # All fields of the next item come to the next turn: Triton has dropped one.
+        turns = next(line for line in asm["ttgir"].splitlines() if "scf.for %turn" in line)
+        assert turns.split("->")[1].count("i32") == paged.FIELDS + 1  # and the number of the turn
         assert "add.f32" not in "".join(line for line in ptx.splitlines() if "atom" in line)
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)

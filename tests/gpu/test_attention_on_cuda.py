@@ -249,6 +249,19 @@ def test_a_batch_of_many_rows_and_a_very_long_one():
     check(make(shapes, page=64, padded_reqs=5, padded_rows=5))
 
 
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
+def test_few_programs_take_many_items_each(shapes, page, monkeypatch):
+    choose = triton_backend.choose
+    monkeypatch.setattr(triton_backend, "choose", lambda *few: replace(choose(*few), programs=5))
+    check(make(shapes, heads=(32, 8), page=page))
+
+
+def test_long_rows_of_a_large_batch_match_the_reference():
+    """More items than there may be programs."""
+    check(make([(300 + 53 * i % 1700, 1) for i in range(256)], heads=(32, 8), page=64))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
 def test_the_same_bits_every_time(shapes, name):

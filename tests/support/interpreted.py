@@ -56,7 +56,14 @@ def check_columns(columns: Sequence[Tensor]) -> None:
 
 
 def ptx_of(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any) -> str:
-    """What a @triton.jit function becomes on an sm_90, compiled without one.
+    """What a @triton.jit function becomes on an sm_90, compiled without one; see asm_of."""
+    return asm_of(kernel, types, constants, **options)["ptx"]
+
+
+def asm_of(
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any
+) -> dict[str, str]:
+    """The stages of a @triton.jit function on an sm_90, compiled without one: "ttgir", "ptx" ...
 
     types: of each argument that is no constant, as "*bf16" or "i32", or a named tuple of these and
         of "constexpr" for None; all are multiples of 16.
@@ -77,7 +84,7 @@ def ptx_of(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **opti
         constexprs=absent | {at[name]: value for name, value in constants.items()},
         attrs={path: [["tt.divisibility", 16]] for path in paths if path not in absent},
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
 def quicken() -> None:

@@ -346,7 +346,9 @@ def _attend_kernel(
         row = (start + column).to(tl.int64)
         within = (head * GROUP + rows % GROUP) * HEAD_DIM
         q_at = q + (row * stride_q + within)[:, None] + dims[None, :]
-        q_tile = tl.load(q_at, mask=here[:, None], other=0.0)
+        # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
+        # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
+        q_tile = tl.load(q_at, mask=here[:, None] & (begin >= 0), other=0.0)
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
         acc, weight, top = _online(
