@@ -6,7 +6,8 @@
 Every layer reads KV of its own and pages lie in random order, so the L2 holds next to none of it.
 For decode the figure to read is the KV's bytes over the time, against the read bandwidth of the
 same run; for prefill (one whole prompt, causal) the floating-point operations over the time.
-`--query-len 4` times verify windows. Plans that are made on the host stay outside the graph. On a
+`--query-len 4` times verify windows, `--lengths IN,OUT` (see benchmarks.load) rows as a load has
+them. Plans that are made on the host stay outside the graph. On a
 CPU (`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
 """
 
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from benchmarks.engine import read_bandwidth
 from benchmarks.gemm_step import spread, times_ms
+from benchmarks.load.lengths import pair
 from benchmarks.load.result import machine
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVLayout, KVRegion
@@ -58,7 +61,7 @@ class Scene:
     pool: KVPool
     batch: Batch
     q: Tensor
-    context: int
+    contexts: list[int]  # keys of each request
 
     @property
     def device(self) -> str:
@@ -73,21 +76,33 @@ class Scene:
     def kv_bytes(self) -> int:
         """Keys and values that one pass has to read."""
         each = self.shape.kv_heads * self.shape.head_dim * self.q.element_size() * 2
-        return self.batch.num_reqs * self.context * each * self.shape.layers
+        return sum(self.contexts) * each * self.shape.layers
 
     def flops(self) -> float:
         """Floating-point operations of one pass: two products over all keys that a row may see."""
         width = self.batch.max_query_len
-        pairs = width * (self.context - width) + width * (width + 1) / 2
-        heads = self.shape.layers * self.shape.heads
-        return 4 * self.shape.head_dim * heads * self.batch.num_reqs * pairs
+        pairs = sum(width * (each - width) + width * (width + 1) / 2 for each in self.contexts)
+        return 4 * self.shape.head_dim * self.shape.layers * self.shape.heads * pairs
+
+
+def in_flight(lengths: str, num_reqs: int) -> list[int]:
+    """Keys of so many requests of these lengths, `IN,OUT`, seen at some moment of their answers.
+
+    Long answers are seen for longer, so more often.
+    """
+    rng, drawn = numpy.random.default_rng(0), pair(lengths, "--lengths")
+    all_drawn = [drawn(rng) for _ in range(64 * num_reqs)]
+    answers = numpy.array([num_out for _, num_out in all_drawn])
+    seen = rng.choice(len(all_drawn), num_reqs, p=answers / answers.sum())
+    return [all_drawn[at][0] + int(rng.integers(1, answers[at] + 1)) for at in seen]
 
 
 def scene_of(args: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
     shape, device = MODELS[args.model], torch.device(args.device)
     dtype = getattr(torch, args.dtype)
-    pages = -(-context // args.page_size)
+    contexts = in_flight(args.lengths, num_reqs) if args.lengths else [context] * num_reqs
+    pages = -(-max(contexts) // args.page_size)
     region = KVRegion(
         "target", shape.layers, shape.kv_heads, shape.head_dim, 1, args.page_size, args.dtype
     )
@@ -100,12 +115,12 @@ def scene_of(args: argparse.Namespace, num_reqs: int, context: int, width: int) 
     num_tokens = num_reqs * width
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    lengths = torch.full((num_reqs,), context, dtype=torch.int32, device=device)
-    bound = max(context, args.bound)
-    host = HostLengths([width] * num_reqs, [context] * num_reqs)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
+    bound = max(*contexts, args.bound)
+    host = HostLengths([width] * num_reqs, contexts)
     batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound, host)
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
-    return Scene(shape, pool, batch, q, context)
+    return Scene(shape, pool, batch, q, contexts)
 
 
 def ours(scene: Scene, name: str) -> Pass:
@@ -141,7 +156,8 @@ def measure(scene: Scene, args: argparse.Namespace) -> dict[str, Any]:
     """Times of every backend for one batch, per layer, and how far it is from the reference."""
     batch = scene.batch
     row: dict[str, Any] = {"batch": batch.num_reqs, "query_len": batch.max_query_len}
-    row |= {"context": scene.context, "backends": {}}
+    row |= {"context": round(statistics.mean(scene.contexts)), "longest": max(scene.contexts)}
+    row["backends"] = {}
     expected: Tensor | None = None
     for name, run in passes(scene, args.backends.split(",")).items():
         out = run().float()
@@ -165,6 +181,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
     parser.add_argument("--batch", default="1,8,32,128,256", help="requests, by commas")
     parser.add_argument("--context", type=int, default=576, help="KV length of each")
+    parser.add_argument("--lengths", default="", help="IN,OUT of requests in flight instead")
     parser.add_argument("--query-len", type=int, default=1, help="query rows of each")
     parser.add_argument("--prefill", default="", help="prompts of these lengths instead, by commas")
     parser.add_argument("--bound", type=int, default=0, help="max_seq_len_ub, if higher")

@@ -293,11 +293,12 @@ def test_a_mask_of_a_long_chunk_is_kept_by_the_paged_kernel(mask, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
-def test_few_programs_take_many_items_each(monkeypatch):
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_few_programs_take_many_items_each(longest_first, monkeypatch):
     from worker.attention import triton
 
     def few(*bounds):
-        return replace(choose(*bounds), programs=3)
+        return replace(choose(*bounds), programs=3, longest_first=longest_first)
 
     choose = triton.choose
     monkeypatch.setattr(triton, "choose", few)
@@ -609,7 +610,7 @@ if not INTERPRETED:
         types |= dict.fromkeys(("max_tiles", "shortest", "most", "stride_table"), "i32")
         constants = {
             "BLOCK_M": 16, "BLOCK_N": 64, "GROUP": 4, "PAGE": 64, "BLOCK_R": 256, "BLOCK_S": 64,
-            "FIELDS": paged.FIELDS, "INTERPRETED": False, "CAUSAL": mask.causal,
+            "FIELDS": paged.FIELDS, "INTERPRETED": False, "CAUSAL": mask.causal, "SORTED": True,
             "WINDOW": mask.window or 0,
         }  # fmt: skip
         assert "st.global" in ptx_of(paged._plan_kernel, types, constants)

@@ -249,11 +249,13 @@ def test_a_batch_of_many_rows_and_a_very_long_one():
     check(make(shapes, page=64, padded_reqs=5, padded_rows=5))
 
 
+@pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
-def test_few_programs_take_many_items_each(shapes, page, monkeypatch):
+def test_few_programs_take_many_items_each(shapes, page, longest_first, monkeypatch):
     choose = triton_backend.choose
-    monkeypatch.setattr(triton_backend, "choose", lambda *few: replace(choose(*few), programs=5))
+    few = {"programs": 5, "longest_first": longest_first}
+    monkeypatch.setattr(triton_backend, "choose", lambda *bounds: replace(choose(*bounds), **few))
     check(make(shapes, heads=(32, 8), page=page))
 
 

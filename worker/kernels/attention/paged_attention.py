@@ -86,29 +86,41 @@ def _plan_kernel(
     query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests,): each writes its own items behind those of all requests before it."""
-    req = tl.program_id(0)
+    """Grid (requests,): each writes its own items behind those of all requests before it.
+
+    With SORTED those are the requests with more keys: programs start in the order of the items,
+    and a long row that starts last would run on alone.
+    """
+    req, num_reqs = tl.program_id(0), tl.num_programs(0)
+    own_seq_len = tl.load(seq_lens + req)
     before = tl.zeros((BLOCK_R,), tl.int32)
-    for first in range(0, bound_of(req, INTERPRETED), BLOCK_R):
+    everything = tl.zeros((BLOCK_R,), tl.int32)
+    for first in range(0, bound_of(num_reqs, INTERPRETED), BLOCK_R):
         others = first + tl.arange(0, BLOCK_R)
-        earlier = others < req
-        other_start = tl.load(query_start + others, mask=earlier, other=0)
-        other_end = tl.load(query_start + others + 1, mask=earlier, other=0)
-        other_seq_len = tl.load(seq_lens + others, mask=earlier, other=0)
+        there = others < num_reqs
+        other_start = tl.load(query_start + others, mask=there, other=0)
+        other_end = tl.load(query_start + others + 1, mask=there, other=0)
+        other_seq_len = tl.load(seq_lens + others, mask=there, other=0)
         other_len = other_end - other_start
+        earlier = others < req
+        if SORTED:
+            earlier &= other_seq_len == own_seq_len
+            earlier |= other_seq_len > own_seq_len
         for tile in range(bound_of(max_tiles, INTERPRETED)):
             num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP, CAUSAL)
             num_keys -= _first_key(tile, other_len, other_seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
             num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
-            before += tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
+            splits = tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
+            before += tl.where(earlier, splits, 0)
+            everything += splits
     item = tl.sum(before, 0)
 
     start = tl.load(query_start + req)
     end = tl.load(query_start + req + 1)
     query_len = end - start
-    seq_len = tl.load(seq_lens + req)
+    seq_len = own_seq_len
     split = tl.arange(0, BLOCK_S)
     table = page_table + req.to(tl.int64) * stride_table
     num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
@@ -129,8 +141,8 @@ def _plan_kernel(
         tl.store(at + 6, page, mask=listed)
         tl.store(at + 7, split + (num_splits * 256 + tile * 65536), mask=listed)
         item += num_splits
-    if req == tl.num_programs(0) - 1:
-        tl.store(counts, item)
+    if req == num_reqs - 1:
+        tl.store(counts, tl.sum(everything, 0))
         tl.store(counts + 1, end)
 
 
@@ -435,7 +447,8 @@ def plan_items(
     constants: dict[str, Any] = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP": heads[0] // kv_heads,
         "PAGE": page_size, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS, "FIELDS": FIELDS,
-        "CAUSAL": mask.causal, "WINDOW": mask.window or 0, "INTERPRETED": INTERPRETED,
+        "CAUSAL": mask.causal, "WINDOW": mask.window or 0, "SORTED": tiles.longest_first,
+        "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     _plan_kernel[(seq_lens.shape[0],)](
         query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,

@@ -232,6 +232,7 @@ def prompt_tiles(num_reqs: int, num_tokens: int, max_query_len: int, num_heads: 
         num_stages=NUM_STAGES,
         max_registers=None,
         early=False,
+        longest_first=False,
     )
 
 
