@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.support import pairwise
@@ -18,6 +19,7 @@ from tests.support.engines import Answer, Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
+from worker.comm.gloo import GlooCollective
 from worker.models.decoder import SelfAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +32,12 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.7, "seed": 8, "presence_penalty": 0.5, "logprobs": 3},
     {"temperature": 0.0, "grammar": DIGITS, "logit_bias": ((17, 2.0),)},
+]
+PLAIN: list[dict[str, Any]] = [  # no filter, change or logprobs
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.2, "seed": 6},
+    {"temperature": 0.0, "min_tokens": 9},
 ]
 DRAFTERS = {
     "none": {},
@@ -51,9 +59,9 @@ def sections(drafter: str, mode: str, **kv: object) -> dict[str, dict[str, Any]]
     }  # fmt: skip
 
 
-def asked(cluster: Running) -> list[Answer]:
+def asked(cluster: Running, wishes: list[dict[str, Any]] = WISHES) -> list[Answer]:
     """All wishes at once; with --whole twice: cold, then with what the prefix trees kept."""
-    samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in WISHES]
+    samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in wishes]
     answers = [
         each
         for _ in range(1 + pairwise.whole)
@@ -80,10 +88,10 @@ def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) 
 
 
 @cache
-def of_one_rank(drafter: str) -> list[Answer]:
+def of_one_rank(drafter: str, *, plain: bool = False) -> list[Answer]:
     """What one process of one rank answers."""
     with running(sections(drafter, "never"), num_prefill=0) as cluster:
-        return asked(cluster)
+        return asked(cluster, PLAIN if plain else WISHES)
 
 
 # With 4, two ranks have copies of each kv head.
@@ -93,6 +101,34 @@ def of_one_rank(drafter: str) -> list[Answer]:
 def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
     with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
         alike(asked(cluster), of_one_rank(drafter))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
+)
+def test_only_what_looks_at_all_tokens_gathers_logits(
+    drafter: str, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 8 bytes a row of each rank, in drafts too."""
+    gathered: list[tuple[torch.dtype, int, int]] = []
+    all_gather = GlooCollective.all_gather
+
+    def noted(self: GlooCollective, x: Tensor, dim: int) -> Tensor:
+        gathered.append((x.dtype, x.dim(), x.nbytes))
+        return all_gather(self, x, dim)
+
+    monkeypatch.setattr(GlooCollective, "all_gather", noted)
+    with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
+        gathered.clear()
+        alike(asked(cluster, PLAIN), of_one_rank(drafter, plain=True))
+        most = 8 * len(PROMPTS) * DRAFTERS[drafter].get("widths", [1])[-1]
+        print(f"{len(gathered)} gathers of {sum(each[2] for each in gathered)} bytes in all")
+        assert gathered
+        assert {each[:2] for each in gathered} == {(torch.int64, 1)}
+        assert max(each[2] for each in gathered) <= most
+        gathered.clear()
+        asked(cluster)
+        assert any(dtype == torch.float32 for dtype, _, _ in gathered)
 
 
 @pytest.mark.product(
