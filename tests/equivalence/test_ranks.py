@@ -7,6 +7,7 @@ no draw of these texts is so close that it shows.
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
 from worker.comm.gloo import GlooCollective
+from worker.kernels.peer_layout import NUM_BUFFERS
 from worker.models.decoder import SelfAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,6 +131,35 @@ def test_only_what_looks_at_all_tokens_gathers_logits(
         gathered.clear()
         asked(cluster)
         assert any(dtype == torch.float32 for dtype, _, _ in gathered)
+
+
+def buffers_that_are_reused(after: int) -> Any:
+    """GlooCollective.buffer: as many calls later a buffer is lost, as those of a GPU may be."""
+
+    def buffer(self: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        given = self.__dict__.setdefault("given", deque())
+        given.append(torch.empty(shape, dtype=dtype))
+        if len(given) > after:
+            given.popleft().fill_(float("nan"))
+        return given[-1]
+
+    return buffer
+
+
+@pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
+def test_nothing_outlives_the_buffers_that_are_summed_in(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
+    with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
+        alike(asked(cluster), of_one_rank(drafter), pulled=True)
+
+
+def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding is the first residual: with one buffer it is gone."""
+    monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(1))
+    with running(sections("none", "never"), num_prefill=0, decode_tp=2) as cluster:
+        assert asked(cluster)[0].tokens != of_one_rank("none")[0].tokens
 
 
 @pytest.mark.product(

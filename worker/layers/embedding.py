@@ -46,13 +46,18 @@ class VocabParallelEmbedding(nn.Module):
             self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks."""
+        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
+
+        Of several ranks it lies in a Collective.buffer.
+        """
         if self._collective.size == 1:
             return F.embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         rows = (input_ids - self.start).masked_fill(elsewhere, 0)
-        part = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return self._collective.all_reduce(part)
+        shape = len(input_ids), self.weight.shape[1]
+        part = self._collective.buffer(shape, self.weight.dtype)
+        torch.index_select(self.weight, 0, rows, out=part)
+        return self._collective.all_reduce(part.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row.
