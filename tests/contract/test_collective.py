@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 
 from tests.support.processes import run_ranks
 from worker.comm.base import COLLECTIVES
+from worker.comm.nccl import NcclCollective
 from worker.errors import PeerLost, UserError
 from worker.kernels.rms_norm import add_rms_norm
 from worker.registry import resolve
@@ -113,6 +116,23 @@ def lose_the_peer(rank: int, init_method: str) -> None:
 
 def test_a_lost_peer_is_a_typed_error_and_not_a_hang(tmp_path: Path):
     run_ranks(lose_the_peer, f"file://{tmp_path}/rendezvous", num_ranks=2)
+
+
+@pytest.mark.parametrize("found", ["TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"])
+def test_what_nccl_finds_while_nobody_calls_is_a_typed_error(found: str):
+    """A double stands for the group, which needs GPUs; `check_promises` asks a real one."""
+    state = SimpleNamespace(found=ErrorType.SUCCESS)
+    collective = object.__new__(NcclCollective)
+    collective.rank, collective.size, collective._lost = 0, 2, ""
+    collective._group = SimpleNamespace(get_error=lambda: state.found, abort=lambda: None)
+    collective.check()
+    state.found = getattr(ErrorType, found)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=f"nccl rank 0 of 2: .*{found}"):
+            collective.check()
+    collective.close()
+    with pytest.raises(PeerLost, match=found):
+        collective.check()
 
 
 def test_the_single_collective_refuses_two_ranks():

@@ -169,7 +169,7 @@ def noise_of_the_place_before(real: Any) -> Any:
 
 def noise_by_draft_id(real: Any) -> Any:
     def draw(*given: Any) -> Tensor:
-        *first, ids, drafts = given
+        *first, ids, drafts, _ = given
         found = real(*first, None, drafts)
         drafts[given[1]] = torch.where(drafts[given[1]] >= 0, ids[found][:, None], -1)
         return ids[found]

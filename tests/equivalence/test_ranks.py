@@ -7,10 +7,12 @@ no draw of these texts is so close that it shows.
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.support import pairwise
@@ -18,6 +20,8 @@ from tests.support.engines import Answer, Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
+from worker.comm.gloo import GlooCollective
+from worker.kernels.peer_layout import NUM_BUFFERS
 from worker.models.decoder import SelfAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +34,12 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.7, "seed": 8, "presence_penalty": 0.5, "logprobs": 3},
     {"temperature": 0.0, "grammar": DIGITS, "logit_bias": ((17, 2.0),)},
+]
+PLAIN: list[dict[str, Any]] = [  # no filter, change or logprobs
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.2, "seed": 6},
+    {"temperature": 0.0, "min_tokens": 9},
 ]
 DRAFTERS = {
     "none": {},
@@ -51,9 +61,9 @@ def sections(drafter: str, mode: str, **kv: object) -> dict[str, dict[str, Any]]
     }  # fmt: skip
 
 
-def asked(cluster: Running) -> list[Answer]:
+def asked(cluster: Running, wishes: list[dict[str, Any]] = WISHES) -> list[Answer]:
     """All wishes at once; with --whole twice: cold, then with what the prefix trees kept."""
-    samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in WISHES]
+    samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in wishes]
     answers = [
         each
         for _ in range(1 + pairwise.whole)
@@ -80,10 +90,10 @@ def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) 
 
 
 @cache
-def of_one_rank(drafter: str) -> list[Answer]:
+def of_one_rank(drafter: str, *, plain: bool = False) -> list[Answer]:
     """What one process of one rank answers."""
     with running(sections(drafter, "never"), num_prefill=0) as cluster:
-        return asked(cluster)
+        return asked(cluster, PLAIN if plain else WISHES)
 
 
 # With 4, two ranks have copies of each kv head.
@@ -93,6 +103,63 @@ def of_one_rank(drafter: str) -> list[Answer]:
 def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
     with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
         alike(asked(cluster), of_one_rank(drafter))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
+)
+def test_only_what_looks_at_all_tokens_gathers_logits(
+    drafter: str, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 8 bytes a row of each rank, in drafts too."""
+    gathered: list[tuple[torch.dtype, int, int]] = []
+    all_gather = GlooCollective.all_gather
+
+    def noted(self: GlooCollective, x: Tensor, dim: int) -> Tensor:
+        gathered.append((x.dtype, x.dim(), x.nbytes))
+        return all_gather(self, x, dim)
+
+    monkeypatch.setattr(GlooCollective, "all_gather", noted)
+    with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
+        gathered.clear()
+        alike(asked(cluster, PLAIN), of_one_rank(drafter, plain=True))
+        most = 8 * len(PROMPTS) * DRAFTERS[drafter].get("widths", [1])[-1]
+        print(f"{len(gathered)} gathers of {sum(each[2] for each in gathered)} bytes in all")
+        assert gathered
+        assert {each[:2] for each in gathered} == {(torch.int64, 1)}
+        assert max(each[2] for each in gathered) <= most
+        gathered.clear()
+        asked(cluster)
+        assert any(dtype == torch.float32 for dtype, _, _ in gathered)
+
+
+def buffers_that_are_reused(after: int) -> Any:
+    """GlooCollective.buffer: as many calls later a buffer is lost, as those of a GPU may be."""
+
+    def buffer(self: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        given = self.__dict__.setdefault("given", deque())
+        given.append(torch.empty(shape, dtype=dtype))
+        if len(given) > after:
+            given.popleft().fill_(float("nan"))
+        return given[-1]
+
+    return buffer
+
+
+@pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
+def test_nothing_outlives_the_buffers_that_are_summed_in(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
+    with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
+        alike(asked(cluster), of_one_rank(drafter), pulled=True)
+
+
+def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding is the first residual: with one buffer it is gone."""
+    monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(1))
+    with running(sections("none", "never"), num_prefill=0, decode_tp=2) as cluster:
+        assert asked(cluster)[0].tokens != of_one_rank("none")[0].tokens
 
 
 @pytest.mark.product(

@@ -196,7 +196,7 @@ def test_calls_in_a_row_are_right_on_all_ranks(pdl: bool, tmp_path: Path) -> Non
     run_ranks(many_calls, world, address, pdl, num_calls, num_ranks=world)
 
 
-def after_products(rank: int, world: int, init_method: str) -> None:
+def after_products(rank: int, world: int, init_method: str, algorithm: str) -> None:
     """A product stores into a buffer; its all-reduce and what reads that follow at once."""
     collective, device = join(rank, world, init_method), torch.device("cuda", rank)
     generator = torch.Generator(device).manual_seed(rank)
@@ -210,7 +210,7 @@ def after_products(rank: int, world: int, init_method: str) -> None:
             out = collective.buffer((8, 4096), torch.bfloat16)
             skinny_gemm(x, weight, out, workspace, tile, pdl=True)
             sync()
-            x = collective.all_reduce(out)[:, :1024].contiguous() / 4
+            x = collective.all_reduce_by(algorithm, out)[:, :1024].contiguous() / 4
             sync()
         return x
 
@@ -223,9 +223,11 @@ def after_products(rank: int, world: int, init_method: str) -> None:
     collective.close()
 
 
-def test_a_sum_waits_for_the_product_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", [ONE_SHOT, TWO_SHOT, NCCL])
+def test_a_sum_waits_for_the_product_before_it(algorithm: str, tmp_path: Path) -> None:
     world = torch.cuda.device_count()
-    run_ranks(after_products, world, f"file://{tmp_path}/rendezvous", num_ranks=world)
+    address = f"file://{tmp_path}/rendezvous"
+    run_ranks(after_products, world, address, algorithm, num_ranks=world)
 
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:

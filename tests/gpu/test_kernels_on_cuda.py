@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
+from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
 from worker.kernels.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
 from worker.kernels.attention.rope import rope_inv_freq, rope_table
 from worker.kernels.pair_norm import pair_norm, pair_norm_ref
 from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.kernels.step import accept_rows, step_rows
+from worker.kernels.step.best_pairs import VocabPart
+from worker.kernels.step.draft_draws import draw_drafts
 from worker.kernels.step.draw import draw_triton
 from worker.kernels.step.gather_rows import gather_rows, gather_rows_ref
 from worker.kernels.step.logits import Changes
@@ -169,6 +172,29 @@ def test_unfiltered_draws_are_the_twin_s(m: int, dtype: torch.dtype) -> None:
         assert torch.equal(
             replayed(lambda rows=rows: draw_triton(logits, rows, filtered=False)), got
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "size"), [(1, 2), (200, 4), (32, 8)])
+def test_ranks_draw_and_draft_as_one_does(m: int, size: int, dtype: torch.dtype) -> None:
+    """Of bf16 logits many are equal."""
+    logits = noise(m, VOCAB, dtype=dtype)
+    rows = rows_of(m, "cuda", temperature=[(0.0, 0.8, 1.0, 1.7)[i % 4] for i in range(m)])
+    at, one = torch.arange(m, device="cuda"), torch.ones(m, dtype=torch.int64, device="cuda")
+    drafts = torch.zeros(m + 1, 1, dtype=torch.int64, device="cuda")
+    spread = torch.arange(VOCAB, device="cuda") * 3
+
+    def draft(x: Tensor, part: VocabPart | None, ids: Tensor | None) -> Tensor:
+        given = at, rows.position, one, rows.seed, rows.temperature, ids, drafts, part
+        return draw_drafts(x, *given)
+
+    for draw in (
+        lambda x, part: draw_triton(x, rows, filtered=False, part=part),
+        lambda x, part: draft(x, part, None),
+        lambda x, part: draft(x, part, spread),
+    ):
+        wanted = draw(logits, None)
+        assert all(torch.equal(found, wanted) for found in divided(logits, size, draw))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -143,6 +143,10 @@ def test_product_takes_the_tuned_one_and_torchs_elsewhere(lt, monkeypatch):
     assert calls == [x.device, x.device]
     assert torch.equal(product(x, w, w[:, 0]), F.linear(x, w, w[:, 0]))
     assert len(calls) == 2
+    for m, bias in ((128, None), (100, None), (128, w[:, 0]), (8, None)):
+        out = torch.empty(m, 4096, dtype=x.dtype, device=x.device)
+        assert product(x[:m], w, bias, out) is out
+        assert torch.equal(out, product(x[:m], w, bias))
 
 
 def test_the_shipped_table_holds_on_this_card():

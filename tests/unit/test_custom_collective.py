@@ -23,6 +23,8 @@ from worker.comm.store import exchange
 from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, table_of
 from worker.errors import PeerLost, Unsupported, UserError
 from worker.kernels.peer_layout import MIB, PeerLayout
+from worker.layers.embedding import VocabParallelEmbedding
+from worker.layers.linear import RowParallelLinear
 
 KIB = 1 << 10
 
@@ -139,6 +141,44 @@ else:
 
     def test_the_algorithm_is_a_function_of_bytes(tmp_path: Path) -> None:
         run_ranks(choose_by_bytes, str(tmp_path), num_ranks=2)
+
+    def sum_where_parts_lie(rank: int, folder: str) -> None:
+        """Products, with a bias and without, and embeddings; of one shot as of two."""
+        collective = collective_of(rank, 2, folder)
+        kind: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+        generator = torch.Generator().manual_seed(5)
+        weight, x = (torch.randn(n, 64, generator=generator) for n in (256, 8))
+        ids = torch.tensor([0, 255, 31, 128, 127, 5, 5, 200])
+        half, summed = slice(32 * rank, 32 * rank + 32), list[tuple[int, int]]()
+        real = collective.all_reduce
+
+        def all_reduce(part: torch.Tensor) -> torch.Tensor:
+            assert collective.memory.offset(part) is not None
+            total = real(part)
+            summed.append((part.data_ptr(), total.data_ptr()))
+            return total
+
+        collective.all_reduce = all_reduce  # type: ignore[method-assign]
+        for table in (((4 * KIB, ONE_SHOT), (32 * KIB, TWO_SHOT)), ((32 * KIB, ONE_SHOT),)):
+            collective.table = table
+            for bias in (False, True):
+                linear = RowParallelLinear("o", 64, 256, collective, bias=bias, reduce=True, **kind)
+                linear.weight.copy_(weight[:, half])
+                if linear.bias is not None:
+                    linear.bias.copy_(weight[:, 0])
+                wanted = x @ weight.T + (weight[:, 0] if bias else 0.0)
+                assert torch.allclose(linear(x[:, half]), wanted, atol=1e-4)
+            embedding = VocabParallelEmbedding(256, 64, collective, **kind)
+            embedding.weight.copy_(weight[embedding.start : embedding.stop])
+            assert torch.equal(embedding(ids), weight[ids])
+        assert len(summed) == 6
+        assert all(before == after for before, after in summed)
+        assert len({before for before, _ in summed}) == 3
+        collective.check()
+        collective.close()
+
+    def test_what_layers_sum_is_copied_nowhere(tmp_path: Path) -> None:
+        run_ranks(sum_where_parts_lie, str(tmp_path), num_ranks=2)
 
     def lose_the_peer(rank: int, folder: str) -> None:
         collective = collective_of(rank, 2, folder)

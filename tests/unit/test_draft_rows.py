@@ -135,7 +135,7 @@ if not INTERPRETED:
         assert "griddepcontrol.wait" in ptx
         types = dict.fromkeys(("rows", "position", "seed", "ids", "tokens"), "*i64")
         types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
-        types |= {"num_ids": "i32", "stride": "i32"}
+        types |= {"first": "i32", "num_ids": "i32", "stride": "i32"}
         for mapped in (False, True):
             constants = dict(NUM=3, BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
             constants |= {"PDL": True}

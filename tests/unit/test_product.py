@@ -1,10 +1,11 @@
-"""Which tiles linear layers ask for, and the scratch there is for them."""
+"""Which tiles linear layers ask for, the scratch there is for them, and where results go."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from worker.kernels.gemm.product import MAX_PARTIALS, MAX_TILES, OWN_ROWS
+from worker.kernels.gemm.product import MAX_PARTIALS, MAX_TILES, OWN_ROWS, product
 from worker.kernels.gemm.skinny_gemm import choose
 
 # Columns around every step of the table of tiles, and those of the models in benchmarks/models.
@@ -22,3 +23,16 @@ def test_the_scratch_holds_every_product_and_its_counters(m, k):
 
 def test_no_scratch_lies_idle():
     assert max(choose(OWN_ROWS, n, 4096).num_partials(n) for n in COLUMNS) == MAX_PARTIALS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 3, 200])
+def test_a_result_is_the_same_where_it_is_asked_for(m, dtype):
+    generator = torch.Generator().manual_seed(m)
+    x, w = (torch.randn(n, 96, generator=generator).to(dtype) for n in (m, 40))
+    around = torch.full((m + 2, 40), 7.0, dtype=dtype)
+    for bias in (None, w[:, 0].contiguous()):
+        found = product(x, w, bias, around[1:-1])
+        assert found.data_ptr() == around[1].data_ptr()
+        assert torch.equal(around[1:-1], product(x, w, bias))
+        assert (around[:: m + 1] == 7.0).all()

@@ -240,16 +240,16 @@ def test_the_random_tail_follows_it_too(name: str) -> None:
     assert p_value(logits_of(2), CASES[name], "random") > REJECT
 
 
-def halves_share_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+def halves_share_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
     return gumbel_ref(seed, position, vocab_size // 2).repeat(1, 2)
 
 
-def noise_without_position(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    return gumbel_ref(torch.zeros_like(seed), position, vocab_size)
+def noise_without_position(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
+    return gumbel_ref(torch.zeros_like(seed), position, vocab_size, first)
 
 
-def too_small_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    return gumbel_ref(seed, position, vocab_size) * 0.9
+def too_small_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
+    return gumbel_ref(seed, position, vocab_size, first) * 0.9
 
 
 def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -314,7 +314,7 @@ BROKEN = {
     "top_p too low": ("top_p", "keep_likely", changed("keep_likely", top_p=lambda p: p * 0.9)),
     "min_p off": ("min_p", "keep_likely", changed("keep_likely", min_p=torch.zeros_like)),
     "min_p squared": ("min_p", "keep_likely", changed("keep_likely", min_p=lambda p: p * p)),
-    "stops not masked": ("stops masked", "ban_early_stops", lambda logits, rows: logits),
+    "stops not masked": ("stops masked", "ban_early_stops", lambda logits, *_: logits),
     "presence for the prompt too": ("presence", "penalize", with_tables(counts_prompt)),
     "presence off": ("presence", "penalize", changed("penalize", presence_penalty=lambda p: p * 0)),
     "frequency once": ("frequency", "penalize", with_tables(counts_once)),

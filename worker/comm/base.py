@@ -67,7 +67,9 @@ class Collective(Protocol):
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An empty tensor that `all_reduce` takes without a copy of its own.
 
-        The third next call may give the same memory again, also where the sum still lies in it.
+        The third next call may give the same memory again, also where the sum still lies in it. So
+        nobody may read it later, and it stays within a graph or without: graphs have the buffers of
+        their capture.
         """
         ...
 

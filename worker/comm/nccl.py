@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ErrorType,
+    PrefixStore,
+    Store,
+)
 
 from worker.comm.base import join_parts
 from worker.comm.store import TIMEOUT_S, open_store
@@ -31,8 +37,8 @@ class NcclCollective:
     """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
-    those of a replayed graph are not watched: the process has to end. `check` tells of aborts once
-    a later call has failed.
+    those of a replayed graph are not watched: the process has to end. `check` tells what torch's
+    watchdog thread has found of the others by then: a peer that is gone or late, or an abort.
 
     Raises:
         UserError: the device is not a GPU, or torch has no NCCL.
@@ -111,6 +117,10 @@ class NcclCollective:
 
     def check(self) -> None:
         """See Collective.check."""
+        if not self._lost and self._group is not None:
+            found = self._group.get_error()
+            if found != ErrorType.SUCCESS:
+                self._lost = f"torch's watchdog has found {found.name}"
         if self._lost:
             raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.comm.base import Collective
 from worker.kernels.gemm.product import product
+from worker.kernels.step.best_pairs import ALIGNMENT, VocabPart
 from worker.layers.linear import empty_parameter
 from worker.layers.shard import Shard
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds ceil(vocab_size / ranks) rows; the last rank's surplus rows are zero."""
+    """Each rank holds as many rows, whole ALIGNMENTs of them; surplus rows of the last are zero.
+
+    A small vocabulary may leave ranks without any.
+    """
 
     def __init__(
         self,
@@ -28,25 +34,40 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self._collective = collective
         rows = -(-vocab_size // collective.size)
+        if collective.size > 1:
+            rows = -(-rows // ALIGNMENT) * ALIGNMENT
         self.start = min(collective.rank * rows, vocab_size)
         self.stop = min(self.start + rows, vocab_size)
         self.weight = empty_parameter(rows, hidden_size, dtype=dtype, device=device)
         self.weight.zero_()
+        # Of which ids logits are, as long as they are not gathered; None: of all.
+        self.part: VocabPart | None = None
+        if collective.size > 1:
+            self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks."""
+        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
+
+        Of several ranks it lies in a Collective.buffer.
+        """
         if self._collective.size == 1:
             return F.embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         rows = (input_ids - self.start).masked_fill(elsewhere, 0)
-        part = F.embedding(rows, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return self._collective.all_reduce(part)
+        shape = len(input_ids), self.weight.shape[1]
+        part = self._collective.buffer(shape, self.weight.dtype)
+        torch.index_select(self.weight, 0, rows, out=part)
+        return self._collective.all_reduce(part.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row."""
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row.
+
+        whole: gathered from all ranks; else [n, ids of `part`].
+        """
         part = product(hidden, self.weight)
-        whole = self._collective.all_gather(part, dim=-1)
-        return whole[:, : self.vocab_size]
+        if not whole:
+            return part[:, : self.stop - self.start]
+        return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""
@@ -58,3 +79,8 @@ class VocabParallelEmbedding(nn.Module):
                 (slice(self.start, self.stop), slice(0, hidden_size)),
             )
         }
+
+
+def _gather(collective: Collective, pairs: Tensor) -> Tensor:
+    """See VocabPart.gather."""
+    return collective.all_gather(pairs, dim=0).view(collective.size, -1)

@@ -91,6 +91,7 @@ class RowParallelLinear(nn.Module):
 
     With `reduce`, forward() adds the ranks' parts up; without, it returns this rank's part and
     the norm that follows does so (RMSNorm.reduce_add), in one op where the collective has one.
+    Parts are computed where the collective sums them without a copy.
     """
 
     def __init__(
@@ -114,12 +115,19 @@ class RowParallelLinear(nn.Module):
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         # The bias enters the sum once.
         self._local_bias = self.bias if collective.rank == 0 else None
-        self._collective = collective if reduce else None
+        self._collective, self._reduce = collective, reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""
-        part = product(x, self.weight, self._local_bias)
-        return part if self._collective is None else self._collective.all_reduce(part)
+        """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features].
+
+        Of several ranks it lies in a Collective.buffer.
+        """
+        collective, shape = self._collective, (x.shape[0], self.weight.shape[0])
+        if collective.size == 1:
+            return product(x, self.weight, self._local_bias)
+        out = collective.buffer(shape, x.dtype)
+        part = product(x, self.weight, self._local_bias, out)
+        return collective.all_reduce(part) if self._reduce else part
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""

@@ -133,9 +133,12 @@ class ChainDrafter(nn.Module):
         normed, output = self.final_norm.reduce_add(part, residual)
         return (normed if self.spec.norm_output else output), normed
 
-    def logits(self, head_input: Tensor) -> Tensor:
-        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`."""
-        return self.head.logits(head_input)
+    def logits(self, head_input: Tensor, *, whole: bool = True) -> Tensor:
+        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`.
+
+        whole: see VocabParallelEmbedding.logits.
+        """
+        return self.head.logits(head_input, whole=whole)
 
     def _layer_input(self, input_ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """(what q, k and v are made of, the residual that attention is added to)."""

@@ -275,9 +275,12 @@ class Decoder(nn.Module):
         normed, _ = self.norm.reduce_add(part, residual, tap)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size], on all ranks."""
-        return self.head.logits(hidden)
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size], on all ranks.
+
+        whole: see VocabParallelEmbedding.logits.
+        """
+        return self.head.logits(hidden, whole=whole)
 
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this rank needs."""

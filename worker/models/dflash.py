@@ -157,15 +157,18 @@ class DFlashDrafter(nn.Module):
         assert residual is not None
         return part, residual
 
-    def logits(self, part: Tensor, residual: Tensor, block: int, num_drafts: int) -> Tensor:
+    def logits(
+        self, part: Tensor, residual: Tensor, block: int, num_drafts: int, *, whole: bool = True
+    ) -> Tensor:
         """Logits of the first drafts of each block, behind its last layer.
 
         part, residual: [n · block, hidden_size], what `run` returned.
+        whole: see VocabParallelEmbedding.logits.
         Returns [n · num_drafts, vocab_size], of draft ids; see `id_map`.
         """
         normed, _ = self.final_norm.reduce_add(part, residual)
         drafts = normed.view(-1, block, normed.shape[1])[:, 1 : 1 + num_drafts]
-        return self.head.logits(drafts.reshape(-1, normed.shape[1]))
+        return self.head.logits(drafts.reshape(-1, normed.shape[1]), whole=whole)
 
     def _layers(self, numbers: Iterable[int] | None = None) -> Iterator[DecoderLayer]:
         for number in range(self.spec.num_layers) if numbers is None else numbers:

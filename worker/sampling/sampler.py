@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.kernels.step.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.kernels.step.draw import draw_triton
 from worker.kernels.step.gather_rows import gather_rows
 from worker.kernels.step.logits import Changes, DrawParams, Masks
@@ -46,7 +47,11 @@ class SamplingRows(DrawParams):
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    tail: Tail,
+    changes: Changes | None = None,
+    part: VocabPart | None = None,
 ) -> Tensor:
     """Draw one token for each row.
 
@@ -56,49 +61,74 @@ def sample(
         tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered"; not
             "none".
         changes: penalties, biases and masks; None when no row has any.
+        part: which tokens the columns of logits are, if other ranks have others. Then neither a
+            filter nor `changes` is served; all ranks call, and draw the same.
 
     Returns:
         [n] i64. A row's token is the same under every tail that serves it, and with `changes` that
         do not concern it.
     """
     if logits.is_cuda:
-        return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes)
-    return draw_ref(logits, rows, tail, changes)
+        return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes, part=part)
+    return draw_ref(logits, rows, tail, changes, part)
 
 
 def draw_ref(
-    logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    tail: Tail,
+    changes: Changes | None = None,
+    part: VocabPart | None = None,
 ) -> Tensor:
     """The twin of draw_triton, which defines its result; see `sample`."""
-    logits = change(logits, rows, changes)
+    if part is None:
+        return _perturbed(logits, rows, tail, changes).argmax(-1)
+    assert tail != "filtered", "these need the logits of all tokens"
+    assert changes is None, "these need the logits of all tokens"
+    ids = part.first + torch.arange(logits.shape[1], device=logits.device)
+    pairs = best_pairs_ref(_perturbed(logits, rows, tail, None, part.first), ids)
+    return best_ids_ref(part.gather(pairs))
+
+
+def _perturbed(
+    logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None, first: int = 0
+) -> Tensor:
+    """What a draw takes the largest of; without changes the columns may be tokens from `first`."""
+    logits = change(logits, rows, changes, first)
     if tail == "greedy":
-        return logits.argmax(-1)
+        return logits
     greedy = rows.temperature == 0
     scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
     if tail == "filtered":
         scaled = keep_likely(scaled, rows)
-    perturbed = scaled + gumbel_ref(rows.seed, rows.position, logits.shape[1])
-    return torch.where(greedy[:, None], logits, perturbed).argmax(-1)
+    perturbed = scaled + gumbel_ref(rows.seed, rows.position, logits.shape[1], first)
+    return torch.where(greedy[:, None], logits, perturbed)
 
 
-def change(logits: Tensor, rows: SamplingRows, changes: Changes | None) -> Tensor:
-    """What a draw sees of logits [n, vocab], in f32: the twin of `kernels/step/logits.py`."""
+def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: int = 0) -> Tensor:
+    """What a draw sees of logits [n, vocab], in f32: the twin of `kernels/step/logits.py`.
+
+    first: token of the first column, 0 with changes.
+    """
     logits = logits.float()
     if changes is None:
-        return ban_early_stops(logits, rows)
+        return ban_early_stops(logits, rows, first)
     logits = penalize(logits, rows, changes)
     banned = ban_early_stops(logits, rows)
     return banned if changes.masks is None else apply_masks(changes.masks, banned, logits)
 
 
-def ban_early_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Set the stop tokens of rows that draw below their min_len to -inf."""
-    too_early = (rows.position < rows.min_len)[:, None] & (rows.stop_ids >= 0)
-    vocab_size = logits.shape[1]
-    banned = torch.zeros(
-        logits.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device
-    ).scatter(1, torch.where(too_early, rows.stop_ids, vocab_size), True)
-    return logits.masked_fill(banned[:, :vocab_size], float("-inf"))
+def ban_early_stops(logits: Tensor, rows: SamplingRows, first: int = 0) -> Tensor:
+    """Set the stop tokens of rows that draw below their min_len to -inf.
+
+    first: token of the first column.
+    """
+    n, columns = logits.shape
+    at = rows.stop_ids - first
+    too_early = (rows.position < rows.min_len)[:, None] & (at >= 0) & (at < columns)
+    banned = torch.zeros(n, columns + 1, dtype=torch.bool, device=logits.device)
+    banned.scatter_(1, torch.where(too_early, at, columns), True)
+    return logits.masked_fill(banned[:, :columns], float("-inf"))
 
 
 def penalize(logits: Tensor, rows: SamplingRows, changes: Changes) -> Tensor:

@@ -112,12 +112,15 @@ def draw(
     if width > 1:
         rows = rows.repeat_interleave(width)
     params = SamplingRows.gather(state, rows, position)
-    logits = model.logits(hidden)
+    # Filters, changes and logprobs look at all tokens. Of all else ranks tell each other the best.
+    looks_at_all = tail == "filtered" or penalized or masks is not None or num_logprobs >= 0
+    part = None if looks_at_all else model.head.part
+    logits = model.logits(hidden, whole=looks_at_all)
     changes = None
     if penalized or masks is not None:
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
-    draws = sample(logits, params, tail, changes)
+    draws = sample(logits, params, tail, changes, part)
     forced = None
     if simulated is not None and width > 1:
         forced = simulated.num_accepted(position, params.seed)

@@ -101,8 +101,9 @@ class Chain:
             with forward_context(batch, self._attention, self._attention.plan(batch)):
                 feature, output = model(token, feature, position)
             token = draw_drafts(
-                model.logits(output), rows, position, slots,
+                model.logits(output, whole=False), rows, position, slots,
                 seed, state.floats.temperature, model.id_map, columns.drafts[:, k : k + 1],
+                model.head.part,
             )  # fmt: skip
 
     def _features(self, hidden: Tensor, num_tokens: int) -> Tensor:

@@ -114,7 +114,7 @@ class DFlash:
         state = self._state
         before, own = rows.positions.view(n, block), rows.slots.view(n, block)
         draw_drafts(
-            model.logits(part, residual, block, num_drafts),
+            model.logits(part, residual, block, num_drafts, whole=False),
             rows.live,
             # Of blocks of two tokens flatten() is a view with a stride.
             before[:, :num_drafts].flatten().contiguous(),
@@ -123,6 +123,7 @@ class DFlash:
             state.floats.temperature,
             model.id_map,
             state.columns.drafts[:, :num_drafts],
+            model.head.part,
         )
 
     def _features(self, num_tokens: int) -> Tensor:

@@ -222,10 +222,11 @@ class LtGemm:
         self.lt, self.algorithms = lt, table.algorithms
         self.plans: dict[tuple[Shape, int], tuple[LtMatmul, ctypes.Array[c_uint64]] | None] = {}
 
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor | None:
+    def __call__(self, x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor | None:
         """x @ w.T, or None: not a product of the table.
 
-        x: [m, k] bf16, rows contiguous; w: [n, k] bf16, contiguous; returns [m, n].
+        x: [m, k] bf16, rows contiguous; w: [n, k] bf16, contiguous; out: [m, n], contiguous and
+        aligned, where the result goes; None: to new memory. Returns [m, n].
         """
         shape = x.shape[0], w.shape[0], w.shape[1]
         if shape not in self.algorithms or not _takes(x, w):
@@ -237,7 +238,7 @@ class LtGemm:
             if (plan := self.plans[key]) is None:
                 return None
             matmul, words = plan
-            out = x.new_empty(shape[0], shape[1])
+            out = x.new_empty(shape[0], shape[1]) if out is None else out
             matmul.run(x, w, out, words)
         except LtError as refusal:
             log.warning("product of %s is torch's from now on: %s", shape, refusal)

@@ -24,20 +24,22 @@ MAX_PARTIALS = 3 << 18  # floats of workspace: the most that a tile of `choose` 
 MAX_TILES = 1 << 13
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x @ w.T + bias: by our own kernel for few rows, otherwise by a library.
 
-    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; returns [m, n]. Up to `OWN_ROWS` rows a
-    row's result depends on that row alone, beyond also on the number of rows. A device has one
-    scratch, so only one stream at a time may call this.
+    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; out: [m, n], contiguous, where the result
+    goes, bit for bit the same; None: to new memory. Returns [m, n]. Up to `OWN_ROWS` rows a row's
+    result depends on that row alone, beyond also on the number of rows. A device has one scratch,
+    so only one stream at a time may call this.
     """
     if bias is not None:
-        return F.linear(x, w, bias)
+        return F.linear(x, w, bias) if out is None else torch.addmm(bias, x, w.t(), out=out)
     if (tile := _tile(x, w)) is not None:
-        out = x.new_empty(x.shape[0], w.shape[0])
+        out = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
         return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
-    out = _tuned(x, w)
-    return F.linear(x, w) if out is None else out
+    if (tuned := _tuned(x, w, out)) is not None:
+        return tuned
+    return F.linear(x, w) if out is None else torch.mm(x, w.t(), out=out)
 
 
 def gated_product(x: Tensor, w: Tensor) -> Tensor:
@@ -62,12 +64,12 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
     return tile if tile.num_tiles(n) <= MAX_TILES and has_dependent_launch(x) else None
 
 
-def _tuned(x: Tensor, w: Tensor) -> Tensor | None:
+def _tuned(x: Tensor, w: Tensor, out: Tensor | None) -> Tensor | None:
     """By the algorithm that a search found for exactly this shape; None: there is none."""
     if not (x.is_cuda and x.shape[0] > OWN_ROWS):
         return None
     gemm = tuned_gemm(x.device)
-    return None if gemm is None else gemm(x, w)
+    return None if gemm is None else gemm(x, w, out)
 
 
 @cache

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.step.best_pairs import (
+    VocabPart,
+    best_ids_ref,
+    best_pairs_ref,
+    best_pairs_triton,
+    id_of,
+)
 from worker.kernels.step.philox import gumbel_at, gumbel_block, gumbel_ref
 
 BLOCK, WARPS = 1024, 4
+NO_ID = 1 << 30
 
 
 def draw_drafts_ref(
@@ -27,11 +35,13 @@ def draw_drafts_ref(
     temperature: Tensor,
     ids: Tensor | None,
     drafts: Tensor,
+    part: VocabPart | None = None,
 ) -> Tensor:
     """Draw the next m drafts of each row, and write them to `drafts`.
 
     Args:
-        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours.
+        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: its
+            columns of them.
         rows: [n] i64, of the step state.
         position: [n * m] i64, of the token before each draft.
         slots: [n * m] i64; 0: there is no draft.
@@ -40,37 +50,51 @@ def draw_drafts_ref(
         ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: they are
             equal.
         drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
+        part: which of the drafter's ids the columns are, if other ranks have others. All ranks
+            call, and draw the same.
 
     Returns:
         [n * m] i64: the drafts, token 0 where there is none.
     """
     owners = rows.repeat_interleave(drafts.shape[1])
+    ids = _ids_of(logits, ids, part)
     if ids is None:
-        ids = torch.arange(logits.shape[1], device=logits.device)
+        first = 0 if part is None else part.first
+        ids = first + torch.arange(logits.shape[1], device=logits.device)
     x = logits.float()
-    if seed is not None:
+    if seed is not None and len(ids):
         scale, num_ids = temperature[owners][:, None], int(ids[-1]) + 1
         noise = gumbel_ref(seed[owners], position + 1, num_ids)[:, ids]
         x = torch.where(scale == 0, x, x / torch.where(scale == 0, 1.0, scale) + noise)
-    found = ids[x.argmax(-1)]
+    found = ids[x.argmax(-1)] if part is None else best_ids_ref(part.gather(best_pairs_ref(x, ids)))
     drafts[rows] = torch.where(slots > 0, found, -1).view(len(rows), -1)
     return torch.where(slots > 0, found, 0)
 
 
-@triton.jit
+def _ids_of(logits: Tensor, ids: Tensor | None, part: VocabPart | None) -> Tensor | None:
+    """The target's ids of the columns of logits."""
+    if ids is None or part is None:
+        return ids
+    return ids[part.first : part.first + logits.shape[1]]
+
+
+@triton.jit(do_not_specialize=["first"])
 def _best_draft_kernel(
-    logits, rows, position, seed, temperature, ids, values, tokens, num_ids, stride,
+    logits, rows, position, seed, temperature, ids, values, tokens, first, num_ids, stride,
     NUM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MAPPED: tl.constexpr,
     GREEDY: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, n * NUM): the largest perturbed logit of each block, the lowest id with it."""
+    """Grid (blocks, n * NUM): the largest perturbed logit of each block, the lowest id with it.
+
+    Without MAPPED the columns are ids from `first` on.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     block, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + i * stride + at, mask=at < num_ids, other=float("-inf")).to(tl.float32)
-    token = at.to(tl.int64)
+    token = first + at.to(tl.int64)
     if MAPPED:
         token = tl.load(ids + at, mask=at < num_ids, other=0)
     if not GREEDY:
@@ -82,7 +106,7 @@ def _best_draft_kernel(
             if MAPPED:
                 x += gumbel_at(key, here, token, EXACT)
             else:
-                x += gumbel_block(key, here, block * BLOCK, BLOCK, EXACT)
+                x += gumbel_block(key, here, first + block * BLOCK, BLOCK, EXACT)
     most = tl.max(x, 0)
     best = (x == most) & (at < num_ids)  # -inf beyond, which is most if all else is NaN
     tl.store(values + i * BLOCKS + block, most)
@@ -91,18 +115,22 @@ def _best_draft_kernel(
 
 @triton.jit
 def _keep_draft_kernel(
-    values, tokens, rows, slots, drafts, out, stride,
+    values, tokens, pairs, rows, slots, drafts, out, stride,
     NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n * NUM): the best of the blocks."""
+    """Grid (n * NUM): the best of the blocks, or of the ranks' pairs [BLOCKS, n * NUM]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     i = tl.program_id(0)
     at = tl.arange(0, BLOCKS_2)
-    value = tl.load(values + i * BLOCKS + at, mask=at < BLOCKS, other=float("-inf"))
-    token = tl.load(tokens + i * BLOCKS + at, mask=at < BLOCKS, other=1 << 30)
-    found = tl.min(tl.where(value == tl.max(value, 0), token, 1 << 30), 0)
+    if pairs is not None:
+        here = pairs + at * tl.num_programs(0) + i
+        found = id_of(tl.max(tl.load(here, mask=at < BLOCKS, other=-(1 << 63)), 0))
+    else:
+        value = tl.load(values + i * BLOCKS + at, mask=at < BLOCKS, other=float("-inf"))
+        token = tl.load(tokens + i * BLOCKS + at, mask=at < BLOCKS, other=1 << 30)
+        found = tl.min(tl.where(value == tl.max(value, 0), token, 1 << 30), 0)
     found = tl.where(found < (1 << 30), found, 0)  # 1 << 30: all are NaN
     proposes = tl.load(slots + i) > 0
     tl.store(out + i, tl.where(proposes, found, 0))
@@ -119,10 +147,12 @@ def draw_drafts_triton(
     temperature: Tensor,
     ids: Tensor | None,
     drafts: Tensor,
+    part: VocabPart | None = None,
 ) -> Tensor:
-    """See draw_drafts_ref; two launches."""
+    """See draw_drafts_ref; two launches, with `part` three beside the gather."""
     n, num_ids = logits.shape
-    num, blocks = drafts.shape[1], -(-num_ids // BLOCK)
+    num, blocks = drafts.shape[1], max(1, -(-num_ids // BLOCK))
+    ids = _ids_of(logits, ids, part)
     assert n == len(rows) * num
     assert logits.stride(1) == 1
     values = torch.empty(n, blocks, dtype=torch.float32, device=logits.device)
@@ -131,22 +161,20 @@ def draw_drafts_triton(
     _best_draft_kernel[(blocks, n)](
         logits, rows, position, rows if seed is None else seed, temperature,
         rows if ids is None else ids, values, tokens,
-        num_ids, logits.stride(0),
+        0 if part is None else part.first, num_ids, logits.stride(0),
         **overlap(
             logits, NUM=num, BLOCK=BLOCK, BLOCKS=blocks, MAPPED=ids is not None,
             GREEDY=seed is None, EXACT=logits.is_cuda, num_warps=WARPS,
         ),
     )  # fmt: skip
+    pairs = None
+    if part is not None:
+        pairs = part.gather(best_pairs_triton(values, tokens, NO_ID))
+        blocks = len(pairs)
     _keep_draft_kernel[(n,)](
-        values,
-        tokens,
-        rows,
-        slots,
-        drafts,
-        out,
-        drafts.stride(0),
+        values, tokens, pairs, rows, slots, drafts, out, drafts.stride(0),
         **overlap(logits, NUM=num, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -159,8 +187,9 @@ def draw_drafts(
     temperature: Tensor,
     ids: Tensor | None,
     drafts: Tensor,
+    part: VocabPart | None = None,
 ) -> Tensor:
     """draw_drafts_ref, on CUDA by two kernels."""
     assert all(each.is_contiguous() for each in (rows, position, slots))
     op = draw_drafts_triton if logits.is_cuda else draw_drafts_ref
-    return op(logits, rows, position, slots, seed, temperature, ids, drafts)
+    return op(logits, rows, position, slots, seed, temperature, ids, drafts, part)

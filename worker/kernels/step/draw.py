@@ -36,6 +36,7 @@ from torch import Tensor
 
 from worker.kernels.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.kernels.launch import overlap, power_of_two
+from worker.kernels.step.best_pairs import VocabPart, best_ids_triton, best_pairs_triton
 from worker.kernels.step.draw_rows import list_rows, new_lists, rows_at_once, tries
 from worker.kernels.step.filters import (
     best_of,
@@ -283,16 +284,20 @@ def _ties_kernel(
 @triton.jit
 def _draw_block(
     logits, rules, seed, temperatures, top_k, top_p, min_p,
-    best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
+    best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
     SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The program's block of one row. TRY: before `tops` is there, and without top_p."""
+    """The program's block of one row, whose tokens are first … vocab - 1.
+
+    TRY: before `tops` is there, and without top_p.
+    """
     block = tl.program_id(0)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    start = first + block * BLOCK
+    tokens = start + tl.arange(0, BLOCK)
+    x = changed_logits(logits - first, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
     temperature = tl.load(temperatures + row)
     if temperature != 0.0:
         if FILTERED:
@@ -320,7 +325,6 @@ def _draw_block(
         # Noise is the costly part, and after filters few blocks have tokens left.
         if tl.max(x, 0) > float("-inf"):
             x = tl.div_rn(x, temperature)
-            start = block * BLOCK
             position = tl.load(rules.position + row)
             x += gumbel_block(tl.load(seed + row), position, start, BLOCK, EXACT)
     most = tl.max(x, 0)
@@ -331,7 +335,7 @@ def _draw_block(
 @triton.jit(do_not_specialize=["n", "least"])
 def _draw_kernel(
     rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least,
-    best, tops, keys, sums, ties, values, ids, n, vocab, stride,
+    best, tops, keys, sums, ties, values, ids, n, first, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
     SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
@@ -341,6 +345,8 @@ def _draw_kernel(
 
     FILTERED: some row may have filters. TRY: without top_p, for rows that try; else for the list
     `rows`, grid (blocks, rows at once).
+
+    The tokens are first … vocab - 1; not FILTERED these may be those of one rank.
     """
     if PDL:
         gdc_wait()
@@ -351,7 +357,7 @@ def _draw_kernel(
             row = tl.load(rows + 1 + i).to(tl.int64)
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
-                best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
+                best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
                 BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
                 FILTERED, TRY, EXACT,
             )  # fmt: skip
@@ -365,7 +371,7 @@ def _draw_kernel(
         if wanted:
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
-                best, tops, keys, sums, ties, values, ids, row, n, vocab, stride,
+                best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
                 BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
                 FILTERED, TRY, EXACT,
             )  # fmt: skip
@@ -390,8 +396,15 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums,
 class _Draw:
     """Scratch of one call, and the launches of its passes."""
 
-    def __init__(self, logits: Tensor, params: DrawParams, changes: Changes | None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        params: DrawParams,
+        changes: Changes | None,
+        part: VocabPart | None,
+    ) -> None:
         n, vocab = logits.shape
+        self.part, self.first = part, 0 if part is None else part.first
         self.logits, self.params, self.rules = logits, params, rules_of(logits, params, changes)
         self.sizes = n, vocab, logits.stride(0)
         self.limits = params.temperature, params.top_k, params.top_p, params.min_p
@@ -404,7 +417,7 @@ class _Draw:
             STOPS=params.stop_ids.shape[1], WIDTH=1 if changes is None else changes.width,
             BITS=self.bits, EXACT=logits.is_cuda,
         )  # fmt: skip
-        self.blocks, self.search_blocks = -(-vocab // DRAW_BLOCK), -(-vocab // SEARCH_BLOCK)
+        self.blocks, self.search_blocks = max(1, -(-vocab // DRAW_BLOCK)), -(-vocab // SEARCH_BLOCK)
         self.values = self._scratch(n, self.blocks, dtype=torch.float32)
         self.ids = self._scratch(n, self.blocks, dtype=torch.int32)
 
@@ -420,6 +433,9 @@ class _Draw:
             unread = self.values
             found = unread, unread, unread, unread, unread
             self._draw(unread, found, n, FILTERED=False, TRY=False)
+        if self.part is not None:
+            pairs = best_pairs_triton(self.values, self.ids, self.part.vocab_size - 1)
+            return best_ids_triton(self.part.gather(pairs))
         out = self._scratch(n, dtype=torch.int64)
         _winner_kernel[(n,)](
             self.values, self.ids, out, vocab,
@@ -433,7 +449,7 @@ class _Draw:
         n, vocab, stride = self.sizes
         _draw_kernel[(self.blocks, num)](
             rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
-            self.values, self.ids, n, vocab, stride,
+            self.values, self.ids, n, self.first, self.first + vocab, stride,
             **overlap(
                 self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
                 BLOCKS_2=power_of_two(self.blocks), SEARCH_BLOCKS=self.search_blocks,
@@ -503,7 +519,12 @@ class _Draw:
 
 
 def draw_triton(
-    logits: Tensor, params: DrawParams, *, filtered: bool, changes: Changes | None = None
+    logits: Tensor,
+    params: DrawParams,
+    *,
+    filtered: bool,
+    changes: Changes | None = None,
+    part: VocabPart | None = None,
 ) -> Tensor:
     """Draw one token a row; no host sync, and fit for a CUDA graph.
 
@@ -513,9 +534,12 @@ def draw_triton(
         filtered: some row may have top_k, top_p or min_p; else they are not read.
         changes: None: no row has a penalty slot or a mask. A row without either draws the same
             token with them and with None.
+        part: which tokens the columns of logits are, if other ranks have others; neither filtered
+            nor with changes. All ranks call. None: they are all tokens.
 
     Returns:
         [n] i64; of equal values the lowest id.
     """
     assert logits.stride(1) == 1
-    return _Draw(logits, params, changes).run(filtered=filtered)
+    assert part is None or not (filtered or changes), "these need the logits of all tokens"
+    return _Draw(logits, params, changes, part).run(filtered=filtered)

@@ -48,21 +48,23 @@ def philox_ref(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor) -> 
     return c0, c1, c2, c3
 
 
-def gumbel_ref(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token id at one position of each row.
+def gumbel_ref(seed: Tensor, position: Tensor, num_ids: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise for some token ids at one position of each row.
 
     Args:
         seed: [num_rows] i64.
         position: [num_rows] i64, index of the token to be drawn in prompt + output.
-        vocab_size: number of token ids.
+        num_ids: number of token ids.
+        first: the first of them, a multiple of 4.
 
     Returns:
-        [num_rows, vocab_size] f32; entry (r, v) depends on (seed[r], position[r], v) alone.
+        [num_rows, num_ids] f32; entry (r, v) depends on (seed[r], position[r], first + v) alone.
     """
-    blocks = torch.arange(-(-vocab_size // 4), device=seed.device)
+    assert first % 4 == 0
+    blocks = first // 4 + torch.arange(-(-num_ids // 4), device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     words = philox_ref(blocks[None, :], position[:, None], zero, zero, seed[:, None])
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :num_ids]
     # 23 bits, centred: exact in f32 and never 0 or 1 (24 bits and a half round to 1).
     uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

@@ -1,0 +1,284 @@
+"""Draws over a vocabulary that is divided among ranks are those over all of it.
+
+The twins here; the kernels under the interpreter, and compiled for sm_90.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreted import INTERPRETED, WHY
+from tests.unit.test_draft_rows import draws_case
+from tests.unit.test_kernels_triton import rows_of
+from worker.api import MAX_STOP_IDS
+from worker.kernels.step import best_pairs, draft_draws, draw
+from worker.kernels.step.best_pairs import VocabPart
+from worker.layers.embedding import VocabParallelEmbedding
+from worker.plan import Tail
+from worker.sampling import sampler
+from worker.sampling.sampler import SamplingRows
+
+pytest.importorskip("triton", reason=WHY)
+
+TAILS: tuple[Tail, ...] = ("greedy", "random")
+F32, BF16 = torch.float32, torch.bfloat16
+Draw = Callable[[Tensor, VocabPart | None], Tensor]
+pytestmark = [  # numpy's, where a GPU says nothing
+    pytest.mark.filterwarnings(f"ignore:{what}") for what in ("All-NaN", "invalid value")
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Several blocks a rank, although the rows are short."""
+    with (
+        mock.patch.object(draw, "DRAW_BLOCK", 64),
+        mock.patch.object(draft_draws, "BLOCK", 64),
+        mock.patch.object(best_pairs, "BLOCK", 4),
+    ):
+        yield
+
+
+def heads_of(vocab_size: int, size: int) -> list[VocabParallelEmbedding]:
+    """Of all ranks, whose collective is never called."""
+    kind: Any = {"dtype": F32, "device": torch.device("cpu")}
+    groups: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    return [VocabParallelEmbedding(vocab_size, 1, group, **kind) for group in groups]
+
+
+def divided(logits: Tensor, size: int, draw_part: Draw) -> list[Tensor]:
+    """What each of so many ranks draws, each from its columns of the logits."""
+    heads = heads_of(logits.shape[1], size)
+    told: list[Tensor] = []
+
+    def told_by_all(gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found = []
+        for head in heads:
+            assert head.part is not None
+            columns = logits[:, head.start : head.stop]
+            found.append(draw_part(columns, replace(head.part, gather=gather)))
+        return found
+
+    def tell(pairs: Tensor) -> Tensor:
+        told.append(pairs)
+        return pairs[None]
+
+    told_by_all(tell)
+    assert all((each.dtype, len(each)) == (torch.int64, len(logits)) for each in told)
+    everyone = torch.stack(told)
+    return told_by_all(lambda pairs: everyone)
+
+
+def target(rows: SamplingRows, tail: Tail) -> Draw:
+    """Draws of the target."""
+    if INTERPRETED:
+        return lambda logits, part: draw.draw_triton(logits, rows, filtered=False, part=part)
+    return lambda logits, part: sampler.draw_ref(logits, rows, tail, None, part)
+
+
+def drafter(case: tuple[Any, ...], *, greedy: bool) -> Draw:
+    """Those of a drafter, and what they leave in the state."""
+    _, rows, position, slots, seed, temperature, ids = case
+    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+
+    def drafted(logits: Tensor, part: VocabPart | None) -> Tensor:
+        drafts, seeds = torch.full((6, 1), 5), None if greedy else seed
+        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts, part)
+        return torch.cat((found, drafts[:, 0]))
+
+    return drafted
+
+
+def check(logits: Tensor, size: int, draw_part: Draw) -> None:
+    wanted = draw_part(logits, None)
+    for rank, found in enumerate(divided(logits, size, draw_part)):
+        assert torch.equal(found, wanted), rank
+
+
+def some_logits(vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """Of six rows: coarse ones, equal ones, some at -inf; all negative in one."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 2 * torch.randn(6, vocab_size, generator=generator)
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[2, ::2] = -0.0
+    logits[3, : vocab_size // 2 + 1] = float("-inf")
+    logits[4] = logits[4].round() - 20
+    return logits.to(dtype)
+
+
+def check_target(tail: Tail, size: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Stop ids of all ranks, which half of the rows may not draw."""
+    temperature = 0.0 if tail == "greedy" else [1.0, 0.6, 1.3, 0.8, 0.0, 0.9]
+    logits = some_logits(vocab_size, dtype)
+    stops = torch.full((6, MAX_STOP_IDS), -1)
+    best = logits.float().topk(3).indices
+    stops[:, :3], stops[:, 3] = best, vocab_size - 1
+    rows = rows_of(6, temperature=temperature, min_len=[99, 0, 0, 99, 99, 0], stop_ids=stops)
+    check(logits, size, target(rows, tail))
+
+
+def check_ties(size: int) -> None:
+    """The best stand at the last id of one rank and the first of the next."""
+    rows = rows_of(3, temperature=0.0)
+    logits = torch.full((3, 250), -3.0)
+    first = heads_of(250, size)[1].start
+    logits[:, first - 1 : first + 1] = torch.tensor([[2.0], [-1.0], [0.0]])
+    logits[2, first - 1] = -0.0
+    assert target(rows, "greedy")(logits, None).tolist() == [first - 1] * 3
+    check(logits, size, target(rows, "greedy"))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "dtype"),
+    [(2, 250, F32), (3, 401, BF16), (4, 23, F32), (8, 1200, BF16), (8, 131, F32)],
+)
+def test_ranks_draw_as_one_does(tail: Tail, size: int, vocab_size: int, dtype: torch.dtype) -> None:
+    check_target(tail, size, vocab_size, dtype)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_of_equal_values_the_lowest_id_wins_over_ranks_too(size: int) -> None:
+    check_ties(size)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_what_is_not_a_number_is_as_on_one_rank(tail: Tail) -> None:
+    rows = rows_of(4, temperature=0.0 if tail == "greedy" else 1.0)
+    logits = torch.randn(4, 250, generator=torch.Generator().manual_seed(1))
+    logits[0, 200] = float("nan")
+    logits[1, [30, 180]] = float("nan")
+    logits[2, 128:] = float("nan")  # all of the second rank's
+    check(logits[:3], 2, target(rows_of(3, temperature=rows.temperature[:3]), tail))
+    logits[3] = float("nan")
+    first, second = divided(logits, 2, target(rows, tail))
+    assert torch.equal(first, second)
+    assert 0 <= first[3] < 250
+
+
+def check_drafts(size: int, num_ids: int, *, mapped: bool, greedy: bool) -> None:
+    case = draws_case(num_ids, mapped)
+    check(case[0], size, drafter(case, greedy=greedy))
+    check(case[0].round(), size, drafter(case, greedy=greedy))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("size", "num_ids"), [(2, 250), (4, 97), (8, 1200), (4, 20)])
+def test_ranks_draft_as_one_does(size: int, num_ids: int, mapped: bool, greedy: bool) -> None:
+    check_drafts(size, num_ids, mapped=mapped, greedy=greedy)
+
+
+def test_draws_that_look_at_all_tokens_refuse_a_part() -> None:
+    part = heads_of(64, 2)[0].part
+    with pytest.raises(AssertionError, match="all tokens"):
+        sampler.draw_ref(torch.zeros(2, 32), rows_of(2), "filtered", None, part)
+    with pytest.raises(AssertionError, match="all tokens"):
+        draw.draw_triton(torch.zeros(2, 32), rows_of(2), filtered=True, part=part)
+
+
+def test_parts_hold_each_id_once_and_begin_where_noise_does() -> None:
+    for vocab_size, size in ((151936, 8), (250, 4), (23, 8), (16, 2)):
+        heads = heads_of(vocab_size, size)
+        assert [head.start for head in heads] == [0, *(head.stop for head in heads[:-1])]
+        assert heads[-1].stop == vocab_size
+        assert len({len(head.weight) for head in heads}) == 1
+        for head in heads:
+            assert head.part is not None
+            assert head.part.vocab_size == vocab_size
+            assert head.part.first % best_pairs.ALIGNMENT == 0
+            assert head.start == min(head.part.first, vocab_size)
+    assert heads_of(250, 1)[0].part is None
+
+
+if not INTERPRETED:
+    from tests.unit.test_kernels_triton import compiling
+
+    def test_the_kernels_compile_for_hopper_without_one() -> None:
+        with compiling(best_pairs):
+            for ids in (torch.zeros(2, 80, dtype=torch.int32), torch.zeros(2, 80).long()):
+                best_pairs.best_pairs_triton(torch.zeros(2, 80), ids, 1 << 30)
+            best_pairs.best_ids_triton(torch.zeros(4, 2).long())
+
+    def without_offset(real: Any) -> Any:
+        """Each rank takes its columns for the first ones."""
+        return lambda x, ids: real(x, ids - ids[:1])
+
+    def noise_of_the_first(real: Any) -> Any:
+        return lambda seed, position, num_ids, first: real(seed, position, num_ids)
+
+    def stops_of_the_first(real: Any) -> Any:
+        return lambda logits, rows, first: real(logits, rows)
+
+    def highest_id(real: Any) -> Any:
+        """Of a rank's equal values."""
+        return lambda values, ids: real(values.flip(1), ids.flip(0))
+
+    def last_rank(real: Any) -> Any:
+        """Of equal values: ids are not compared."""
+
+        def best(pairs: Tensor) -> Tensor:
+            key = (pairs + 0xFFFFFFFF) >> 32
+            at = len(pairs) - 1 - key.flip(0).argmax(0)
+            return -pairs.gather(0, at[None])[0] & 0xFFFFFFFF
+
+        return best
+
+    def bits_as_integers(real: Any) -> Any:
+        """Of negative values the smallest is above all."""
+
+        def pairs(values: Tensor, ids: Tensor) -> Tensor:
+            at = values.argmax(-1) if len(ids) else values.new_zeros(len(values)).long()
+            best = values.gather(1, at[:, None])[:, 0] if len(ids) else values.sum(-1)
+            return (best.view(torch.int32).long() << 32) - (ids[at] if len(ids) else 0)
+
+        return pairs
+
+    def own_best(real: Any) -> Any:
+        """No rank listens to the others."""
+        return lambda pairs: real(pairs[:1])
+
+    WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "ids without the offset": ("best_pairs_ref", without_offset),
+        "noise without the offset": ("gumbel_ref", noise_of_the_first),
+        "stops without the offset": ("ban_early_stops", stops_of_the_first),
+        "the highest of equal ones": ("best_pairs_ref", highest_id),
+        "values without ids": ("best_ids_ref", last_rank),
+        "bits as integers": ("best_pairs_ref", bits_as_integers),
+        "the first rank's alone": ("best_ids_ref", own_best),
+    }
+
+    def check_targets() -> None:
+        for tail in TAILS:
+            check_target(tail, 2, 250, F32)
+        check_ties(2)
+
+    @pytest.mark.parametrize("name", WRONG)
+    def test_what_is_wrong_is_found(name: str) -> None:
+        attribute, wrong = WRONG[name]
+        changed = mock.patch.object(sampler, attribute, wrong(getattr(sampler, attribute)))
+        with changed, pytest.raises(AssertionError):
+            check_targets()
+
+    def check_all_drafts() -> None:
+        for greedy in (False, True):
+            check_drafts(2, 250, mapped=False, greedy=greedy)
+        check(torch.zeros(5, 250), 2, drafter(draws_case(250, False), greedy=True))
+
+    @pytest.mark.parametrize(
+        "name", ["ids without the offset", "values without ids", "the first rank's alone"]
+    )
+    def test_what_is_wrong_in_drafts_is_found(name: str) -> None:
+        attribute, wrong = WRONG[name]
+        changed = mock.patch.object(draft_draws, attribute, wrong(getattr(draft_draws, attribute)))
+        with changed, pytest.raises(AssertionError):
+            check_all_drafts()
