@@ -74,6 +74,30 @@ def test_a_width_that_does_not_pay_is_not_used_and_is_tried_again() -> None:
     assert run(policy, 64, 0.95, steps=20 * PROBE)[-1] > 1, "acceptance came back, unnoticed"
 
 
+@pytest.mark.parametrize("rows", [32, 64])
+def test_drafts_that_do_not_pay_are_soon_given_up(rows: int) -> None:
+    """Before as many steps as a choice stands for later on."""
+    widths = run(WidthPolicy(WIDTHS, STEP_S), rows, 0.0, steps=64)
+    assert widths[0] > 1
+    assert set(widths[8:]) == {1}
+
+
+def test_a_narrower_width_needs_less_of_a_gain() -> None:
+    """Else a step that yields less than no speculation could stay, within the gain."""
+
+    def chosen_at(percent: int) -> int:
+        for i in range(20000):
+            accepted = i * percent % 100 < percent
+            policy.observe(2, [Drawn((7,) * (1 + accepted), False, (), (7,))])
+        return [policy.choose(32) for _ in range(PROBE - 3)][-1]
+
+    policy = WidthPolicy((1, 2), {(32, 1): 1.0, (32, 2): 1.32})
+    assert chosen_at(95) == 2
+    assert chosen_at(31) == 1, "a loss of 0.8 %"
+    assert chosen_at(34) == 1, "a gain of 1.5 %"
+    assert chosen_at(40) == 2
+
+
 def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
     policy = WidthPolicy((4,), None)
     before = policy.expected_tokens(4)
