@@ -7,6 +7,7 @@ process, all threads, divided by chunks or requests, and scaled by the time that
 Python takes meanwhile (CALIBRATION_S on the machine where the marks were set).
 
     cost       CPU of a chunk at 256 and 1,024 streams, of a request with 40 and with 4,096 tokens
+               that were never seen, or (known) that stood in a prompt before
     steady     4,000 tokens/s: ms from the worker's send to the client's read, of chunks and of the
                first chunks of short prompts that arrive; how late the router's loop is
     arrivals   the same, and prompts of 4,096 tokens arrive
@@ -187,13 +188,13 @@ class Bench:
         self._clients.drain()
         return 1e6 * statistics.fmean(scales) * cpu / sent
 
-    def request_us(self, prompt: str, num: int, at_once: int = 8) -> float:
-        """CPU of a request with one token."""
+    def request_us(self, prompt: str, num: int, at_once: int = 8, *, known: bool = False) -> float:
+        """CPU of a request with one token; known: its prompt is always the same."""
         _told(self._worker, "step_s", 0.002)
         began, scales = 0.0, list[float]()
         for i in range(-at_once, num):  # the first ones open the connections
             began = _told(self._router, "cpu") if i == 0 else began
-            self._clients.ask(prompt, 1)
+            self._clients.ask(prompt if known else self._another(prompt), 1)
             self._clients.read(30, lambda: len(self._clients.open) < at_once)
             if i % max(1, num // PARTS_OF_WINDOW) == 0:
                 scales.append(CALIBRATION_S / calibration_s())
@@ -209,7 +210,7 @@ class Bench:
         began, end = time.monotonic(), time.monotonic() + seconds
         num_asked = 0
         while time.monotonic() < end or num_asked < 2:  # of one there is no quantile
-            self._clients.ask(prompt, 1, "f")
+            self._clients.ask(self._another(prompt), 1, "f")
             self._clients.read(0.05)
             num_asked += 1
         figures = {"lag": _told(self._router, "lags"), "chunk": [], "first": []}
@@ -238,9 +239,12 @@ class Bench:
         """Pass `num` streams through it, so many at once; every prompt is another one."""
         _told(self._worker, "step_s", 0.005)
         for _ in range(num):
-            self._clients.ask(f"{next(self._numbers)} {self.short}", num_tokens)
+            self._clients.ask(self._another(self.short), num_tokens)
             self._clients.read(60, lambda: len(self._clients.open) < at_once)
         self._clients.drain()
+
+    def _another(self, prompt: str) -> str:
+        return f"{next(self._numbers)} {prompt}"
 
     def rss_bytes(self) -> int:
         """Resident memory of the router's process."""
@@ -293,6 +297,8 @@ def run(bench: Bench, part: str, seconds: float, num: int = 1024) -> Iterator[tu
             yield f"chunk, {each} streams, us", bench.chunk_us(each, 5000.0, seconds)
         for name, prompt in (("40", bench.short), ("4096", bench.long)):
             yield f"request, {name} tokens, us", bench.request_us(prompt, round(40 * seconds))
+        known = bench.request_us(bench.long, round(40 * seconds), known=True)
+        yield "request, 4096 known, us", known
     elif part == "full":
         yield f"{num} streams, tokens/s", bench.full(num, round(seconds / STEP_S))
     else:

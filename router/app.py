@@ -153,7 +153,7 @@ class RouterServer:
         self._shared = shared
         self._shown = shown
         self._policy = policy(config.policy)
-        self._text = Text(model.directory)
+        self._text = Text(model.directory, config.tokenizer_cache_mib << 20)
         follows = config.generation_config == "auto"
         self._defaults = defaults_of(model.directory) if follows else Defaults()
         self._api_keys = read_keys(config.api_key_file)
@@ -285,6 +285,7 @@ class RouterServer:
         try:
             members = Members()
             metrics = RouterMetrics(self._model.name, self._name, vllm=self._config.vllm_metrics)
+            metrics.watch_encoder(self._text.encoder)
             siblings = Siblings(members, member)
             self._front = Front(
                 config=self._config,

@@ -49,6 +49,8 @@ class RouterConfig(Section):
     """Format of tool calls in the model's text; auto: by the chat template."""
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
     """Format of the model's reasoning (qwen3: <think>…</think>); auto: by the chat template."""
+    tokenizer_cache_mib: int = Field(default=64, ge=0)
+    """Of parts of prompts whose tokens are kept: what a conversation repeats; 0: none."""
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling where a request says nothing; auto: the model's generation_config.json."""
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"

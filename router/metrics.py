@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,8 +10,10 @@ from prometheus_client import (
     Gauge,
     disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from router.encoder import Encoder
 from router.exposition import text
 from router.mailbox import Spent
 from router.tally import Tallies, Tally
@@ -217,6 +219,16 @@ class RouterMetrics:
             router = self._values[2]
             self._vllm.watch(running, waiting, outputs, decodes, lambda: drafting(router))
 
+    def watch_encoder(self, encoder: Encoder) -> None:
+        """Counts that are read when scraped."""
+        text = "Characters of prompts that were tokenized in parts"
+        known = "Those of parts whose tokens were known"
+        for count in (
+            _Count("kvlane_prompt_chars", text, self._values, lambda: encoder.num_chars),
+            _Count("kvlane_prompt_chars_known", known, self._values, lambda: encoder.num_known),
+        ):
+            self.registry.register(count)
+
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The exposition; encode: writes its form."""
         return encode(self.registry)
@@ -239,3 +251,17 @@ class RouterMetrics:
         labels = *LABELS, key
         family = Tallies(f"kvlane_{name}", text, labels, buckets, self.registry)
         return {value: family.labels(*self._values, value) for value in values}
+
+
+class _Count(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(
+        self, name: str, text: str, values: tuple[str, ...], read: Callable[[], int]
+    ) -> None:
+        self._name, self._text, self._values, self._read = name, text, values, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._text, labels=LABELS)
+        family.add_metric(self._values, self._read())  # pyright: ignore[reportUnknownMemberType]
+        yield family

@@ -16,13 +16,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.encoder import Encoder
 from router.output import ByteDetokenizer, Detokenizer, OutputText, WindowDetokenizer, token_bytes
-from worker.errors import UserError, contained
+from worker.errors import UserError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
 WORD_MARK = "\u2581"
 COUNTED = "_counted"  # a name of templates: `_Turns.counted`
 MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
+KNOWN_BYTES = 64 << 20  # of texts whose tokens are known, if nobody says how many
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -127,12 +129,13 @@ class Text:
 
     Args:
         directory: a Hugging Face model directory; needs config.json and tokenizer.json.
+        known_bytes: see Encoder.
 
     Raises:
         UserError: a file is missing or broken.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, known_bytes: int = KNOWN_BYTES) -> None:
         for name in ("config.json", "tokenizer.json"):
             if not (directory / name).is_file():
                 raise UserError(f"{directory} has no {name}", "model.path")
@@ -157,18 +160,18 @@ class Text:
         self._added = {i: token.content for i, token in added.items()}
         self._added_ids = {content: i for i, content in self._added.items()}
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder: dict[str, Any] = _json(directory / "tokenizer.json").get("decoder") or {}
+        described = _json(directory / "tokenizer.json")
+        decoder: dict[str, Any] = described.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
+        begins = {each for each in self._added_ids if each in self.template_source}
+        begins |= set(special.values())
+        self.encoder = Encoder(self._tokenizer, described, begins, known_bytes)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
-        with contained("the tokenizer"):  # the fast one leaves out where each token stands
-            (encoding,) = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        return tuple(encoding.ids)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `tokens`; the pieces of a `Detokenizer` must add up to it."""

@@ -18,6 +18,8 @@ from router.mailbox import Spent
 from router.members import Members
 from router.metrics import PREFILLS, RouterMetrics
 from router.siblings import Siblings
+from router.text import Text
+from tests.support.prompts import TINY
 from worker.api import Member, Stages, WorkerStats
 from worker.metrics import WorkerMetrics
 
@@ -35,6 +37,7 @@ def router_page() -> str:
         lambda: 3, lambda: 2, lambda: [4], lambda role: 1, lambda: [stats],
         lambda router: {"decode-0": stats},
     )  # fmt: skip
+    metrics.watch_encoder(Text(TINY).encoder)
     for where in PREFILLS:
         metrics.first_token(where, 0.05)
     metrics.ended("stop")

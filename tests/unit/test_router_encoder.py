@@ -1,0 +1,251 @@
+"""What is known of a prompt's parts changes none of its tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from router import encoder
+from router.encoder import Encoder
+from tests.support.prompts import TINY
+
+START, END = "<|start|>", "<|end|>"
+CORPUS = ["the cat sat on the mat, and it sat there for 12 days", "Ünïcödé ist überall  zu Hause"]
+OTHERS = (  # which begin where one may cut, or may not
+    AddedToken("<|left|>", lstrip=True, special=True, normalized=False),
+    AddedToken("<|right|>", rstrip=True, special=True, normalized=False),
+    AddedToken("<tool>", normalized=True),
+    AddedToken("word", single_word=True, normalized=False),
+)
+ATOMS = [
+    START, END, "<|left|>", "<|right|>", "<tool>", "word", "<|", "|>", "sta", "<|start", " ", "  ",
+    "\n", "the cat", " sat", "mat", "ü", "12", ".", "é",
+]  # fmt: skip
+
+
+def trained(
+    model: Any,
+    trainer: Any,
+    pre: Any = None,
+    normalizer: Any = None,
+    post: Any = None,
+) -> Tokenizer:
+    made = Tokenizer(model)
+    if pre is not None:
+        made.pre_tokenizer = pre
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if post is not None:
+        made.post_processor = post
+    made.train_from_iterator(CORPUS * 20, trainer)
+    made.add_special_tokens([AddedToken(each, normalized=False) for each in (START, END)])
+    made.add_special_tokens([each for each in OTHERS if each.special])
+    made.add_tokens([each for each in OTHERS if not each.special])
+    return made
+
+
+def bpe(*args: Any, **parts: Any) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if parts.pop("of_bytes", False) else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    return trained(models.BPE(unk_token="<unk>", fuse_unk=True), trainer, *args, **parts)
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    return bpe(pre=pre_tokenizers.Metaspace(prepend_scheme=scheme))
+
+
+def with_a_beginning() -> Tokenizer:
+    made = bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True)
+    made.add_special_tokens(["<s>"])
+    at = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", at)]
+    )
+    return made
+
+
+MAKERS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": lambda: bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True),
+    "bytes, a space first": lambda: bpe(
+        pre=pre_tokenizers.ByteLevel(add_prefix_space=True), of_bytes=True
+    ),
+    "metaspace first": lambda: metaspace("first"),
+    "metaspace always": lambda: metaspace("always"),
+    "llama's normalizer": lambda: bpe(
+        normalizer=normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    ),
+    "words": lambda: trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False),
+        pre_tokenizers.BertPreTokenizer(),
+        normalizers.BertNormalizer(),
+    ),
+    "unigram": lambda: trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        ),
+        pre_tokenizers.Metaspace(),
+        normalizers.NFKC(),
+    ),
+    "a beginning": with_a_beginning,
+    "tiny": lambda: Tokenizer.from_file(str(TINY / "tokenizer.json")),
+}
+MADE: dict[str, tuple[Tokenizer, Encoder]] = {}
+
+
+def made(kind: str) -> tuple[Tokenizer, Encoder]:
+    """Made once, with all the pieces that earlier examples have left."""
+    if kind not in MADE:
+        tokenizer = MAKERS[kind]()
+        begins = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        described = json.loads(tokenizer.to_str())
+        MADE[kind] = tokenizer, Encoder(tokenizer, described, begins, 1 << 20)
+    return MADE[kind]
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "MIN_CHARS", 1)
+    monkeypatch.setattr(encoder, "PIECE_CHARS", 1)
+
+
+texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=4), max_size=24).map("".join)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(max_examples=150)
+@given(texts, st.booleans())
+def test_tokens_are_those_of_the_whole_text(kind: str, text: str, adds: bool) -> None:
+    tokenizer, known = made(kind)
+    wanted = tuple(tokenizer.encode(text, add_special_tokens=adds).ids)
+    for _ in range(2):  # the second time of pieces that are all known
+        assert known.encode(text, add_special_tokens=adds) == wanted
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_next_turn_knows_the_last_one(kind: str) -> None:
+    start, end = ("<|im_start|>", "<|im_end|>") if kind == "tiny" else (START, END)
+    tokenizer, known = made(kind)
+    turns = [f"{start}user\n{i} the cat sat on {i} mats{end}\n" for i in range(30)]
+    known.encode("".join(turns[:-1]), add_special_tokens=False)
+    num_chars, num_known = known.num_chars, known.num_known
+    text = "".join(turns)
+    found = known.encode(text, add_special_tokens=False)
+    assert found == tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert known.num_chars - num_chars == len(text)
+    assert known.num_known - num_known > len(text) - 2 * len(turns[-1])
+
+
+def cuts(*tokens: AddedToken, **described: Any) -> set[str]:
+    """Contents of the tokens before which texts are cut."""
+    added = [
+        {
+            "content": token.content,
+            "lstrip": token.lstrip,
+            "rstrip": token.rstrip,
+            "single_word": token.single_word,
+            "normalized": token.normalized,
+        }
+        for token in tokens
+    ]
+    pattern = encoder._cuts({"added_tokens": added} | described, {t.content for t in tokens})
+    return {t.content for t in tokens if pattern is not None and pattern.fullmatch(t.content)}
+
+
+def plain(content: str, **how: bool) -> AddedToken:
+    return AddedToken(content, **{"normalized": False} | how)
+
+
+def test_where_a_text_may_be_cut() -> None:
+    assert cuts(plain(START), plain(END)) == {START, END}
+    assert cuts(plain(START, rstrip=True)) == {START}
+    assert not cuts(plain(START, lstrip=True))
+    assert not cuts(plain(START, single_word=True))
+    assert not cuts(plain(START, normalized=True))
+    assert not cuts(plain("\n"))
+    assert not cuts(plain("BEGIN")), "`single_word` asks what is beside a word"
+    assert not cuts(plain("<|a|>"), plain("x<|a|>")), "one holds the other"
+    assert cuts(plain("<|a|>"), plain("#<|a|>")) == {"#<|a|>"}
+    assert cuts(plain("<|a|>"), plain("#<|")) == {"#<|"}, "one reaches into the other"
+    assert not cuts(plain("#a#")), "it reaches into itself"
+    assert cuts(plain("<|a|>"), plain("<|a|>b")) == {"<|a|>", "<|a|>b"}
+    assert not cuts()
+
+
+@pytest.mark.parametrize(
+    "described",
+    [{"truncation": {"max_length": 4}}, {"padding": {"pad_id": 0}}, {"model": {"dropout": 0.1}}],
+)
+def test_what_looks_at_whole_texts_or_at_chance_gets_them(described: dict[str, Any]) -> None:
+    assert not cuts(plain(START), **described)
+
+
+def test_a_wrong_cut_is_noticed() -> None:
+    """The law above is worth something: a cut before a token that takes spaces along breaks it."""
+    tokenizer, _ = made("bytes")
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["lstrip"] = False
+    wrong = Encoder(tokenizer, described, {"<|left|>"}, 1 << 20)
+    text = "the cat  <|left|> sat"
+    wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert wrong.encode(text, add_special_tokens=False) != wanted
+
+
+def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
+    tokenizer, _ = made("bytes")
+    described = json.loads(tokenizer.to_str())
+    known = Encoder(tokenizer, described, {START}, 40_000)
+    often = START + "the cat"
+    for i in range(2000):
+        known.encode(often + f"{START}mat {i}", add_special_tokens=False)
+        assert known._num_bytes <= 40_000
+        assert known._num_bytes == sum(encoder._size(*each) for each in known._pieces.items())
+    assert often in known._pieces
+    assert f"{START}mat 0" not in known._pieces
+    assert len(known._pieces) > 50
+    large = START + "x" * 50_000
+    assert known.encode(large, add_special_tokens=False)
+    assert known._num_bytes <= 40_000
+
+
+def test_without_bytes_nothing_is_kept() -> None:
+    tokenizer, _ = made("bytes")
+    known = Encoder(tokenizer, json.loads(tokenizer.to_str()), {START}, 0)
+    text = START + "the cat" + START
+    wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert known.encode(text, add_special_tokens=False) == wanted
+    assert not known._pieces
+    assert not known.num_chars
+
+
+def test_many_threads_may_ask() -> None:
+    tokenizer, _ = made("bytes")
+    known = Encoder(tokenizer, json.loads(tokenizer.to_str()), {START}, 3_000)
+    rng = random.Random(1)
+    asked = ["".join(START + f"mat {rng.randrange(12)}" for _ in range(6)) for _ in range(400)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda text: known.encode(text, add_special_tokens=False), asked))
+    assert found == [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in asked]
+    assert known._num_bytes == sum(encoder._size(*each) for each in known._pieces.items())
