@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ LOCAL_HOST = "127.0.0.1"
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def no_collections() -> Generator[None]:
     """For imports of what stays: a fifth of their time is spent on looking for garbage in it.
 
     Nothing made until then is looked at afterwards, either: a collection of garbage walks through
