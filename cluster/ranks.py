@@ -8,11 +8,12 @@ other; the first that fails or dies is the failure or death of the worker.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Sequence
 from itertools import groupby
 from typing import TypeVar, cast
 
-from cluster.actors import ProcessActor, RayProcess, call
+from cluster.actors import ProcessActor, RayProcess, call, no_collections
 from cluster.logs import Logs
 from worker.api import Member
 from worker.config import WorkerConfig
@@ -38,7 +39,8 @@ class RankActor(ProcessActor):
 
         rendezvous: where all ranks of the worker meet.
         """
-        from worker.rank import Rank  # torch: imported in this process only
+        with no_collections():
+            from worker.rank import Rank  # torch: imported in this process only
 
         self._part = Rank(
             self._config,
@@ -50,6 +52,8 @@ class RankActor(ProcessActor):
             progress=self._progress,
         )
         self._part.start()
+        gc.collect()
+        gc.freeze()
 
     def run(self) -> None:
         """Returns once the rank has ended."""

@@ -107,6 +107,7 @@ class DecodeLoop:
             lambda step: self._grammars.masks(
                 [req.matcher for req in scheduler.reqs_of(step.plan.step)[0]], step.drafts()
             ),
+            thread.wake,
         )
         self._sweep_at = 0.0
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))

@@ -77,10 +77,14 @@ class EngineThread:
         """Hand an event to the loop, from any thread."""
         self._inbox.put([(LOCAL, event)])
 
+    def wake(self) -> None:
+        """Begin a turn at once, from any thread."""
+        self._inbox.put([])
+
     def stop(self) -> None:
         """End the thread after its current turn, then close the sockets."""
         self._stopping = True
-        self._inbox.put([])
+        self.wake()
         self.join()
         self._wire.close()
 

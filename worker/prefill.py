@@ -55,7 +55,7 @@ class PrefillLoop:
             engine.metrics,
             engine.tracer,
         )
-        self._flight = Flight(engine, self._launch, self._settle)
+        self._flight = Flight(engine, self._launch, self._settle, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from importlib.metadata import version
 from typing import Any
@@ -49,9 +50,22 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def main(library: str, checks: Sequence[Callable[[str], None]]) -> None:
-    """Run every check against the server whose address is the only argument, and name it."""
+Check = Callable[[str], None]
+
+
+def main(library: str, checks: Sequence[Check], beside: Sequence[Check] = ()) -> None:
+    """Run every check against the server whose address is the only argument, and name it.
+
+    beside: others that run all at once, as their answers depend on nothing beside them.
+    """
     print(library, version(library))
-    for check in checks:
+
+    def run(check: Check) -> None:
         check(f"{sys.argv[1]}/v1")
         print("passed", check.__name__, flush=True)
+
+    if beside:
+        with ThreadPoolExecutor(len(beside)) as pool:
+            list(pool.map(run, beside))
+    for check in checks:
+        run(check)

@@ -80,7 +80,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
         assert ask(serve)["choices"]
 
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
-    load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=6)
+    load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=2)
     killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=HANG_S)
     num = 2 if pairwise.whole else 1
     assert len(asyncio.run(killing.repeat(num))) == num

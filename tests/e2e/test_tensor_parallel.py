@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
-from tests.e2e.check import MAX_TOKENS, NUM
+from tests.e2e.check import MAX_TOKENS as LONG
+from tests.e2e.check import NUM as MANY
 from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.support import pairwise
@@ -21,6 +22,7 @@ from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
 
 NUM_ASKED = 8 if pairwise.whole else 4  # greedy and seeded ones by turns
+NUM, MAX_TOKENS = (MANY, LONG) if pairwise.whole else (6, 60)  # of known texts
 COMPUTED = "kvlane_prompt_tokens_computed_total"
 
 

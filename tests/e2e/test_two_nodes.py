@@ -41,12 +41,13 @@ def two_nodes() -> Iterator[Run]:
     """Runs the script's commands; both nodes are up."""
     if os.environ.get(INSIDE) is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and iproute2 for network namespaces")
-    environment = {**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)}
 
     def run(*arguments: str, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", str(SCRIPT), *arguments],
-            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+            # As it is now: it says where the texts are, once they are made.
+            env={**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)},
+            capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
     try:

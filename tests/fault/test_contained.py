@@ -93,7 +93,7 @@ def beside_others(
         found = [each.result() for each in [pool.submit(ask, url, body) for body in bodies]]
         assert [text_of(each.result()) for each in others] == [expected] * 2
     assert text_of(ask(url, FREE)) == expected
-    assert all(thread.is_alive() for thread in threads)
+    assert not [thread.name for thread in threads if not thread.is_alive()]
     cluster.wait_idle()
     return found
 

@@ -84,6 +84,9 @@ class Post:
     def post(self, event: object) -> None:
         self._boxes[self.me][LOCAL].append(event)
 
+    def wake(self) -> None:
+        pass  # its loop takes a turn in every round
+
     def connect(self, peer: PeerId, address: str) -> None:
         self._boxes[self.me][peer].append(Pong(peer))  # it answers at once
 

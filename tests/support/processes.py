@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["pytest", "torch.distributed", "worker.models.loader", "router.app"])
+FORKED.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from tests.equivalence.test_windows import scripts
 from tests.support.any_width import AnyWidth
 from tests.support.changed_asks import changed_asks, same_answers
-from tests.support.lockstep import DECODE, Lockstep
+from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle
 from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
@@ -37,11 +37,15 @@ SECTIONS: dict[str, dict[str, object]] = {
     "model": {"path": str(shallow()), "max_model_len": 192},
     "engine": {"max_num_reqs": ROWS, "num_pages": 200, "strict": True, "penalty_rows": 4},
 }
-ASKS = changed_asks(27 if whole else 18)
+
+
+@cache
+def asks() -> list[Ask]:
+    return changed_asks(27 if whole else 18)
 
 
 def served(cluster: Lockstep) -> list[Any]:
-    return cluster.serve(ASKS)
+    return cluster.serve(asks())
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +107,8 @@ def test_a_step_without_masks_ignores_those_of_the_step_before(
     cluster, graphs = full
     graphs._masks.words[1:].zero_()
     graphs._masks.line.fill_(1)
-    free = [i for i, ask in enumerate(ASKS) if not ask.sampling.grammar]
-    answers = cluster.serve([replace(ASKS[i], at=0) for i in free])
+    free = [i for i, ask in enumerate(asks()) if not ask.sampling.grammar]
+    answers = cluster.serve([replace(asks()[i], at=0) for i in free])
     assert same_answers(answers, [eager[i] for i in free])
 
 
@@ -113,7 +117,7 @@ def test_windows_through_graphs_change_no_token(drafter: str) -> None:
     """Widths that change, drafts; the same texts and logprobs as step by step."""
     asked = [
         replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(ASKS)
+        for number, ask in enumerate(asks())
     ]
     base = Lockstep(SECTIONS, num_prefill=0)
     wanted = base.serve(asked)

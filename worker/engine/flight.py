@@ -28,6 +28,7 @@ SLACK_S = 4e-4
 POLL_S = 2.5e-4
 NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
+TOLD_S = 0.1  # where the end of the step wakes the loop
 NUM_LAUNCHES = 8  # that the next one is expected to be no longer than
 
 
@@ -39,6 +40,7 @@ class Flight:
         launch: launches the next step; None if nothing can run now.
         settle: waits until a step has ended and takes what it made; called in order of launch.
         masks: makes the masks of a masked step, once all steps before it have settled.
+        wake: begins a turn of the loop, from any thread; for steps that say when they end.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Flight:
         launch: Callable[[], Step | None],
         settle: Callable[[Step], None],
         masks: Callable[[Step], Masks] | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self.pending: Step | None = None
         # Whether a step is launched while the one before it runs.
@@ -57,6 +60,7 @@ class Flight:
         self._launch = launch
         self._settle = settle
         self._masks = masks
+        self._wake = wake
         self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)  # host times of decode steps
 
     @property
@@ -108,6 +112,9 @@ class Flight:
         """How long to look after arrivals before looking again; 0: `step` has ended."""
         if not self.waits or step.done():
             return 0.0
+        # Layer groups become final meanwhile, which nobody tells.
+        if self._wake is not None and step.groups is None and step.tells(self._wake):
+            return TOLD_S
         ends_at = self._engine.meter.ends_at(step.plan)
         if ends_at is None:
             return POLL_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
@@ -46,6 +47,7 @@ class Step:
         self.num_tokens = 0
         # CPU: the step's future. Of a masked step that of the forward, then that of the tail.
         self._running: Future[Any] | None = None
+        self._is_to_tell = False  # it wakes a loop when it is done
         self._result: Result | None = None  # CUDA
         self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
         # What a masked step verifies, on its way to the host. CPU: a future of it; CUDA: it, and
@@ -57,6 +59,18 @@ class Step:
         if self._event is not None:
             return self._event.query()
         return self._running is not None and self._running.done()
+
+    def tells(self, wake: Callable[[], None]) -> bool:
+        """Whether `wake` is called when the step is done, by another thread; as `done` to be asked.
+
+        On the CPU it is, where a loop that looks again and again takes the step's own core.
+        """
+        if self._running is None:
+            return False
+        if not self._is_to_tell:
+            self._is_to_tell = True
+            self._running.add_done_callback(lambda _: wake())
+        return True
 
     def drafts(self) -> list[list[int]]:
         """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: no lines.

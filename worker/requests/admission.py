@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
 from worker.engine.engine import Engine
-from worker.errors import Busy, UserError
+from worker.errors import Busy, KvlaneError, UserError
 from worker.pull.inbound import Inbound
 from worker.pull.peers import PrefillPeers
 from worker.requests.traces import prefill_here
@@ -66,11 +66,15 @@ class Admission:
             message.candidates,
             is_sibling=bool(message.after),
         )
-        if message.sampling.grammar:
-            output = message.tokens[message.num_prompt_tokens :]
-            req.matcher = self._grammars.matcher(message.sampling.grammar, output)
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
+        if message.sampling.grammar:  # compiled last: it takes milliseconds, and Busy asks again
+            output = message.tokens[message.num_prompt_tokens :]
+            try:
+                req.matcher = self._grammars.matcher(message.sampling.grammar, output)
+            except KvlaneError:
+                self._scheduler.finish(req)
+                raise
         self._engine.metrics.queried_tokens.inc(len(req.tokens))
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
         return req
