@@ -16,9 +16,9 @@ MAX_WINDOWS = 2048  # counts of windows are halved beyond it, so that old ones f
 TIME_WEIGHT = 0.05  # of the newest step in a moving average
 NUM_MEASURED = 8  # steps that one time of the start-up check counts for
 OUTLIER = 4  # times the average, at most, that a step counts for
-DWELL = 64  # steps after which the choice is looked at again; after 1, 2, 4, 8 ... before
-GAIN = 1.03  # of tokens a second, for which a wider one is chosen
-NARROWER_GAIN = 1.005  # and a narrower one: speculation that does not pay should cost nothing
+DWELL = 64  # steps after which the choice is looked at again; before that, after 1, 2, 4, 8 ...
+SURE_WINDOWS = 256  # that have been tried, for a look before DWELL
+GAIN = 1.03  # of tokens a second, for which it is changed
 PROBE = 512  # steps after which two steps have a neighbouring width, to learn of it: the first
 # drafts for so wide a window, the second verifies that
 
@@ -65,7 +65,8 @@ class WidthPolicy:
             if (bucket, width) not in self._step_s:
                 return width  # to learn what it costs
         now = self._chosen.get(bucket, 0)
-        if now not in allowed or number % DWELL == 0 or number & (number - 1) == 0:
+        soon = number & (number - 1) == 0 and self._tried[1] >= SURE_WINDOWS
+        if now not in allowed or number % DWELL == 0 or soon:
             now = self._chosen[bucket] = self._best(bucket, allowed, now)
         if number % PROBE >= PROBE - 2:
             side = 1 if number // PROBE % 2 == 0 or now == allowed[0] else -1
@@ -122,9 +123,8 @@ class WidthPolicy:
             width: self.expected_tokens(width) / self._step_s[bucket, width] for width in allowed
         }
         best = max(allowed, key=lambda width: rates[width])
-        if now in allowed:
-            gain = GAIN if best > now else NARROWER_GAIN
-            return best if rates[best] >= gain * rates[now] else now
+        if now in allowed and rates[best] < GAIN * rates[now]:
+            return now
         return best
 
     def _bucket(self, num_rows: int) -> int:
