@@ -203,6 +203,7 @@ def main() -> None:
     report |= {key: str(value) for key, value in vars(args).items() if key != "json"}
     cases = [(num, args.context, args.query_len) for num in map(int, args.batch.split(","))]
     if args.prefill:
+        assert not args.lengths, "--prefill gives lengths itself"
         cases = [(1, num, num) for num in map(int, args.prefill.split(","))]
     for case in sorted(cases, reverse=True):
         scene = scene_of(args, *case)

@@ -60,6 +60,9 @@ class _Thread:
 
     connect = disconnect = post
 
+    def wake(self) -> None:
+        """Each turn is asked for."""
+
 
 class _Clock:
     """Wraps functions and adds up their time, by name."""

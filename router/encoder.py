@@ -8,6 +8,7 @@ with the pieces of the last one, and all prompts with one system prompt begin al
 from __future__ import annotations
 
 import re
+import string
 import sys
 import threading
 from array import array
@@ -15,13 +16,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from worker.errors import contained
 
 MIN_CHARS = 1024  # of a text that is cut: the whole of a shorter one takes 0.3 ms at most
+LARGEST_SHARE = 16  # of the bytes: a larger piece is not kept, as it would push out many
 PIECE_CHARS = 256  # of a piece, at least, but for the last
-NO_BEGIN = re.compile(r"[\w\s]")  # a token before it may take spaces along, or end with a word
+NO_WORD = frozenset(string.punctuation) - {"_"}  # neither a space nor part of a word, for anybody
 ENTRY_BYTES = 250  # of a piece beside its characters and ids, about
 
 
@@ -43,7 +45,7 @@ class Encoder:
         max_bytes: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._cuts = _cuts(described, set(begins)) if max_bytes else None
+        self._cuts = _cuts(tokenizer, described, set(begins)) if max_bytes else None
         self._adds = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -69,6 +71,8 @@ class Encoder:
                 self.num_known += len(piece)
                 return ids
         ids = array("I", self._encoded(piece, False))
+        if _size(piece, ids) > self._max_bytes // LARGEST_SHARE:
+            return ids
         with self._lock:
             if piece not in self._pieces:
                 self._num_bytes += _size(piece, ids)
@@ -99,27 +103,35 @@ def _pieces(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
     yield text[begin:]
 
 
-def _cuts(described: Mapping[str, Any], begins: set[str]) -> re.Pattern[str] | None:
+def _cuts(
+    tokenizer: Tokenizer, described: Mapping[str, Any], begins: set[str]
+) -> re.Pattern[str] | None:
     """Matches added tokens before which any text may be cut; None: there are none.
 
     The ids of the two parts are those of the whole, as such a token is found wherever it stands:
     it takes no spaces before it along, no other added token reaches into it, no word before it
-    goes on in it, and it is looked for before a normalizer changes the text.
+    goes on in it, and it is looked for before a normalizer changes the text. So is a longer token
+    that begins with it.
     """
     model = cast("dict[str, Any]", described.get("model") or {})
     if described.get("truncation") or described.get("padding") or model.get("dropout"):
         return None  # these look at whole texts, or at chance
-    added = cast("list[dict[str, Any]]", described.get("added_tokens") or [])
-    plain = {
-        token["content"]
-        for token in added
-        if token["content"] in begins
-        and not (token.get("lstrip") or token.get("single_word") or token.get("normalized", True))
-        and not NO_BEGIN.match(token["content"])
-    }
-    contents = [token["content"] for token in added]
-    found = [each for each in plain if not any(_reaches_into(other, each) for other in contents)]
+    added = list(tokenizer.get_added_tokens_decoder().values())
+    stay = {token.content for token in added if not _looks_back(token)}
+    others = [token.content for token in added if _looks_back(token)]
+    found = [
+        each
+        for each in stay & begins
+        if each[0] in NO_WORD
+        and not any(other.startswith(each) for other in others)
+        and not any(_reaches_into(token.content, each) for token in added)
+    ]
     return re.compile("|".join(map(re.escape, sorted(found)))) if found else None
+
+
+def _looks_back(token: AddedToken) -> bool:
+    """Whether what stands before a token says if it is one, or goes with it."""
+    return token.lstrip or token.single_word or token.normalized
 
 
 def _reaches_into(other: str, content: str) -> bool:

@@ -222,7 +222,7 @@ class RouterMetrics:
     def watch_encoder(self, encoder: Encoder) -> None:
         """Counts that are read when scraped."""
         text = "Characters of prompts that were tokenized in parts"
-        known = "Those of parts whose tokens were known"
+        known = "Characters of prompts in parts whose tokens were known"
         for count in (
             _Count("kvlane_prompt_chars", text, self._values, lambda: encoder.num_chars),
             _Count("kvlane_prompt_chars_known", known, self._values, lambda: encoder.num_known),

@@ -15,6 +15,7 @@ from benchmarks import attention
     ("asked", "cases"),
     [
         (["--batch", "1,2", "--context", "40", "--query-len", "4"], [(2, 4, 40), (1, 4, 40)]),
+        (["--batch", "3", "--lengths", "20-40,8"], [(3, 1, 32)]),
         (["--prefill", "24,32"], [(1, 32, 32), (1, 24, 24)]),
     ],
 )

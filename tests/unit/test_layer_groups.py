@@ -58,7 +58,7 @@ class PrefillAlone:
         config = worker_config("prefill", sections)
         self.engine = build_engine(config, name="prefill-0", host="127.0.0.1")
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
-        thread = SimpleNamespace(send=self._send, stats=None)
+        thread = SimpleNamespace(send=self._send, stats=None, wake=lambda: None)
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
         self._loop._flight.waits = False  # the last turn ends with its step
         self._num_asked = 0

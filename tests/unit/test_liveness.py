@@ -107,6 +107,9 @@ class Endless:
     def done(self) -> bool:
         return False
 
+    def tells(self, wake: object) -> bool:
+        return False
+
 
 PROMPT = tuple(range(9, 73))
 ASKED = Generate("r", 1, PROMPT, len(PROMPT), Sampling(5), 1e3)
@@ -125,7 +128,7 @@ def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
     worker.runner.launch = lambda plan, *_: Endless(plan)  # type: ignore[assignment,return-value]
     thread = SimpleNamespace(
         me="w/1", stats=WorkerStats(), send=lambda *_: None, post=None, connect=None,
-        disconnect=None,
+        disconnect=None, wake=lambda: None,
     )  # fmt: skip
     loop = loop_class(worker, cast("Any", thread), "1")
     loop.turn([("peer/1", begins)])

@@ -23,9 +23,13 @@ from tokenizers import (
 
 from router import encoder
 from router.encoder import Encoder
+from router.metrics import RouterMetrics
+from router.text import Text
 from tests.support.prompts import TINY
 
 START, END = "<|start|>", "<|end|>"
+SIZES = encoder.MIN_CHARS, encoder.PIECE_CHARS
+LABELS_OF = {"model": "tiny", "role": "router", "worker": "router-0"}
 CORPUS = ["the cat sat on the mat, and it sat there for 12 days", "Ünïcödé ist überall  zu Hause"]
 OTHERS = (  # which begin where one may cut, or may not
     AddedToken("<|left|>", lstrip=True, special=True, normalized=False),
@@ -159,17 +163,10 @@ def test_the_next_turn_knows_the_last_one(kind: str) -> None:
 
 def cuts(*tokens: AddedToken, **described: Any) -> set[str]:
     """Contents of the tokens before which texts are cut."""
-    added = [
-        {
-            "content": token.content,
-            "lstrip": token.lstrip,
-            "rstrip": token.rstrip,
-            "single_word": token.single_word,
-            "normalized": token.normalized,
-        }
-        for token in tokens
-    ]
-    pattern = encoder._cuts({"added_tokens": added} | described, {t.content for t in tokens})
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([token for token in tokens if token.special])
+    tokenizer.add_tokens([token for token in tokens if not token.special])
+    pattern = encoder._cuts(tokenizer, described, {token.content for token in tokens})
     return {t.content for t in tokens if pattern is not None and pattern.fullmatch(t.content)}
 
 
@@ -184,12 +181,15 @@ def test_where_a_text_may_be_cut() -> None:
     assert not cuts(plain(START, single_word=True))
     assert not cuts(plain(START, normalized=True))
     assert not cuts(plain("\n"))
-    assert not cuts(plain("BEGIN")), "`single_word` asks what is beside a word"
+    for begin in ("BEGIN", "_x", "\u203fx", "\u200dx", "\u0301x"):
+        assert not cuts(plain(begin)), "`single_word` asks what is beside a word"
     assert not cuts(plain("<|a|>"), plain("x<|a|>")), "one holds the other"
     assert cuts(plain("<|a|>"), plain("#<|a|>")) == {"#<|a|>"}
     assert cuts(plain("<|a|>"), plain("#<|")) == {"#<|"}, "one reaches into the other"
     assert not cuts(plain("#a#")), "it reaches into itself"
     assert cuts(plain("<|a|>"), plain("<|a|>b")) == {"<|a|>", "<|a|>b"}
+    assert not cuts(plain("<|a|>"), plain("<|a|>b", single_word=True)), "what is before it counts"
+    assert not cuts(plain("<|a|>"), plain("<|a|>b", lstrip=True))
     assert not cuts()
 
 
@@ -201,16 +201,55 @@ def test_what_looks_at_whole_texts_or_at_chance_gets_them(described: dict[str, A
     assert not cuts(plain(START), **described)
 
 
-def test_a_wrong_cut_is_noticed() -> None:
+def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above is worth something: a cut before a token that takes spaces along breaks it."""
     tokenizer, _ = made("bytes")
-    described = json.loads(tokenizer.to_str())
-    for token in described["added_tokens"]:
-        token["lstrip"] = False
-    wrong = Encoder(tokenizer, described, {"<|left|>"}, 1 << 20)
+    monkeypatch.setattr(encoder, "_looks_back", lambda token: False)
+    wrong = Encoder(tokenizer, {}, {"<|left|>"}, 1 << 20)
     text = "the cat  <|left|> sat"
     wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     assert wrong.encode(text, add_special_tokens=False) != wanted
+
+
+@given(st.lists(st.integers(0, 900), max_size=12), st.lists(st.integers(0, 900), max_size=4))
+def test_where_a_piece_ends_depends_on_nothing_behind_it(
+    lengths: list[int], more: list[int]
+) -> None:
+    """At the real size of pieces."""
+    pattern = encoder.re.compile("<>")
+
+    def text_of(sizes: list[int]) -> str:
+        return "".join("<>" + "x" * size for size in sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "PIECE_CHARS", SIZES[1])
+        first = list(encoder._pieces(text_of(lengths), pattern))
+        whole = list(encoder._pieces(text_of(lengths + more), pattern))
+    assert "".join(whole) == text_of(lengths + more)
+    assert whole[: len(first) - 1] == first[:-1]
+    assert all(SIZES[1] <= len(piece) <= SIZES[1] + 902 for piece in first[:-1])
+
+
+def test_a_chat_s_second_turn_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the router's own text, at the real sizes; and as its metrics tell."""
+    monkeypatch.setattr(encoder, "MIN_CHARS", SIZES[0])
+    monkeypatch.setattr(encoder, "PIECE_CHARS", SIZES[1])
+    text, plain_text = Text(TINY), Text(TINY, known_bytes=0)
+    metrics = RouterMetrics("tiny", "router-0")
+    metrics.watch_encoder(text.encoder)
+    messages = [{"role": "user", "content": f"{i} " + "Tom has 3 apples. " * 40} for i in range(4)]
+    for num in (3, 4):
+        prompt = text.render(messages[:num])
+        found = text.encode(prompt, add_special_tokens=False)
+        assert found == plain_text.encode(prompt, add_special_tokens=False)
+    values = {
+        name: metrics.registry.get_sample_value(f"kvlane_{name}_total", LABELS_OF)
+        for name in ("prompt_chars", "prompt_chars_known")
+    }
+    turns = [len(text.render(messages[:num])) for num in (3, 4)]
+    assert values["prompt_chars"] == sum(turns)
+    assert 0.9 * turns[0] < values["prompt_chars_known"] <= turns[0]
+    assert not plain_text.encoder.num_chars
 
 
 def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
@@ -219,15 +258,17 @@ def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
     known = Encoder(tokenizer, described, {START}, 40_000)
     often = START + "the cat"
     for i in range(2000):
-        known.encode(often + f"{START}mat {i}", add_special_tokens=False)
+        known.encode(often if i % 20 == 0 else f"{START}mat {i}", add_special_tokens=False)
+        if i == 1999:
+            assert known.num_known == 99 * len(often), "it was never pushed out"
         assert known._num_bytes <= 40_000
         assert known._num_bytes == sum(encoder._size(*each) for each in known._pieces.items())
     assert often in known._pieces
     assert f"{START}mat 0" not in known._pieces
     assert len(known._pieces) > 50
-    large = START + "x" * 50_000
-    assert known.encode(large, add_special_tokens=False)
-    assert known._num_bytes <= 40_000
+    num = len(known._pieces)
+    assert known.encode(START + "x" * 9_000, add_special_tokens=False)
+    assert len(known._pieces) == num, "a large one pushes none out"
 
 
 def test_without_bytes_nothing_is_kept() -> None:

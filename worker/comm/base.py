@@ -67,9 +67,9 @@ class Collective(Protocol):
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An empty tensor that `all_reduce` takes without a copy of its own.
 
-        The third next call may give the same memory again, also where the sum still lies in it. So
-        nobody may read it later, and it stays within a graph or without: graphs have the buffers of
-        their capture.
+        The third next call may give the same memory again, also where the sum still lies in it. Do
+        not keep it over three calls, nor carry it from a graph into eager code or back: graphs have
+        the buffers of their capture.
         """
         ...
 

@@ -38,7 +38,7 @@ class NcclCollective:
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
     those of a replayed graph are not watched: the process has to end. `check` tells what torch's
-    watchdog thread has found of the others by then: a peer that is gone or late, or an abort.
+    watchdog thread has found by then: a peer that is gone or late, or an abort.
 
     Raises:
         UserError: the device is not a GPU, or torch has no NCCL.

@@ -22,7 +22,8 @@ from worker.kernels.launch import overlap, power_of_two
 from worker.kernels.step.filters import key_of
 
 # Columns of a rank begin at a multiple of it: at whole blocks of noise, and where Triton loads
-# several logits at once. All ranks launch the same binaries then.
+# several logits at once. Ranks launch the same binaries then, but for the last rank of a vocabulary
+# that is no multiple of it.
 ALIGNMENT = 16
 LARGEST = 0x7FFFFFFF  # beyond the order of every number; negative: below it
 BLOCK = 128
