@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 
@@ -47,16 +48,16 @@ def address_of(serve: Serve, worker: str) -> str:
 
 
 async def load_and_kill(
-    serve: Serve, victim: str, progress: Callable[[], float], num: float
+    serve: Serve, victim: str, progress: Callable[[], float], num: float, num_asked: int = NUM
 ) -> list[Outcome]:
     """Start the load, kill -9 when `progress` has grown by `num`, wait for every request.
 
-    A decode worker is stopped first, and killed once some of the streams that clients have begun to
-    read stand still, whichever of us is slow on a busy machine. If too few are left for that, all
-    is asked again. Looks from a thread of its own: this one is busy with the streams.
+    A decode worker or a router is stopped first, and killed once some of the streams that clients
+    have begun to read stand still, whichever of us is slow on a busy machine. If too few are left
+    for that, all is asked again. Looks from a thread of its own: this one is busy with the streams.
     """
     pid, deadline = serve.status()[victim]["pid"], time.monotonic() + HANG_S
-    questions = [problem.question for problem in held_out_problems(NUM)]
+    questions = [problem.question for problem in held_out_problems(num_asked)]
     while True:
         before, outcomes = progress(), [Outcome() for _ in questions]
         load = asyncio.create_task(
@@ -67,7 +68,7 @@ async def load_and_kill(
             while progress() < before + num:
                 assert time.monotonic() < deadline
                 time.sleep(POLL_S)
-            if victim.startswith("decode"):
+            if not victim.startswith("prefill"):
                 os.kill(pid, signal.SIGSTOP)
                 while num_frozen(outcomes) < NUM_FROZEN:
                     os.kill(pid, signal.SIGCONT)
@@ -87,20 +88,8 @@ async def load_and_kill(
 
 async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
     """Kill -9 router-0 while streams are read."""
-    pid, before = serve.status()["router-0"]["pid"], total(serve.url, FIRST_TOKENS)
-    questions = [problem.question for problem in held_out_problems(NUM_ROUTER)]
-    load = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
-
-    def kill() -> None:
-        deadline = time.monotonic() + HANG_S
-        while total(serve.url, FIRST_TOKENS) < before + NUM_ROUTER / 3:
-            assert time.monotonic() < deadline
-            time.sleep(POLL_S)
-        os.kill(pid, signal.SIGKILL)
-
-    await asyncio.to_thread(kill)
-    assert not load.done()
-    return await load
+    progress = partial(total, serve.url, FIRST_TOKENS)
+    return await load_and_kill(serve, "router-0", progress, NUM_ROUTER / 3, NUM_ROUTER)
 
 
 def num_frozen(outcomes: list[Outcome]) -> int:
