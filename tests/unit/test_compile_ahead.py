@@ -5,6 +5,8 @@ Without a GPU: only the driver that describes one is a double, the compiler is T
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -95,6 +97,23 @@ def test_other_threads_launch_as_ever():
                 other.submit(norm_and_gate, 16).result()
 
         assert compile_ahead(step) == 0
+
+
+def test_one_thread_at_a_time_parses_python(monkeypatch: pytest.MonkeyPatch):
+    """Python up to 3.11.7 counts the depth of all threads in one number: a rare SystemError."""
+    parse, parsing, together = triton.runtime.jit.JITFunction.parse, set[int](), set[int]()
+
+    def slow(kernel: object) -> object:
+        parsing.add(threading.get_ident())
+        together.update(parsing if len(parsing) > 1 else ())
+        time.sleep(0.02)
+        parsing.discard(threading.get_ident())
+        return parse(kernel)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "parse", slow)
+    with mock.patch("os.sched_getaffinity", return_value=range(8)):
+        assert compile_ahead(lambda: norm_and_gate(16)) == 2
+    assert not together
 
 
 def test_variants_of_a_kernel_are_kernels():

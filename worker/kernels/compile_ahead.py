@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from worker.kernels.jit import triton
 
 MAX_THREADS = 32  # the compiler takes about 100 MB a thread
+# Threads that parse Python share its count of the depth (python/cpython#106905, to 3.11.7 and
+# 3.12.1 at least): now and then that is an error.
+_PARSING = threading.Lock()
 
 
 def compile_ahead(step: Callable[[], object]) -> int:
@@ -46,10 +49,16 @@ def compile_ahead(step: Callable[[], object]) -> int:
             asked.result()  # makes the next launch of the same kernel find it
         return asked
 
+    def parse(kernel: Any) -> Any:
+        with _PARSING:
+            return parse_alone(kernel)
+
+    parse_alone = triton.runtime.jit.JITFunction.parse
     with (
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
         mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
+        mock.patch.object(triton.runtime.jit.JITFunction, "parse", parse),
         _Zeros(),
     ):
         step()
