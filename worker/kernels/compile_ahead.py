@@ -55,10 +55,10 @@ def compile_ahead(step: Callable[[], object]) -> int:
 
     parse_alone = triton.runtime.jit.JITFunction.parse
     with (
+        mock.patch.object(triton.runtime.jit.JITFunction, "parse", parse),
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
         mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
-        mock.patch.object(triton.runtime.jit.JITFunction, "parse", parse),
         _Zeros(),
     ):
         step()
