@@ -34,8 +34,12 @@ import torch
 from benchmarks.engine import Bench, add_engine_options, build, ints, profile, synchronize
 from benchmarks.load.result import machine
 from worker.api import Sampling
-from worker.engine.runner import Step
+from worker.engine.engine import Engine
+from worker.engine.runner import Step, step_stream
+from worker.plan import Plan
 from worker.schedule.width import WidthPolicy
+
+WORK_CYCLES = 6_000_000  # of the device's clock, 3 ms: some times what a launch takes
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class Rate:
     rows: int
     width: str  # a number, or auto
     accept: float  # tokens of a step that were asked for; 1 without speculation
-    launched: str  # overlap or sync
+    launched: str  # overlap, sync, or device: sync, of which only the device's own time counts
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -90,7 +94,7 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
     num_left, began, seen = rate.rows, 0.0, rate.widths
     assert seen is not None
 
-    def settle(step: Step) -> None:
+    def settle(step: Step, device_s: float | None = None) -> None:
         nonlocal num_left, began
         drawn = engine.settle(step)
         now, plan = time.perf_counter(), step.plan
@@ -106,19 +110,44 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
             return
         if began:
             rate.steps += 1
-            rate.seconds += now - began
+            rate.seconds += now - began if device_s is None else device_s
             rate.tokens += sum(num for _, _, num, _ in settled)
             seen[plan.width] += 1
         began = now
 
     while num_left or pending is not None:
-        step = engine.launch(scheduler.plan())
+        plan = scheduler.plan()
+        if rate.launched == "device" and plan is not None:
+            step, took_s = launch_behind_work(engine, plan)
+            if step is not None:
+                settle(step, took_s)
+            continue
+        step = engine.launch(plan)
         if pending is not None:
             settle(pending)
         if rate.launched == "sync" and step is not None:
             settle(step)
             step = None
         pending = step
+
+
+def launch_behind_work(engine: Engine, plan: Plan) -> tuple[Step | None, float]:
+    """Launch `plan` and wait for it.
+
+    Returns:
+        the step, and the device's seconds from its first copy to its last kernel.
+    """
+    stream = step_stream(engine.pool.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(WORK_CYCLES)
+    begin.record(stream)
+    step = engine.launch(plan)
+    late = "the launch took longer than the work before it"
+    assert plan.chunks or not begin.query(), late
+    end.record(stream)
+    end.synchronize()
+    return step, begin.elapsed_time(end) / 1e3
 
 
 def accept(bench: Bench, mean_len: float) -> None:
@@ -177,7 +206,8 @@ def wanted(options: argparse.Namespace) -> list[Rate]:
         rates.append(Rate(rows, width, float(mean), "overlap", widths=Counter()))
     for each in filter(None, options.sync.split(",")):
         width, rows = each.split("@")
-        for launched in ("overlap", "sync", "overlap", "sync"):
+        kinds = ["overlap", "sync", "overlap", "sync"] + ["device"] * torch.cuda.is_available()
+        for launched in kinds:
             mean = (1 + int(width)) / 2
             rates.append(Rate(int(rows), width, mean, launched, widths=Counter()))
     for mean in (float(each) for each in options.accept.split(",") if each):
