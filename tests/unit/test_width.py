@@ -149,6 +149,22 @@ def test_one_slow_step_rules_nothing_out() -> None:
         assert widths.count(8) > 0.9 * len(widths)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.79])
+def test_longer_contexts_and_slow_steps_do_not_change_the_choice(share: float) -> None:
+    """Both make steps of all widths longer, not only of the one that is used."""
+    rows, rng = 64, random.Random(5)
+    policy, widths = WidthPolicy(WIDTHS, STEP_S), []
+    for step in range(8 * PROBE):
+        width = policy.choose(rows)
+        policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
+        longer = 1 + step / (8 * PROBE)
+        held_up = 10 if rng.random() < 0.02 else 1
+        policy.took(rows, width, longer * held_up * STEP_S[rows, width])
+        widths.append(width)
+    settled = widths[64:]
+    assert settled.count(best(rows, share)) >= len(settled) * (1 - 2.5 / PROBE)
+
+
 def test_rows_times_width_have_a_limit() -> None:
     policy = WidthPolicy((4, 16), None)
     assert policy.choose(MAX_WINDOW_TOKENS // 4) == 4

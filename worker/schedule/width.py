@@ -14,8 +14,8 @@ from worker.plan import Drawn, max_rows
 PRIOR_SHARE, PRIOR_WINDOWS = 0.75, 4  # acceptance that is assumed until so many have been seen
 MAX_WINDOWS = 2048  # counts of windows are halved beyond it, so that old ones fade
 TIME_WEIGHT = 0.05  # of the newest step in a moving average
-NUM_MEASURED = 8  # steps that one time of the start-up check counts for
-OUTLIER = 4  # times the average, at most, that a step counts for
+NUM_MEASURED = 4  # steps that one time of the start-up check counts for
+OUTLIER = 1.5  # times the average, at most, that a step counts for
 DWELL = 64  # steps after which the choice is looked at again; before that, after 1, 2, 4, 8 ...
 SURE_WINDOWS = 256  # that have been tried, for a look before DWELL
 GAIN = 1.03  # of tokens a second, for which it is changed
@@ -98,17 +98,26 @@ class WidthPolicy:
                 self._accepted[place] /= 2
 
     def took(self, num_rows: int, width: int, seconds: float) -> None:
-        """Learn how long a step took. One that was held up teaches little."""
+        """Learn how long a step took. One that was held up teaches little.
+
+        Steps take longer as contexts grow, of all widths by about the same factor. So what the
+        chosen width teaches holds for all, and what a probe teaches for its width alone: times of
+        widths that are not used stay comparable.
+        """
         if len(self._widths) < 2:
             return
-        key = self._bucket(num_rows), width
+        bucket = self._bucket(num_rows)
+        key = bucket, width
         old = self._step_s.setdefault(key, seconds)
         self._timed[key] = number = self._timed.get(key, 0) + 1
         if number == 2:
             self._step_s[key] = min(old, seconds)  # of the first two, as one may have compiled
-        else:
-            seconds = min(seconds, OUTLIER * old)
-            self._step_s[key] = old + max(TIME_WEIGHT, 1 / number) * (seconds - old)
+            return
+        seconds = min(seconds, OUTLIER * old)
+        factor = 1 + max(TIME_WEIGHT, 1 / number) * (seconds / old - 1)
+        for each in self._widths if width == self._chosen.get(bucket) else (width,):
+            if (bucket, each) in self._step_s:
+                self._step_s[bucket, each] *= factor
 
     def expected_tokens(self, width: int) -> float:
         """Tokens that a window of `width` is expected to yield."""
