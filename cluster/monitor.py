@@ -29,7 +29,7 @@ from cluster.seats import (
     others_there,
 )
 from worker.api import Member, PeerId
-from worker.errors import KvlaneError, Placement, UserError, WorldError
+from worker.errors import KvlaneError, PeerLost, Placement, UserError, WorldError
 
 log = logging.getLogger("kvlane.monitor")
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Monitor:
         for seat in self._seats.values():
             is_meant = seat.member is not None and seat.member.peer == peer
             if is_meant and not seat.silent.done():
-                seat.silent.set_result(reason)
+                seat.silent.set_result(f"it does not answer ({reason})")
 
     async def status(self) -> list[SeatStatus]:
         """One row a name, with counters from those that answer quickly."""
@@ -304,7 +304,7 @@ async def until_over(seat: Seat, process: Process, stop_timeout_s: float) -> Non
     try:
         await asyncio.wait((run, seat.silent), return_when=asyncio.FIRST_COMPLETED)
         if not run.done():
-            raise WorldError(f"it does not answer ({seat.silent.result()})")
+            raise WorldError(seat.silent.result())
         run.result()
         if seat.stopping is not None:  # the call returns a little after the engine has ended
             await asyncio.wait((seat.stopping,), timeout=stop_timeout_s)
@@ -319,8 +319,9 @@ async def listen(seat: Seat) -> None:
         try:
             await in_time(process.report(), SILENT_S, "report")
         except WorldError as error:
-            if not silent.done():
-                silent.set_result(str(error))
+            if not silent.done():  # a death is known here before it is to whoever waits for its end
+                dead = isinstance(error, PeerLost)
+                silent.set_result(str(error) if dead else f"it does not answer ({error})")
             return
         await asyncio.sleep(ASK_S)
 

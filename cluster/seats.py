@@ -73,7 +73,7 @@ class Seat:
     stage: Stage = START  # of the start of the process
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
-    silent: asyncio.Future[str] = field(init=False)  # the reason, once pings are not answered
+    silent: asyncio.Future[str] = field(init=False)  # why it is given up, once it is
 
     @property
     def reachable(self) -> Process | None:

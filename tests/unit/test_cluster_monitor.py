@@ -33,6 +33,7 @@ class FakeProcess:
     changes: list[tuple[str, str, str]] = field(default_factory=list)
     deaf: bool = False
     frozen: bool = False
+    dead_to_reports: bool = False  # its death is known to them alone
     address: str = ""
 
     async def start(self) -> Member:
@@ -62,6 +63,8 @@ class FakeProcess:
     async def report(self) -> Report:
         if self.frozen:
             await asyncio.Event().wait()
+        if self.dead_to_reports:
+            raise PeerLost("its process died")
         return Report(self.idle, {"pages": 0})
 
     async def stop(self) -> None:
@@ -219,6 +222,22 @@ def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch: pytest.Mo
         await asyncio.sleep(0.2)
         assert len(cluster.site.made["router-0"]) == 2, "the next one reports"
         assert len(cluster.site.made["router-1"]) == 1
+        await cluster.monitor.stop(0.0)
+
+    run(body)
+
+
+def test_a_death_that_a_report_finds_first_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.monitor.ASK_S", 0.01)
+
+    async def body() -> None:
+        cluster = Cluster("router-0")
+        cluster.site.addresses["router-0"] = "http://127.0.0.1:8000"
+        await cluster.monitor.start()
+        cluster.last("router-0").dead_to_reports = True
+        await cluster.until(lambda: len(cluster.site.made["router-0"]) == 2)
+        texts = [event.text for event in cluster.monitor.events]
+        assert "its process died; again in 0.01 s" in texts, texts
         await cluster.monitor.stop(0.0)
 
     run(body)
