@@ -49,12 +49,12 @@ class Admission:
             UserError: this model or this pool can never serve it.
             Busy: there is no room now, or the worker drains.
         """
-        self._check(message)
         config = self._engine.config.engine
         if self.draining:
             raise Busy("the worker is draining", BUSY_RETRY_S)
         if num_reqs >= int(config.max_num_reqs) + config.max_waiting:
             raise Busy("too many requests", BUSY_RETRY_S)
+        self._check(message)  # after what refuses most under load: it looks at every token
         req = Req(
             message.req_id,
             message.dispatch,
@@ -168,4 +168,4 @@ def _fits(sampling: Sampling) -> bool:
 
 
 def _known(ids: Sequence[int], vocab_size: int) -> bool:
-    return all(0 <= token < vocab_size for token in ids)
+    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
