@@ -12,7 +12,9 @@ Random weights: how many drafts are accepted is SIMULATED (`--accept`, or the nu
 did, so that wider windows keep more), all else is done. First an engine without a drafter, then one
 with: steps of a fixed width, then of widths that are chosen as a decode worker does. `--sync
 WIDTH@ROWS`: the same steps each waited for before the next is launched; with `--profile` traces of
-both, for `benchmarks.idle`.
+both, for `benchmarks.idle`. On a GPU a line `device` follows: the device's own time of such a step,
+by CUDA events and without a profiler, each step launched behind work that lasts until all of it is
+enqueued. What a synchronous step takes longer is its idle time.
 
 Only steps count in which every row decodes. They are repeated from the same prompts, of which only
 the first is computed, until there are `--steps` of them; what the choice has learnt stays.

@@ -328,4 +328,4 @@ CHECKS: Sequence[Callable[[openai.OpenAI], None]] = (
 
 
 if __name__ == "__main__":
-    main("openai", (), [with_client(check) for check in CHECKS])
+    main("openai", [with_client(check) for check in CHECKS], at_once=True)

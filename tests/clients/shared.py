@@ -53,10 +53,10 @@ def add(a: int, b: int) -> int:
 Check = Callable[[str], None]
 
 
-def main(library: str, checks: Sequence[Check], beside: Sequence[Check] = ()) -> None:
+def main(library: str, checks: Sequence[Check], *, at_once: bool = False) -> None:
     """Run every check against the server whose address is the only argument, and name it.
 
-    beside: others that run all at once, as their answers depend on nothing beside them.
+    at_once: beside one another, as the answers of none depend on what else is asked.
     """
     print(library, version(library))
 
@@ -64,8 +64,5 @@ def main(library: str, checks: Sequence[Check], beside: Sequence[Check] = ()) ->
         check(f"{sys.argv[1]}/v1")
         print("passed", check.__name__, flush=True)
 
-    if beside:
-        with ThreadPoolExecutor(len(beside)) as pool:
-            list(pool.map(run, beside))
-    for check in checks:
-        run(check)
+    with ThreadPoolExecutor(len(checks) if at_once else 1) as pool:
+        list(pool.map(run, checks))
