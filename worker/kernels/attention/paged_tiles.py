@@ -97,11 +97,16 @@ def choose(
 def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
     """(keys that are worth a split of their own, most splits of a tile) for so many (tile, head).
 
-    The figures are microseconds a layer on an H200.
+    The figures are microseconds a layer, on an H200 where no other card is named.
     """
-    if few_rows:
-        # Two waves of the three programs that an SM holds. Over 32768 keys 8 programs take 43 in 16
-        # splits and 58 in 64; 64 programs 248 in 12 and 263 in 33.
+    if few_rows and 3 * programs <= num_sms:
+        # About one program an SM where that is 16 splits, else the three that an SM holds. On an
+        # H100, 32768 keys: 8 programs take 53 in 16 splits, 55 in 24; 16 programs 97 in 24, 106 in
+        # 16; 32 programs 180 in 12, 191 in 16.
+        most = 16 if 12 * programs <= num_sms else min(3 * num_sms // programs, 24)
+    elif few_rows:
+        # Two waves of the three programs. 64 programs take 248 over 32768 keys in 12, 263 in 33.
+        # On an H100 351 in 12 and 349 in 6, but a long row among short ones then runs on alone.
         most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
     else:
         most = min(-(-4 * num_sms // programs), MAX_SPLITS)
