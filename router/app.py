@@ -153,7 +153,9 @@ class RouterServer:
         self._shared = shared
         self._shown = shown
         self._policy = policy(config.policy)
-        self._text = Text(model.directory, config.tokenizer_cache_mib << 20)
+        self._text = Text(
+            model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend
+        )
         follows = config.generation_config == "auto"
         self._defaults = defaults_of(model.directory) if follows else Defaults()
         self._api_keys = read_keys(config.api_key_file)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from worker.config import Auto, Section
 
+TokenizerBackend = Literal["auto", "huggingface", "fastokens"]
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
 
@@ -49,6 +50,8 @@ class RouterConfig(Section):
     """Format of tool calls in the model's text; auto: by the chat template."""
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
     """Format of the model's reasoning (qwen3: <think>…</think>); auto: by the chat template."""
+    tokenizer_backend: TokenizerBackend = "auto"
+    """What encodes prompts; auto: fastokens where its ids are Hugging Face's, else huggingface."""
     tokenizer_cache_mib: int = Field(default=64, ge=0)
     """Of parts of prompts whose tokens are kept: what a conversation repeats; 0: none."""
     generation_config: Literal["auto", "ignore"] = "auto"

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
 
-from worker.errors import contained
+from router.encoding import Encode
 
 MIN_CHARS = 1024  # of a text that is cut: the whole of a shorter one takes 0.3 ms at most
 LARGEST_SHARE = 16  # of the bytes: a larger piece is not kept, as it would push out many
@@ -31,6 +31,7 @@ class Encoder:
     """The encoding half of a tokenizer; safe to use from any thread.
 
     Args:
+        encode: gives the ids.
         tokenizer: whose ids they are.
         described: its tokenizer.json.
         begins: contents of added tokens where prompts may be cut, as the template writes them.
@@ -39,12 +40,13 @@ class Encoder:
 
     def __init__(
         self,
+        encode: Encode,
         tokenizer: Tokenizer,
         described: Mapping[str, Any],
         begins: Iterable[str],
         max_bytes: int,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._encode = encode
         self._cuts = _cuts(tokenizer, described, set(begins)) if max_bytes else None
         self._adds = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._max_bytes = max_bytes
@@ -56,7 +58,7 @@ class Encoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
         if self._cuts is None or len(text) < MIN_CHARS or (add_special_tokens and self._adds):
-            return tuple(self._encoded(text, add_special_tokens))
+            return tuple(self._encode(text, add_special_tokens))
         ids = array("I")
         for piece in _pieces(text, self._cuts):
             ids.extend(self._ids_of(piece))
@@ -70,7 +72,7 @@ class Encoder:
                 self._pieces.move_to_end(piece)
                 self.num_known += len(piece)
                 return ids
-        ids = array("I", self._encoded(piece, False))
+        ids = array("I", self._encode(piece, False))
         if _size(piece, ids) > self._max_bytes // LARGEST_SHARE:
             return ids
         with self._lock:
@@ -80,13 +82,6 @@ class Encoder:
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _size(*self._pieces.popitem(last=False))
         return ids
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        with contained("the tokenizer"):  # the fast one leaves out where each token stands
-            (encoding,) = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        return encoding.ids
 
 
 def _size(piece: str, ids: array[int]) -> int:

@@ -16,7 +16,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.config import TokenizerBackend
 from router.encoder import Encoder
+from router.encoding import encode_of
 from router.output import ByteDetokenizer, Detokenizer, OutputText, WindowDetokenizer, token_bytes
 from worker.errors import UserError
 
@@ -130,12 +132,15 @@ class Text:
     Args:
         directory: a Hugging Face model directory; needs config.json and tokenizer.json.
         known_bytes: see Encoder.
+        backend: see encode_of.
 
     Raises:
-        UserError: a file is missing or broken.
+        UserError: a file is missing or broken, or the backend cannot be had.
     """
 
-    def __init__(self, directory: Path, known_bytes: int = KNOWN_BYTES) -> None:
+    def __init__(
+        self, directory: Path, known_bytes: int = KNOWN_BYTES, backend: TokenizerBackend = "auto"
+    ) -> None:
         for name in ("config.json", "tokenizer.json"):
             if not (directory / name).is_file():
                 raise UserError(f"{directory} has no {name}", "model.path")
@@ -165,7 +170,8 @@ class Text:
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         begins = {each for each in self._added_ids if each in self.template_source}
         begins |= set(special.values())
-        self.encoder = Encoder(self._tokenizer, described, begins, known_bytes)
+        encode = encode_of(directory / "tokenizer.json", self._tokenizer, described, backend)
+        self.encoder = Encoder(encode, self._tokenizer, described, begins, known_bytes)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 

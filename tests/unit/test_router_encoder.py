@@ -4,137 +4,29 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, models
 
 from router import encoder
 from router.encoder import Encoder
 from router.metrics import RouterMetrics
 from router.text import Text
 from tests.support.prompts import TINY
+from tests.support.tokenizer_kinds import END, MAKERS, START, encode_by, made, texts
 
-START, END = "<|start|>", "<|end|>"
 SIZES = encoder.MIN_CHARS, encoder.PIECE_CHARS
 LABELS_OF = {"model": "tiny", "role": "router", "worker": "router-0"}
-CORPUS = ["the cat sat on the mat, and it sat there for 12 days", "Ünïcödé ist überall  zu Hause"]
-OTHERS = (  # which begin where one may cut, or may not
-    AddedToken("<|left|>", lstrip=True, special=True, normalized=False),
-    AddedToken("<|right|>", rstrip=True, special=True, normalized=False),
-    AddedToken("<tool>", normalized=True),
-    AddedToken("word", single_word=True, normalized=False),
-)
-ATOMS = [
-    START, END, "<|left|>", "<|right|>", "<tool>", "word", "<|", "|>", "sta", "<|start", " ", "  ",
-    "\n", "the cat", " sat", "mat", "ü", "12", ".", "é",
-]  # fmt: skip
-
-
-def trained(
-    model: Any,
-    trainer: Any,
-    pre: Any = None,
-    normalizer: Any = None,
-    post: Any = None,
-) -> Tokenizer:
-    made = Tokenizer(model)
-    if pre is not None:
-        made.pre_tokenizer = pre
-    if normalizer is not None:
-        made.normalizer = normalizer
-    if post is not None:
-        made.post_processor = post
-    made.train_from_iterator(CORPUS * 20, trainer)
-    made.add_special_tokens([AddedToken(each, normalized=False) for each in (START, END)])
-    made.add_special_tokens([each for each in OTHERS if each.special])
-    made.add_tokens([each for each in OTHERS if not each.special])
-    return made
-
-
-def bpe(*args: Any, **parts: Any) -> Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if parts.pop("of_bytes", False) else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
-    )
-    return trained(models.BPE(unk_token="<unk>", fuse_unk=True), trainer, *args, **parts)
-
-
-def metaspace(scheme: str) -> Tokenizer:
-    return bpe(pre=pre_tokenizers.Metaspace(prepend_scheme=scheme))
-
-
-def with_a_beginning() -> Tokenizer:
-    made = bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True)
-    made.add_special_tokens(["<s>"])
-    at = made.token_to_id("<s>")
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", at)]
-    )
-    return made
-
-
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": lambda: bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True),
-    "bytes, a space first": lambda: bpe(
-        pre=pre_tokenizers.ByteLevel(add_prefix_space=True), of_bytes=True
-    ),
-    "metaspace first": lambda: metaspace("first"),
-    "metaspace always": lambda: metaspace("always"),
-    "llama's normalizer": lambda: bpe(
-        normalizer=normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
-    ),
-    "words": lambda: trained(
-        models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False),
-        pre_tokenizers.BertPreTokenizer(),
-        normalizers.BertNormalizer(),
-    ),
-    "unigram": lambda: trained(
-        models.Unigram(),
-        trainers.UnigramTrainer(
-            vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-        ),
-        pre_tokenizers.Metaspace(),
-        normalizers.NFKC(),
-    ),
-    "a beginning": with_a_beginning,
-    "tiny": lambda: Tokenizer.from_file(str(TINY / "tokenizer.json")),
-}
-MADE: dict[str, tuple[Tokenizer, Encoder]] = {}
-
-
-def made(kind: str) -> tuple[Tokenizer, Encoder]:
-    """Made once, with all the pieces that earlier examples have left."""
-    if kind not in MADE:
-        tokenizer = MAKERS[kind]()
-        begins = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        described = json.loads(tokenizer.to_str())
-        MADE[kind] = tokenizer, Encoder(tokenizer, described, begins, 1 << 20)
-    return MADE[kind]
 
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "MIN_CHARS", 1)
     monkeypatch.setattr(encoder, "PIECE_CHARS", 1)
-
-
-texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=4), max_size=24).map("".join)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -205,7 +97,7 @@ def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above is worth something: a cut before a token that takes spaces along breaks it."""
     tokenizer, _ = made("bytes")
     monkeypatch.setattr(encoder, "_looks_back", lambda token: False)
-    wrong = Encoder(tokenizer, {}, {"<|left|>"}, 1 << 20)
+    wrong = Encoder(encode_by(tokenizer), tokenizer, {}, {"<|left|>"}, 1 << 20)
     text = "the cat  <|left|> sat"
     wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     assert wrong.encode(text, add_special_tokens=False) != wanted
@@ -243,7 +135,7 @@ def test_a_chat_s_second_turn_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         found = text.encode(prompt, add_special_tokens=False)
         assert found == plain_text.encode(prompt, add_special_tokens=False)
     values = {
-        name: metrics.registry.get_sample_value(f"kvlane_{name}_total", LABELS_OF)
+        name: metrics.registry.get_sample_value(f"kvlane_{name}_total", LABELS_OF) or 0.0
         for name in ("prompt_chars", "prompt_chars_known")
     }
     turns = [len(text.render(messages[:num])) for num in (3, 4)]
@@ -255,7 +147,7 @@ def test_a_chat_s_second_turn_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
     tokenizer, _ = made("bytes")
     described = json.loads(tokenizer.to_str())
-    known = Encoder(tokenizer, described, {START}, 40_000)
+    known = Encoder(encode_by(tokenizer), tokenizer, described, {START}, 40_000)
     often = START + "the cat"
     for i in range(2000):
         known.encode(often if i % 20 == 0 else f"{START}mat {i}", add_special_tokens=False)
@@ -273,7 +165,8 @@ def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
 
 def test_without_bytes_nothing_is_kept() -> None:
     tokenizer, _ = made("bytes")
-    known = Encoder(tokenizer, json.loads(tokenizer.to_str()), {START}, 0)
+    described = json.loads(tokenizer.to_str())
+    known = Encoder(encode_by(tokenizer), tokenizer, described, {START}, 0)
     text = START + "the cat" + START
     wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     assert known.encode(text, add_special_tokens=False) == wanted
@@ -283,7 +176,8 @@ def test_without_bytes_nothing_is_kept() -> None:
 
 def test_many_threads_may_ask() -> None:
     tokenizer, _ = made("bytes")
-    known = Encoder(tokenizer, json.loads(tokenizer.to_str()), {START}, 3_000)
+    described = json.loads(tokenizer.to_str())
+    known = Encoder(encode_by(tokenizer), tokenizer, described, {START}, 3_000)
     rng = random.Random(1)
     asked = ["".join(START + f"mat {rng.randrange(12)}" for _ in range(6)) for _ in range(400)]
     with ThreadPoolExecutor(8) as threads:

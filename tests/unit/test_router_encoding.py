@@ -1,0 +1,135 @@
+"""fastokens is asked where its ids are those of tokenizers, and no longer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from tokenizers import Tokenizer, models
+
+from router import encoding
+from router.encoding import ALL_COMPARED, COMPARED_EVERY, Checked
+from router.text import Text
+from tests.support.prompts import TINY
+from tests.support.tokenizer_kinds import MAKERS, SLOW, encode_by, made, texts
+from worker.errors import LibraryError, UserError
+
+LATER = ALL_COMPARED + 1  # calls until a text is not compared
+FAST: dict[str, encoding.Encode] = {}
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_which_kinds_it_can_read(kind: str) -> None:
+    """Where this fails it can read more or fewer: then say so in SLOW and the README."""
+    assert isinstance(encode_by(made(kind)[0]), Checked) == (kind not in SLOW)
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS.keys() - SLOW))
+@settings(max_examples=150)
+@given(texts)
+def test_its_ids_are_those_of_tokenizers(kind: str, text: str) -> None:
+    tokenizer = made(kind)[0]
+    if kind not in FAST:
+        FAST[kind] = encode_by(tokenizer)
+    encode = FAST[kind]
+    assert isinstance(encode, Checked)
+    for adds in (False, True):
+        encode.compare(text, adds)  # it raises
+
+
+class Double:
+    """An Encode that is wrong about some texts, or refuses them."""
+
+    def __init__(self, wrong: str | None = None, refused: str | None = None) -> None:
+        self.wrong, self.refused = wrong, refused
+        self.asked: list[str] = []
+
+    def __call__(self, text: str, adds: bool) -> Sequence[int]:
+        self.asked.append(text)
+        if text == self.refused:
+            raise LibraryError("a limit")
+        return [0 if text == self.wrong else 1, len(text), adds]
+
+
+def test_most_texts_are_encoded_once() -> None:
+    right, fast = Double(), Double()
+    checked = Checked(right, fast)
+    for i in range(ALL_COMPARED + 4 * COMPARED_EVERY):
+        assert list(checked(f"text {i}", False)) == [1, len(f"text {i}"), False]
+    assert len(fast.asked) == ALL_COMPARED + 4 * COMPARED_EVERY
+    assert len(right.asked) == ALL_COMPARED + 4
+
+
+def test_wrong_ids_are_noticed_and_are_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    right, fast = Double(), Double(wrong="secret")
+    checked = Checked(right, fast)
+    for _ in range(LATER + 2 * COMPARED_EVERY):
+        found = checked("secret", False)
+    assert list(found) == [1, 6, False]
+    assert len(fast.asked) == 1, "and the first of them was compared"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "secret" not in caplog.text
+
+
+def test_wrong_ids_that_come_later_are_noticed_within_some_texts() -> None:
+    right, fast = Double(), Double(wrong="b")
+    checked = Checked(right, fast)
+    for _ in range(LATER):
+        checked("a", False)
+    found = [checked("b", False)[0] for _ in range(2 * COMPARED_EVERY)]
+    assert found.index(1) < COMPARED_EVERY
+    assert set(found[found.index(1) :]) == {1}
+
+
+def test_a_text_that_it_refuses_is_encoded_all_the_same() -> None:
+    right, fast = Double(), Double(refused="odd")
+    checked = Checked(right, fast)
+    for _ in range(LATER):
+        checked("a", False)
+    right.asked.clear()
+    assert list(checked("odd", True)) == [1, 3, True]
+    checked("a", False)
+    assert right.asked == ["odd"], "and it is asked for the next one"
+
+
+def test_what_differs_over_a_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("bytes")[0]
+    double = Double()
+    monkeypatch.setattr(encoding, "_fastokens", lambda path, described: double)
+    assert not isinstance(encode_by(tokenizer), Checked)
+    assert double.asked
+    with pytest.raises(UserError, match="not those of tokenizers") as refused:
+        encode_by(tokenizer, "fastokens")
+    assert refused.value.param == encoding.FIELD
+
+
+@pytest.mark.parametrize(
+    "how", [{"truncation": {"max_length": 4}}, {"padding": {"pad_id": 0}}, {"dropout": 0.1}]
+)
+def test_what_looks_at_whole_texts_or_at_chance_is_left_to_tokenizers(how: dict[str, Any]) -> None:
+    made_so = Tokenizer(models.BPE(dropout=how.get("dropout")))
+    if "truncation" in how:
+        made_so.enable_truncation(4)
+    if "padding" in how:
+        made_so.enable_padding()
+    assert not isinstance(encode_by(made_so), Checked)
+
+
+def test_without_the_package_tokenizers_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    text = Text(TINY)
+    assert not isinstance(text.encoder._encode, Checked)
+    assert text.encode("Tom has 3 apples.", add_special_tokens=False)
+    with pytest.raises(UserError, match="fastokens cannot encode"):
+        Text(TINY, backend="fastokens")
+
+
+def test_it_may_be_turned_off() -> None:
+    assert isinstance(Text(TINY, backend="fastokens").encoder._encode, Checked)
+    assert not isinstance(Text(TINY, backend="huggingface").encoder._encode, Checked)
+    assert json.loads((TINY / "tokenizer.json").read_text())["model"]["type"] == "BPE"
