@@ -12,6 +12,7 @@ TRITON_INTERPRET=1 pytest FILE runs one of them so.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -88,14 +89,16 @@ def asm_of(
 
 
 def quicken() -> None:
-    """Triton's interpreter, which else takes three times as long.
+    """Triton's interpreter, which else takes several times as long.
 
     At each call of a @triton.jit function it looks through all of triton.language for what it has
     to replace, and does so again for those that a kernel calls. For each result of an operation it
-    hashes all types that there are, and writes the name of the type of its shape.
+    hashes all types that there are, and makes the type of its shape anew. Whether an integer
+    overflows is ten more operations, and no one asks for the answer.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     tl, core = interpreter.tl, interpreter.tl.core
+    semantic: Any = import_module("triton.language.semantic").TritonSemantic
 
     @cache
     def names(package: Any) -> list[str]:
@@ -127,6 +130,23 @@ def quicken() -> None:
             types[key] = type_of(values)
         return types[key]
 
+    @cache
+    def of_shape(*shape: int) -> tuple[Any, Any]:
+        sizes = core.tuple([core.constexpr(size) for size in shape])
+        return core.constexpr(math.prod(shape)), sizes
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = of_shape(*(kind.shape if kind.is_block() else ()))
+
+    def block(self: Any, element: Any, shape: Sequence[Any]) -> None:
+        sizes = tuple(core._unwrap_shape(shape))
+        self.element_ty, self.shape, self.numel = element, unwrapped(sizes), valid(sizes)
+
+    semantic.binary_op_sanitize_overflow_impl = lambda *_: None  # its asserts are off
+    valid, unwrapped = cache(core.validate_block_shape), cache(core.tuple)
+    core.tensor.__init__, core.block_type.__init__ = tensor, block
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     known, np_dtype = dict[str, Any](), interpreter._get_np_dtype
     types, type_of = dict[tuple[int, ...], Any](), core._type_for_tuple_values
     patch_lang = interpreter._patch_lang
