@@ -143,9 +143,15 @@ def quicken() -> None:
         sizes = tuple(core._unwrap_shape(shape))
         self.element_ty, self.shape, self.numel = element, unwrapped(sizes), valid(sizes)
 
+    def of_element(self: Any, element: Any) -> Any:
+        made = core.block_type.__new__(core.block_type)
+        made.element_ty, made.shape, made.numel = element, self.shape, self.numel
+        return made
+
     semantic.binary_op_sanitize_overflow_impl = lambda *_: None  # its asserts are off
     valid, unwrapped = cache(core.validate_block_shape), cache(core.tuple)
     core.tensor.__init__, core.block_type.__init__ = tensor, block
+    core.block_type.with_element_ty = of_element
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     known, np_dtype = dict[str, Any](), interpreter._get_np_dtype
     types, type_of = dict[tuple[int, ...], Any](), core._type_for_tuple_values
