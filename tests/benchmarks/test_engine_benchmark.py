@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -78,4 +79,4 @@ def test_steps_with_a_drafter_have_rows_too(
     engine.main()
     rows: list[dict[str, Any]] = json.loads(path.read_text())["steps"]
     assert [(row["batch"], row["width"]) for row in rows] == [(2, 1), (2, 3)]
-    assert rows[1]["median_ms"] > 0
+    assert all(math.isfinite(row["median_ms"]) for row in rows)  # a slope: it may fall
