@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import Config
 from cluster.controller import NAME, NAMESPACE, Controller, Home
-from cluster.ray_private import RAY, silence_worker_deaths, stay_on_loopback
+from cluster.ray_private import RAY, silence_worker_deaths, start_what_is_needed, stay_on_loopback
 from cluster.resolve import reserved, with_devices
 from worker.errors import KvlaneError, UserError, WorldError
 
@@ -48,6 +48,7 @@ def start_local(config: Config, directory: Path) -> RaySession:
         WorldError: Ray did not start.
     """
     stay_on_loopback()
+    start_what_is_needed()
     silence_worker_deaths()
     asked = config.cluster.local_ray
     try:

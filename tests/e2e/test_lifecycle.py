@@ -70,6 +70,9 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert {row["state"] for row in first.values()} == {"ready"}
     assert {row["restarts"] for row in first.values()} == {0}
     assert "Traceback" not in serve.output
+    unused = ("/autoscaler/_private/monitor.py", "/dashboard/dashboard.py")
+    lines = [line for pid, line in processes().items() if pid not in before]
+    assert not [line for line in lines if any(each in line for each in unused)]
 
     if pairwise.whole:  # else it is tests/fault/test_kill_under_load.py that kills these
         for name in ("decode-0", "router-0"):  # at once
