@@ -59,8 +59,8 @@ def check_answers(serve: Serve, victim: int = 0, *, may_be_cut: bool = False) ->
 @pytest.mark.parametrize(
     ("prefill", "decode", "victim", "rank"),
     [
-        (2, 2, "decode-0", 1),
-        pytest.param(1, 2, "decode-0", 0, marks=pytest.mark.whole),
+        (1, 2, "decode-0", 1),
+        pytest.param(2, 2, "decode-0", 0, marks=pytest.mark.whole),
         pytest.param(2, 1, "prefill-0", 1, marks=pytest.mark.whole),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_hit_of_every_number_of_pages(
     cached = made.engines[DECODE].metrics.cached_tokens._value
     before = cached.get()
     short = Sampling(6, temperature=0.0, ignore_eos=True)
-    step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 24))
+    step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 12))
     asked = [
         Ask((*first.prompt[:num], 900 + num // step, *first.prompt[:9]), short, num // step)
         for num in range(step, len(first.prompt), step)
