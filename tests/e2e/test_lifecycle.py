@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -73,6 +74,10 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     unused = ("/autoscaler/_private/monitor.py", "/dashboard/dashboard.py")
     lines = [line for pid, line in processes().items() if pid not in before]
     assert not [line for line in lines if any(each in line for each in unused)]
+    logs = {found[1] for line in lines if (found := re.search(r"gcs_server --log_dir=(\S+)", line))}
+    for each in logs:
+        assert "Traceback" not in (Path(each) / "dashboard_agent.log").read_text()
+    assert logs
 
     if pairwise.whole:  # else it is tests/fault/test_kill_under_load.py that kills these
         for name in ("decode-0", "router-0"):  # at once
