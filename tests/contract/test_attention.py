@@ -266,6 +266,11 @@ def test_long_rows_in_many_splits(backend, heads, head_dim, page_size):
     check(backend, shapes, heads=heads, head_dim=head_dim, page_size=page_size, padded_rows=20)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decode_row_has_more_heads_than_a_tile(backend):
+    check(backend, [(399, 1), (140, 1), (255, 1), (1, 1)], heads=(40, 1), page_size=64)
+
+
 MASKS = {"window": (None, 1, 5, 70), "first_key": (0, 1), "causal": (True, False)}
 FEW_MASKS = [(None, 0, True), (1, 1, True), (5, 1, False), (70, 0, False)]  # each value is there
 MANY_MASKS = pairwise.every(MASKS) if pairwise.whole or not INTERPRETED else FEW_MASKS

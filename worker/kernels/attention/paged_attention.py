@@ -149,17 +149,17 @@ def _plan_kernel(
 @triton.jit
 def _combine(
     partial, stats, first_slot, num_splits, here, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """[PART, HEAD_DIM] f32: the splits of one tile, added in their order; here: [PART].
+    """[USED, HEAD_DIM] f32: the splits of one tile, added in their order; here: [USED].
 
     A row that sees no key is that of slot 0, and the keys of its tile are too few to be split.
     """
-    local = tl.arange(0, PART)
+    local = tl.arange(0, USED)
     dims = tl.arange(0, HEAD_DIM)
-    top = tl.full((PART,), float("-inf"), tl.float32)
-    weight = tl.zeros((PART,), tl.float32)
-    total = tl.zeros((PART, HEAD_DIM), tl.float32)
+    top = tl.full((USED,), float("-inf"), tl.float32)
+    weight = tl.zeros((USED,), tl.float32)
+    total = tl.zeros((USED, HEAD_DIM), tl.float32)
     for first in range(0, bound_of(num_splits, INTERPRETED), UNROLL):
         for i in tl.static_range(UNROLL):  # so many loads are in flight together
             slot = first_slot + (first + i) * KV_HEADS
@@ -179,8 +179,8 @@ def _combine(
 
 
 @triton.jit
-def _q_offset(row, start, head, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where query rows (token, head of the group) of a request stand in tokens `stride` apart."""
+def _row_offset(row, start, head, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Element at which query rows (token, head of the group) begin; tokens are `stride` apart."""
     token = (start + row // GROUP).to(tl.int64)
     return token * stride + (head * GROUP + row % GROUP) * HEAD_DIM
 
@@ -321,7 +321,7 @@ def _attend_kernel(
     q, out, k_cache, v_cache, page_table, items, counts, partial, stats, arrivals,
     num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr,
     UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -362,7 +362,9 @@ def _attend_kernel(
         if not CAUSAL:
             limit = tl.zeros_like(column) + (past + num_r // GROUP - 1)
         table = page_table + req.to(tl.int64) * stride_table
-        q_at = q + _q_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+        q_at = (
+            q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+        )
         # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
         # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
         q_tile = tl.load(q_at, mask=here[:, None] & (begin >= 0), other=0.0)
@@ -376,7 +378,7 @@ def _attend_kernel(
 
         stride_out = KV_HEADS * GROUP * HEAD_DIM
         if num_splits == 1:
-            out_at = out + _q_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
+            out_at = out + _row_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
             tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=here[:, None])
         else:
@@ -389,15 +391,16 @@ def _attend_kernel(
             first_slot = slot - split * KV_HEADS
             arrived = tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel", scope="gpu")
             if arrived == num_splits - 1:
-                # Of the rows that there are, so that the parts of many splits fit into registers.
-                used = cut // 65536 * BLOCK_M + tl.arange(0, PART)
+                # Only rows that a tile can have, so that more splits fit into registers at once.
+                used = cut // 65536 * BLOCK_M + tl.arange(0, USED)
+                real = used < num_r
                 total = _combine(
-                    partial, stats, first_slot, num_splits, used < num_r, HEAD_DIM, KV_HEADS, ROWS,
-                    PART, UNROLL, INTERPRETED,
+                    partial, stats, first_slot, num_splits, real, HEAD_DIM, KV_HEADS, ROWS, USED,
+                    UNROLL, INTERPRETED,
                 )  # fmt: skip
-                used_at = out + _q_offset(used, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
+                used_at = _row_offset(used, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
                 total = total.to(out.dtype.element_ty)
-                tl.store(used_at + dims[None, :], total, mask=(used < num_r)[:, None])
+                tl.store(out + used_at + dims[None, :], total, mask=real[:, None])
                 tl.store(arrivals + first_slot, 0)
         following = flat - num_programs if MANY else flat + num_programs
         start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
@@ -513,6 +516,7 @@ def constants_of(
     mask: KeyMask = CAUSAL,
 ) -> dict[str, Any]:
     """The compile-time constants of _attend_kernel, except PDL."""
+    used = power_of_two(tiles.rows)
     return {
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
@@ -521,8 +525,8 @@ def constants_of(
         "GROUP": heads[0] // heads[1],
         "KV_HEADS": heads[1],
         "ROWS": tiles.rows,
-        "PART": power_of_two(tiles.rows),
-        "UNROLL": min(max(64 // power_of_two(tiles.rows), 1), 16),
+        "USED": used,
+        "UNROLL": min(max(64 // used, 1), 16),
         "FIELDS": FIELDS,
         "MANY": tiles.max_tiles > 1,
         **mask.constants(),

@@ -75,7 +75,7 @@ def choose(
         block_m=block_m,
         block_n=block_n,
         # Prompts use all rows: otherwise each length below a tile would need a kernel of its own.
-        rows=block_m if max_query_len > 1 else rows,
+        rows=block_m if max_query_len > 1 else min(rows, block_m),
         max_tiles=max_tiles,
         max_splits=max_splits,
         max_items=tiles * max_splits,
@@ -99,15 +99,15 @@ def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
 
     The figures are microseconds a layer, on an H200 where no other card is named.
     """
-    if few_rows and 3 * programs <= num_sms:
-        # About one program an SM where that is 16 splits, else the three that an SM holds. On an
-        # H100, 32768 keys: 8 programs take 53 in 16 splits, 55 in 24; 16 programs 97 in 24, 106 in
-        # 16; 32 programs 180 in 12, 191 in 16.
-        most = 16 if 12 * programs <= num_sms else min(3 * num_sms // programs, 24)
-    elif few_rows:
-        # Two waves of the three programs. 64 programs take 248 over 32768 keys in 12, 263 in 33.
-        # On an H100 351 in 12 and 349 in 6, but a long row among short ones then runs on alone.
-        most = min(max(2 * 3 * num_sms // programs, 8 if programs > num_sms else 1), 16)
+    if few_rows:
+        # As many as fill the SMs once, with the three programs that each holds, or else twice: 12
+        # at least, so that a long row among short ones is not computed for longer than those. On
+        # an H100, 32768 keys: 16 programs take 97 in 24 splits, 106 in 16 and 94 in 8; 32 programs
+        # 180 in 12, 195 in 16; 64 programs 351 in 12, 349 in 6. Very few programs are enough with
+        # one an SM: 8 take 53 in 16, 55 in 24 and 61 in 32, as all are added up in the end.
+        once, twice = 3 * num_sms // programs, 2 * 3 * num_sms // programs
+        most = once if once >= 12 else max(min(twice, 16), 8 if programs > num_sms else 1)
+        most = min(most, 16 if 12 * programs <= num_sms else 24)
     else:
         most = min(-(-4 * num_sms // programs), MAX_SPLITS)
     # 576 keys, unsplit and in splits of 320, 192 and 128: 8 programs 11.5, 9.1, 7.4, 7.2;
