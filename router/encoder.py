@@ -14,13 +14,15 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from router.encoding import Encode
+from router.encoding import Checked, Encode, needs_all
 
-MIN_CHARS = 1024  # of a text that is cut: the whole of a shorter one takes 0.3 ms at most
+MIN_CHARS = (
+    1024  # of a text that is cut: the whole of a shorter one takes 0.3 ms at most, by tokenizers
+)
 LARGEST_SHARE = 16  # of the bytes: a larger piece is not kept, as it would push out many
 PIECE_CHARS = 256  # of a piece, at least, but for the last
 NO_WORD = frozenset(string.punctuation) - {"_"}  # neither a space nor part of a word, for anybody
@@ -52,7 +54,9 @@ class Encoder:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._pieces: OrderedDict[str, array[int]] = OrderedDict()
-        self._num_bytes = 0
+        self._num_bytes = self._num_forgotten = 0
+        if isinstance(encode, Checked):
+            encode.when_wrong = self._forget
         self.num_chars = self.num_known = 0  # of texts that were cut; of those in known pieces
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -72,16 +76,26 @@ class Encoder:
                 self._pieces.move_to_end(piece)
                 self.num_known += len(piece)
                 return ids
+            num_forgotten = self._num_forgotten
         ids = array("I", self._encode(piece, False))
         if _size(piece, ids) > self._max_bytes // LARGEST_SHARE:
             return ids
         with self._lock:
+            if num_forgotten != self._num_forgotten:
+                return ids  # they may be of those that were wrong
             if piece not in self._pieces:
                 self._num_bytes += _size(piece, ids)
             self._pieces[piece] = ids
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _size(*self._pieces.popitem(last=False))
         return ids
+
+    def _forget(self) -> None:
+        """All pieces: some of their ids may be wrong."""
+        with self._lock:
+            self._pieces.clear()
+            self._num_bytes = 0
+            self._num_forgotten += 1
 
 
 def _size(piece: str, ids: array[int]) -> int:
@@ -108,9 +122,8 @@ def _cuts(
     goes on in it, and it is looked for before a normalizer changes the text. So is a longer token
     that begins with it.
     """
-    model = cast("dict[str, Any]", described.get("model") or {})
-    if described.get("truncation") or described.get("padding") or model.get("dropout"):
-        return None  # these look at whole texts, or at chance
+    if needs_all(described):
+        return None
     added = list(tokenizer.get_added_tokens_decoder().values())
     stay = {token.content for token in added if not _looks_back(token)}
     others = [token.content for token in added if _looks_back(token)]

@@ -1,6 +1,6 @@
 """A text's token ids by fastokens, where they are those of Hugging Face's tokenizers.
 
-fastokens takes a fifth to an eighth of the CPU (benchmarks/results/router.md). What a model was
+fastokens takes a seventh of the CPU or less (benchmarks/results/router.md). What a model was
 trained on are the ids of tokenizers, and a wrong id is a worse answer that nobody notices. So both
 encode PROBES at the start and, later, some of the texts that come. Once they differ, fastokens is
 not asked again.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,10 @@ Encode = Callable[[str, bool], Sequence[int]]
 """(text, whether tokens are added that the tokenizer itself adds) -> ids."""
 
 ALL_COMPARED = 32  # of the first texts of a process
-COMPARED_EVERY = 256  # of later ones: 1/30 of what fastokens saves
+COMPARED_EVERY = (
+    257  # of later ones; a prime, as a request may always have the same number of parts
+)
+MOST_REFUSED = 16  # one after another, then it is not asked again
 FIELD = "router.tokenizer_backend"
 PROBES = (
     "",
@@ -62,17 +66,33 @@ def encode_of(
     if backend == "huggingface":
         return right
     try:
-        checked = Checked(right, _fastokens(path, described))
+        fast = _fastokens(path, described)
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         for probe in (*PROBES, "".join(added), " x ".join(added)):
             for adds in (False, True):
-                checked.compare(probe, adds)
-    except _Declined as reason:
+                difference = differs(fast(probe, adds), right(probe, adds))
+                if difference:
+                    raise _Declined(difference)
+    except (_Declined, LibraryError) as reason:
         if backend == "fastokens":
             raise UserError(f"fastokens cannot encode for {path}: {reason}", FIELD) from reason
         log.info("encoding by tokenizers: %s", reason)
         return right
-    return checked
+    log.info("encoding by fastokens, which agrees with tokenizers")
+    return Checked(right, fast)
+
+
+def differs(found: Sequence[int], right: Sequence[int]) -> str:
+    """In which way, without the text; empty: they are equal."""
+    if list(found) == list(right):
+        return ""
+    return f"the ids of fastokens and tokenizers differ ({len(found)} and {len(right)} tokens)"
+
+
+def needs_all(described: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json makes the ids depend on the length of a text, or on chance."""
+    model = cast("dict[str, Any]", described.get("model") or {})
+    return bool(described.get("truncation") or described.get("padding") or model.get("dropout"))
 
 
 class _Declined(Exception):
@@ -80,52 +100,52 @@ class _Declined(Exception):
 
 
 class Checked:
-    """An Encode that asks `fast`, and `right` as well now and then; safe to use from any thread."""
+    """An Encode that asks `fast`, and `right` as well now and then; safe to use from any thread.
+
+    `when_wrong` is called once, when what `fast` gave is known to be wrong now and then.
+    """
 
     def __init__(self, right: Encode, fast: Encode) -> None:
         self._right = right
         self._fast: Encode | None = fast
-        self._num_texts = 0
+        self._numbers = count()  # of texts
+        self._num_refused = 0  # in a row, about
+        self.when_wrong: Callable[[], None] = lambda: None
 
     def __call__(self, text: str, adds: bool) -> Sequence[int]:
-        """The ids of `text`; those of `right` if the two differ."""
-        fast = self._fast
+        """The ids of `text`; those of `right` if the two differ, or `fast` refuses it."""
+        fast, number = self._fast, next(self._numbers)
         if fast is None:
             return self._right(text, adds)
-        self._num_texts += 1  # one that two threads count as one changes nothing
-        if self._num_texts > ALL_COMPARED and self._num_texts % COMPARED_EVERY:
-            try:
-                return fast(text, adds)
-            except LibraryError as error:  # its patterns have limits that those of `right` have not
-                log.debug("a text of %d characters: %s", len(text), error)
-                return self._right(text, adds)
-        ids = self._right(text, adds)
         try:
-            self.compare(text, adds, ids)
-        except _Declined as reason:
-            self._fast = None
-            log.warning("encoding by tokenizers from now on: %s", reason)
-        return ids
+            found = fast(text, adds)
+        except LibraryError as error:  # its patterns have limits that those of `right` have not
+            self._note_refused(len(text), error)
+            return self._right(text, adds)
+        self._num_refused = 0
+        if number >= ALL_COMPARED and number % COMPARED_EVERY:
+            return found
+        right = self._right(text, adds)
+        difference = differs(found, right)
+        if difference:
+            self._give_up(f"{difference}; please tell kvlane and fastokens")
+            self.when_wrong()
+        return right
 
-    def compare(self, text: str, adds: bool, right: Sequence[int] | None = None) -> None:
-        """Raises _Declined where `fast` has other ids for `text`; it tells no text."""
-        if self._fast is None:
-            return
-        try:
-            found = self._fast(text, adds)
-        except LibraryError as error:
-            raise _Declined(f"{error} over a text of {len(text)} characters") from error
-        ids = self._right(text, adds) if right is None else right
-        if list(found) != list(ids):
-            raise _Declined(
-                f"its ids of a text of {len(text)} characters are not those of tokenizers "
-                f"({len(found)} and {len(ids)}); please report it to kvlane and fastokens"
-            )
+    def _note_refused(self, num_chars: int, error: LibraryError) -> None:
+        log.debug("a text of %d characters: %s", num_chars, error)
+        self._num_refused += 1
+        if self._num_refused == MOST_REFUSED:
+            self._give_up(f"{error}, {MOST_REFUSED} times one after another")
+
+    def _give_up(self, why: str) -> None:
+        if self._fast is not None:
+            self._fast = None
+            log.warning("encoding by tokenizers from now on: %s", why)
 
 
 def _fastokens(path: Path, described: Mapping[str, Any]) -> Encode:
-    model = cast("dict[str, Any]", described.get("model") or {})
-    if described.get("truncation") or described.get("padding") or model.get("dropout"):
+    if needs_all(described):
         raise _Declined("the tokenizer truncates, pads or draws by chance")
     try:
         from fastokens import Tokenizer as Fast  # pyright: ignore[reportMissingTypeStubs]
