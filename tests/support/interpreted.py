@@ -141,6 +141,8 @@ def quicken() -> None:
 
     def block(self: Any, element: Any, shape: Sequence[Any]) -> None:
         sizes = tuple(core._unwrap_shape(shape))
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
         self.element_ty, self.shape, self.numel = element, unwrapped(sizes), valid(sizes)
 
     def of_element(self: Any, element: Any) -> Any:

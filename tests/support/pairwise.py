@@ -35,7 +35,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
     Each begins with a pair that no case before it holds. The other factors get, one after another
     in an order by chance, the value that makes the most new pairs with those that are chosen. Of
-    TRIES lists the shortest is taken; Cohen et al., "The AETG system" (1997), do the same.
+    TRIES lists the shortest is taken; after Cohen et al., "The AETG system" (1997).
     """
     values = list(factors.values())
     found = [_cases([len(each) for each in values], random.Random(seed)) for seed in range(TRIES)]

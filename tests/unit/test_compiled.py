@@ -70,7 +70,7 @@ def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForwa
     return TracedForward(model, compile_piece)
 
 
-# Inductor makes C++ of the pieces here, which is not what GPUs run: tests/gpu has these laws, too.
+# Inductor makes C++ of the pieces here, and Triton of them in tests/gpu/test_compiled_on_cuda.py.
 @pytest.fixture(scope="module", params=["plain", pytest.param("inductor", marks=pytest.mark.whole)])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
