@@ -1,6 +1,6 @@
 """A start that is interrupted at any moment ends, and leaves nothing.
 
-Three moments here; `python -m tests.fault.interrupts --num 200` tries more.
+Two moments here, three with --whole; `python -m tests.fault.interrupts --num 200` tries more.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import pytest
 from tests.e2e.harness import INSIDE  # noqa: F401 - starts clusters, so it is run among them
 from tests.e2e.shared import Clusters
 from tests.fault.interrupts import SIGNALS, interrupt
+from tests.support.pairwise import whole
 
 SPAN_S = 6.0
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", SIGNALS if whole else SIGNALS[:2], ids=lambda number: number.name
+)
 def test_an_interrupted_start_leaves_nothing(number: signal.Signals, clusters: Clusters) -> None:
     clusters.end_all()
     done = interrupt(number, random.uniform(0, SPAN_S))
