@@ -97,5 +97,6 @@ def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(
     marked = "(SIMULATED: 2.5 tokens a step)"
     assert marked in capsys.readouterr().out.splitlines()[0]
     assert main(["report", str(path), str(path)]) == 0
-    assert capsys.readouterr().out.count(marked) == 2
+    _, *rows = capsys.readouterr().out.splitlines()[:3]  # on a busy machine doubts follow
+    assert all(marked in row for row in rows)
     assert read(path).summaries[0]["simulated_accept_len"] == 2.5
