@@ -24,7 +24,7 @@ from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.odd_asks import check_odd_asks
 from tests.e2e.shared import Clusters
 from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
-from tests.fault.saturation import saturate, stop_engine
+from tests.fault.saturation import ROWS, saturate, stop_engine
 from tests.support import pairwise
 from tests.support.kills import Killing, Steady, no_memory
 from tests.support.odd_models import raising, unknown_decoder
@@ -144,7 +144,8 @@ def test_a_placement_that_cannot_be_met_says_what_is_missing(serve: Serve) -> No
 def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
     clusters: Clusters,
 ) -> None:
-    serve = clusters.fresh("--router", "2", "--decode", "2", "--set", f"ping.stall_s={STALL_S}")
+    stall = "--set", f"ping.stall_s={STALL_S}"
+    serve = clusters.fresh("--router", "2", "--decode", "2", *ROWS, *stall)
     ready_at = time.monotonic()
     with ThreadPoolExecutor() as pool:  # a command imports Ray for seconds
         drain = partial(serve.command, "drain")
