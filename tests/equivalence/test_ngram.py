@@ -42,7 +42,7 @@ def requests() -> list[Ask]:
         prompt = asked[number].prompt
         asked[number] = replace(asked[number], prompt=[*prompt[:30], *prompt[:40]])
     grammar = LLMatcher.grammar_from_regex("(7 cats, ){9}")
-    for number in (9, 14, 20):
+    for number in (9, 14, 2):
         sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
         asked[number] = replace(asked[number], sampling=sampling)
     return asked

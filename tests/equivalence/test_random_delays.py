@@ -61,7 +61,7 @@ def mixed() -> tuple[list[Ask], list[Answer]]:
     assert engine.metrics.preemptions._value.get() > 5, "pages were not short enough"
     assert engine.metrics.cached_tokens._value.get() > 0, "nothing was shared"
     reasons = [each.finish_reason for ask, each in zip(asked, answers, strict=True) if not ask.cut]
-    assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 5
+    assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 3
     return asked, answers
 
 

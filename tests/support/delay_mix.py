@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask
+from tests.support.pairwise import whole
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
@@ -16,6 +17,8 @@ from worker.api import FinishReason, Sampling
 ROWS = 8
 NUM_LEAVING = 20
 NUM_PAGES = 56
+# Of a mix: requests of each kind, and waves of those that are cut short.
+NUM_OF_A_KIND, NUM_WAVES = (3, 8) if whole else (2, 5)
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, \
 "required": ["a"], "additionalProperties": false}'
 
@@ -61,12 +64,11 @@ def mix() -> list[Ask]:
     Some clients leave while a step of theirs is in flight, so that others pull into their pages.
     """
     prompts, asked = problem_ids(40), []
-    for number, prompt in enumerate(prompts[:27]):
-        sampling = kinds()[number % 9]
+    for number, sampling in enumerate(kinds() * NUM_OF_A_KIND):
         sampling = msgspec.structs.replace(sampling, seed=number)
         at = 4 * (number // 3)
-        asked.append(Ask(prompt, sampling, at, local=number % 7 == 3))
-    for number, ask in list(enumerate(asked))[1:27:9]:  # n = 2
+        asked.append(Ask(prompts[number], sampling, at, local=number % 7 == 3))
+    for number, ask in list(enumerate(asked))[1::9]:  # n = 2
         asked.append(
             Ask(
                 ask.prompt,
@@ -79,7 +81,7 @@ def mix() -> list[Ask]:
     for number in range(3):
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
     long = Sampling(30, temperature=0.0, ignore_eos=True)
-    for number in range(8):
+    for number in range(NUM_WAVES):
         cut = 5 + number if number % 2 else 1
         asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=cut))
         asked.append(Ask(prompts[20 + number], long, 2 + 7 * number, abort=3 + number))
