@@ -208,7 +208,7 @@ class Monitor:
         news = News(self._version, members, self._changes.told())
         log.debug("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
         for seat in self._seats.values():
-            if seat.reachable is not None:
+            if seat.reachable is not None and seat.stopping is None:  # else it may be gone by then
                 self._background.spawn(seat.reachable.tell(news), f"members for {seat.name}")
 
     # The end of a seat.

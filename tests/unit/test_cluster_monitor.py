@@ -299,6 +299,20 @@ def test_stop_ends_routers_first_and_what_does_not_listen_is_fenced() -> None:
     run(body)
 
 
+def test_who_was_asked_to_stop_is_told_no_more() -> None:
+    """It may be gone by then, and each of them would have been a line of the log."""
+
+    async def body() -> None:
+        cluster = Cluster("decode-0", "decode-1")
+        await cluster.monitor.start()
+        cluster.last("decode-0").deaf = True
+        await cluster.monitor.stop(None)
+        log = cluster.site.log
+        assert not [line for line in log[log.index("stop decode-0") :] if "tell decode-0" in line]
+
+    run(body)
+
+
 def test_a_drained_process_is_told_whether_others_stay_at_its_address() -> None:
     async def body() -> None:
         cluster = Cluster("decode-0", "decode-1", "router-0", "router-1", "router-2")
