@@ -101,7 +101,8 @@ def test_other_threads_launch_as_ever():
 
 def test_one_thread_at_a_time_parses_python(monkeypatch: pytest.MonkeyPatch):
     """Python up to 3.11.7 counts the depth of all threads in one number: a rare SystemError."""
-    parse, parsing, together = triton.runtime.jit.JITFunction.parse, set[int](), set[int]()
+    owner = triton.runtime.jit.JITCallable
+    parse, parsing, together = owner.parse, set[int](), set[int]()
 
     def slow(kernel: object) -> object:
         parsing.add(threading.get_ident())
@@ -110,10 +111,26 @@ def test_one_thread_at_a_time_parses_python(monkeypatch: pytest.MonkeyPatch):
         parsing.discard(threading.get_ident())
         return parse(kernel)
 
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "parse", slow)
+    monkeypatch.setattr(owner, "parse", slow)
     with mock.patch("os.sched_getaffinity", return_value=range(8)):
         assert compile_ahead(lambda: norm_and_gate(16)) == 2
     assert not together
+
+
+def test_a_parse_that_another_thread_has_disturbed_is_done_again(monkeypatch: pytest.MonkeyPatch):
+    """As where it prints a traceback."""
+    owner, disturbed = triton.runtime.jit.JITCallable, list[object]()
+    parse = owner.parse
+
+    def parse_twice(kernel: object) -> object:
+        if kernel not in disturbed:
+            disturbed.append(kernel)
+            raise SystemError("AST constructor recursion depth mismatch (before=165, after=32)")
+        return parse(kernel)
+
+    monkeypatch.setattr(owner, "parse", parse_twice)
+    assert compile_ahead(lambda: norm_and_gate(16)) == 2
+    assert disturbed
 
 
 def test_variants_of_a_kernel_are_kernels():
@@ -155,5 +172,6 @@ def test_what_does_not_compile_is_an_error_and_launches_are_as_before():
 
     with pytest.raises(triton.compiler.errors.CompilationError, match="no_such_thing"):
         compile_ahead(lambda: broken[(1,)](torch.ones(1)))
+    assert compile_ahead(lambda: None) == 0
     assert triton.runtime.jit.JITFunction.run is launch
     assert torch.empty(1, dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -11,6 +11,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 from unittest import mock
 
@@ -21,8 +23,10 @@ from worker.kernels.jit import triton
 
 MAX_THREADS = 32  # the compiler takes about 100 MB a thread
 # Threads that parse Python share its count of the depth (python/cpython#106905, to 3.11.7 and
-# 3.12.1 at least): now and then that is an error.
+# 3.12.1): now and then that is a SystemError. So kernels are parsed one after the other; but
+# other threads parse, too, for example where a traceback is printed.
 _PARSING = threading.Lock()
+PARSES = 5
 
 
 def compile_ahead(step: Callable[[], object]) -> int:
@@ -38,6 +42,10 @@ def compile_ahead(step: Callable[[], object]) -> int:
     Raises:
         Whatever the compiler raises for one of them.
     """
+    return copy_context().run(_compile_ahead, step)  # Triton's mode stays active after an error
+
+
+def _compile_ahead(step: Callable[[], object]) -> int:
     launch, thread = triton.runtime.jit.JITFunction.run, threading.get_ident()
 
     def ask(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -51,11 +59,16 @@ def compile_ahead(step: Callable[[], object]) -> int:
 
     def parse(kernel: Any) -> Any:
         with _PARSING:
+            for _ in range(PARSES - 1):
+                with suppress(SystemError):
+                    return parse_alone(kernel)
             return parse_alone(kernel)
 
-    parse_alone = triton.runtime.jit.JITFunction.parse
+    # Of kernels, and of what is computed when they are compiled.
+    owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
+    parse_alone = owner.parse
     with (
-        mock.patch.object(triton.runtime.jit.JITFunction, "parse", parse),
+        mock.patch.object(owner, "parse", parse),
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
         mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
