@@ -50,15 +50,18 @@ CLUSTERS = (
     *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_kill_under_load",
     "test_fuzz", "test_openapi", "test_browser", "test_disconnects", "test_tensor_parallel",
 )  # fmt: skip
-# Longest first, so that the processes end together; all others follow.
+# Longest first, so that the processes end together; all others follow. What waits more than it
+# computes (transport, protocol_faults, load_harness, cluster_hub, wire, liveness, router_*) lies
+# between others, so that no two of these are run at a time.
 LONGEST = (
-    OWN_RAY, CLUSTER, "test_drafters", "test_interpreted", "test_transport", "test_protocol_faults",
-    "test_engine_laws", "test_first_token", "test_api_laws", "test_ranks", "test_all_reduce",
-    "test_windows", "test_load_harness", "test_router_direct", "test_wire", "test_compiled",
-    "test_cluster_hub", "test_router_benchmark", "test_full_decode", "test_random_delays",
-    "test_liveness", "test_router_door", "test_train_chain_drafter", "test_ngram",
-    "test_attention_backends", "test_sampler", "test_piecewise", "test_contained",
-    "test_train_block_drafter", "test_chain_reference", "test_models",
+    OWN_RAY, CLUSTER, "test_drafters", "test_interpreted", "test_transport", "test_ranks",
+    "test_engine_laws", "test_protocol_faults", "test_api_laws", "test_compiled",
+    "test_first_token", "test_full_decode", "test_windows", "test_load_harness",
+    "test_random_delays", "test_piecewise", "test_cluster_hub", "test_chain_reference",
+    "test_train_chain_drafter", "test_wire", "test_engine_benchmark", "test_models",
+    "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
+    "test_ngram", "test_train_block_drafter", "test_router_door", "test_structured",
+    "test_contained", "test_router_benchmark", "test_serving", "test_all_reduce",
 )  # fmt: skip
 # Run by one process, which fits drafters once for both.
 TOGETHER = {"test_drafter_mutants": "test_drafters"}
