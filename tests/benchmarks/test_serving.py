@@ -11,7 +11,8 @@ from benchmarks.load.result import read
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
 
-FAST, SLOW = StubOptions(ttft_s=0.01, itl_s=0.001), StubOptions(ttft_s=0.4, itl_s=0.001)
+FAST, SLOW = StubOptions(ttft_s=0.01, itl_s=0.001), StubOptions(ttft_s=1.2, itl_s=0.001)
+SLO = "ttft=1s,itl=1s"  # which the fast one keeps on a busy machine, too
 
 
 def test_all_servers_get_the_same_loads_and_stand_side_by_side(
@@ -21,6 +22,7 @@ def test_all_servers_get_the_same_loads_and_stand_side_by_side(
         "--traces", str(tmp_path / "traces"), "--rates", "10,20,full", "--duration", "0.5",
         "--lengths", "8+lognormal(8,0.5),4-6", "--full", "3", "--full-lengths", "12,3",
         "--tokenizer", "tiny", "--quiet", "--processes", "1", "--warmup", "0",
+        "--slo", SLO,
     ]  # fmt: skip
     files = {name: tmp_path / f"{name}.json" for name in ("fast", "slow")}
     with running_stub(FAST) as one, running_stub(FAST) as other, running_stub(SLOW) as slow:
