@@ -61,7 +61,9 @@ LONGEST = (
     "test_train_chain_drafter", "test_wire", "test_engine_benchmark", "test_models",
     "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
     "test_ngram", "test_train_block_drafter", "test_router_door", "test_structured",
-    "test_contained", "test_router_benchmark", "test_serving", "test_all_reduce",
+    "test_serving", "test_router_benchmark", "test_contained", "test_router_dispatch",
+    "test_width", "test_router_life", "test_cluster_supervisor", "test_shared_port",
+    "test_handshake", "test_all_reduce",
 )  # fmt: skip
 # Run by one process, which fits drafters once for both.
 TOGETHER = {"test_drafter_mutants": "test_drafters"}
