@@ -17,8 +17,6 @@ from worker.api import FinishReason, Sampling
 ROWS = 8
 NUM_LEAVING = 20
 NUM_PAGES = 56
-# Of a mix: requests of each kind, and waves of those that are cut short.
-NUM_OF_A_KIND, NUM_WAVES = (3, 8) if whole else (2, 5)
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, \
 "required": ["a"], "additionalProperties": false}'
 
@@ -58,13 +56,15 @@ def kinds() -> list[Sampling]:
     ]
 
 
-def mix() -> list[Ask]:
+def mix(*, entire: bool = whole) -> list[Ask]:
     """The requests, in waves; those with grammars and logprobs come late, as they change the tail.
 
     Some clients leave while a step of theirs is in flight, so that others pull into their pages.
+    Two thirds of all unless `entire`.
     """
+    num_of_a_kind, num_cut_short = (3, 8) if entire else (2, 5)
     prompts, asked = problem_ids(40), []
-    for number, sampling in enumerate(kinds() * NUM_OF_A_KIND):
+    for number, sampling in enumerate(kinds() * num_of_a_kind):
         sampling = msgspec.structs.replace(sampling, seed=number)
         at = 4 * (number // 3)
         asked.append(Ask(prompts[number], sampling, at, local=number % 7 == 3))
@@ -81,7 +81,7 @@ def mix() -> list[Ask]:
     for number in range(3):
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
     long = Sampling(30, temperature=0.0, ignore_eos=True)
-    for number in range(NUM_WAVES):
+    for number in range(num_cut_short):
         cut = 5 + number if number % 2 else 1
         asked.append(Ask(prompts[33 + number % 7], long, 3 + 6 * number, cut=cut))
         asked.append(Ask(prompts[20 + number], long, 2 + 7 * number, abort=3 + number))
