@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import httpx
@@ -42,9 +42,17 @@ def panics(*_: object, **__: object) -> None:
     raise Panic("called `Option::unwrap()` on a `None` value")
 
 
-@contextmanager
-def served(path: Path) -> Iterator[tuple[Running, str]]:
+class Served(NamedTuple):
     """A worker and a router in front of it."""
+
+    cluster: Running
+    url: str
+    threads: list[threading.Thread]  # theirs; what tests before this left may end at any time
+
+
+@contextmanager
+def served(path: Path) -> Iterator[Served]:
+    before = set(threading.enumerate())
     model = {"path": str(path), "load_format": "safetensors", "dtype": "float32"}
     engine = {"threads": 1, "num_pages": 400, "max_num_reqs": 8}
     with running({"model": model, "engine": engine}, num_prefill=0) as cluster:
@@ -56,13 +64,16 @@ def served(path: Path) -> Iterator[tuple[Running, str]]:
         try:
             router.update_members([member, *cluster.members])
             wait_until(lambda: num_live(member.address) == 1)
-            yield cluster, member.address
+            ask(member.address, FREE)  # starts the last of the threads
+            ours = [each for each in threading.enumerate() if each not in before]
+            kept = [each for each in ours if each.name.startswith("kvlane-")]
+            yield Served(cluster, member.address, kept)
         finally:
             router.stop()
 
 
 @pytest.fixture(scope="module")
-def usual() -> Iterator[tuple[Running, str]]:
+def usual() -> Iterator[Served]:
     with served(shallow()) as found:
         yield found
 
@@ -81,12 +92,9 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, error["code"], error["param"]
 
 
-def beside_others(
-    served: tuple[Running, str], bodies: list[dict[str, Any]]
-) -> list[httpx.Response]:
+def beside_others(served: Served, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
     """Responses to `bodies`; requests before, beside and after them get the usual answer."""
-    cluster, url = served
-    threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvlane-")}
+    cluster, url, threads = served
     expected = text_of(ask(url, FREE))
     with ThreadPoolExecutor(len(bodies) + 2) as pool:
         others = [pool.submit(ask, url, FREE) for _ in range(2)]
@@ -98,7 +106,7 @@ def beside_others(
     return found
 
 
-def test_grammars_without_bounds_are_refused(usual: tuple[Running, str]) -> None:
+def test_grammars_without_bounds_are_refused(usual: Served) -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(90):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -124,9 +132,7 @@ LIMITED = functools.partial(LLMatcher, limits=LLParserLimits(max_lexer_states=3)
 
 
 @pytest.mark.parametrize("field", ["guided_regex", "response_format", "tools"])
-def test_a_grammar_that_grows_too_complex_names_its_field(
-    usual: tuple[Running, str], field: str
-) -> None:
+def test_a_grammar_that_grows_too_complex_names_its_field(usual: Served, field: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     asked: dict[str, dict[str, Any]] = {
         "guided_regex": {"guided_regex": "(ab|cd){4,30}"},
@@ -163,7 +169,7 @@ class Raising:
 
 
 @pytest.mark.parametrize("name", ["consume_token", "is_error", "is_stopped"])
-def test_a_matcher_that_panics_ends_its_request(usual: tuple[Running, str], name: str) -> None:
+def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> None:
     with (
         mock.patch("worker.sampling.grammar.LLMatcher", functools.partial(Raising, name)),
         mock.patch("worker.sampling.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
@@ -183,7 +189,7 @@ def test_a_matcher_that_panics_ends_its_request(usual: tuple[Running, str], name
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
 def test_whatever_llguidance_raises_ends_one_request(
-    usual: tuple[Running, str],
+    usual: Served,
     target: str,
     raised: BaseException,
     caplog: pytest.LogCaptureFixture,
@@ -199,14 +205,14 @@ def test_whatever_llguidance_raises_ends_one_request(
 
 @pytest.mark.parametrize("method", ["encode", "decode", "render"])
 def test_whatever_tokenizer_and_template_raise_ends_one_request(
-    usual: tuple[Running, str], method: str, caplog: pytest.LogCaptureFixture
+    usual: Served, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = {
         "encode": "router.text.Text.encode",
         "decode": "router.output.OutputText.feed",
         "render": "router.text.ChatTemplate.render",
     }[method]
-    cluster, url = usual
+    cluster, url, _ = usual
     expected = text_of(ask(url, FREE))
     for streamed in (False, True):
         with mock.patch(target, side_effect=Panic("index out of bounds")):
