@@ -50,10 +50,10 @@ CLUSTERS = (
     *OWN_RAYS, "test_prefill_decode", "test_doctor", "test_clients", "test_kill_under_load",
     "test_fuzz", "test_openapi", "test_browser", "test_disconnects", "test_tensor_parallel",
 )  # fmt: skip
-# Longest first, so that the processes end together; all others follow. What waits more than it
+# Long ones first, so that the processes end together; all others follow. What waits more than it
 # computes (transport, protocol_faults, load_harness, cluster_hub, wire, liveness, router_*) lies
-# between others, so that no two of these are run at a time.
-LONGEST = (
+# between what computes, so that both cores have work.
+EARLY = (
     OWN_RAY, CLUSTER, "test_drafters", "test_interpreted", "test_transport", "test_ranks",
     "test_engine_laws", "test_protocol_faults", "test_api_laws", "test_compiled",
     "test_first_token", "test_full_decode", "test_windows", "test_load_harness",
@@ -123,7 +123,7 @@ def rank_of(path: Path) -> tuple[int, int]:
     """What is run early has a low one."""
     group = group_of(path)
     among = CLUSTERS.index(path.stem) if path.stem in CLUSTERS else len(CLUSTERS)
-    return LONGEST.index(group) if group in LONGEST else len(LONGEST), among
+    return EARLY.index(group) if group in EARLY else len(EARLY), among
 
 
 @pytest.hookimpl(optionalhook=True)

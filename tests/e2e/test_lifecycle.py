@@ -24,13 +24,15 @@ from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.odd_asks import check_odd_asks
 from tests.e2e.shared import Clusters
 from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
-from tests.fault.saturation import ROWS, saturate, stop_engine
+from tests.fault.saturation import saturate, stop_engine
 from tests.support import pairwise
 from tests.support.kills import Killing, Steady, no_memory
 from tests.support.odd_models import raising, unknown_decoder
 from tests.support.patience import HANG_S
 
 STALL_S = 2
+# Far fewer than clients: beside other tests they are too slow to fill 64.
+FEW_ROWS = ("--set", "decode.engine.max_num_reqs=16")
 OLD_S = 8.0  # the stall time, and three misses after it
 # From a directory of the user's.
 GIVEN = ("--model", MODEL, "--set", "model.served_name=tiny")
@@ -145,7 +147,7 @@ def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
     clusters: Clusters,
 ) -> None:
     stall = "--set", f"ping.stall_s={STALL_S}"
-    serve = clusters.fresh("--router", "2", "--decode", "2", *ROWS, *stall)
+    serve = clusters.fresh("--router", "2", "--decode", "2", *FEW_ROWS, *stall)
     ready_at = time.monotonic()
     with ThreadPoolExecutor() as pool:  # a command imports Ray for seconds
         drain = partial(serve.command, "drain")

@@ -65,7 +65,7 @@ def served(path: Path) -> Iterator[Served]:
             router.update_members([member, *cluster.members])
             wait_until(lambda: num_live(member.address) == 1)
             ask(member.address, FREE)  # starts the last of the threads
-            ours = [each for each in threading.enumerate() if each not in before]
+            ours = set(threading.enumerate()) - before
             kept = [each for each in ours if each.name.startswith("kvlane-")]
             yield Served(cluster, member.address, kept)
         finally:

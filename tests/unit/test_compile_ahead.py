@@ -122,13 +122,13 @@ def test_a_parse_that_another_thread_has_disturbed_is_done_again(monkeypatch: py
     owner, disturbed = triton.runtime.jit.JITCallable, list[object]()
     parse = owner.parse
 
-    def parse_twice(kernel: object) -> object:
+    def parse_disturbed_once(kernel: object) -> object:
         if kernel not in disturbed:
             disturbed.append(kernel)
             raise SystemError("AST constructor recursion depth mismatch (before=165, after=32)")
         return parse(kernel)
 
-    monkeypatch.setattr(owner, "parse", parse_twice)
+    monkeypatch.setattr(owner, "parse", parse_disturbed_once)
     assert compile_ahead(lambda: norm_and_gate(16)) == 2
     assert disturbed
 

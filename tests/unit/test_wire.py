@@ -519,8 +519,10 @@ def test_close_leaks_no_thread_and_no_descriptor() -> None:
 
 
 def open_here() -> tuple[int, int, int]:
-    """Descriptors and threads of this process, of Python and all; what tests before this have left
-    behind goes now, or a little later."""
+    """Descriptors, threads of Python and all threads of this process.
+
+    What tests before this have left is collected first; its threads may end a little later.
+    """
     gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count(), num_tasks()
 

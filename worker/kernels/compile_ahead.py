@@ -26,7 +26,7 @@ MAX_THREADS = 32  # the compiler takes about 100 MB a thread
 # 3.12.1): now and then that is a SystemError. So kernels are parsed one after the other; but
 # other threads parse, too, for example where a traceback is printed.
 _PARSING = threading.Lock()
-PARSES = 5
+PARSES = 5  # of one kernel, until the error is believed
 
 
 def compile_ahead(step: Callable[[], object]) -> int:
@@ -42,7 +42,7 @@ def compile_ahead(step: Callable[[], object]) -> int:
     Raises:
         Whatever the compiler raises for one of them.
     """
-    return copy_context().run(_compile_ahead, step)  # Triton's mode stays active after an error
+    return copy_context().run(_compile_ahead, step)  # in which an error leaves Triton's mode active
 
 
 def _compile_ahead(step: Callable[[], object]) -> int:
@@ -64,7 +64,7 @@ def _compile_ahead(step: Callable[[], object]) -> int:
                     return parse_alone(kernel)
             return parse_alone(kernel)
 
-    # Of kernels, and of what is computed when they are compiled.
+    # The class that kernels share with constexpr functions, which are parsed, too.
     owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
     parse_alone = owner.parse
     with (
