@@ -77,7 +77,7 @@ def table(scores: Sequence[Score]) -> str:
     """The scores as lines of text; token columns are mean (min-max)."""
     head = ("templates", "problems", "exact", "percent", "prompt tokens", "answer tokens")
     traced = any(item.step_tokens for item in scores)
-    rows = [(*head, "tokens of a step") if traced else head]
+    rows: list[tuple[str, ...]] = [(*head, "tokens of a step") if traced else head]
     for item in scores:
         prompt, answer = (
             f"{mean:.0f} ({low}-{high})"
@@ -118,7 +118,8 @@ def decode(folder: Path, problems: Sequence[Problem], device: str, batch_size: i
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = loaded.to(device).eval()
     replies: list[Reply] = []
     for start in range(0, len(problems), batch_size):
         chats = [

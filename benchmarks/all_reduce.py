@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.all_reduce_ways import SCALE, Ways, gpu_ways, interpreted_ways
 from worker.kernels.jit import INTERPRETED
@@ -169,7 +171,7 @@ def about(ways: Ways) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
         "triton": __import__("triton").__version__,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
@@ -267,7 +269,7 @@ def main() -> None:
         for _ in range(args.ranks):
             regions.append(torch.empty(layout.num_bytes, dtype=torch.uint8).share_memory_())
             layout.clear(regions[-1])
-    torch.multiprocessing.spawn(run_rank, (args, free_port(), regions), args.ranks)
+    spawn(run_rank, (args, free_port(), regions), args.ranks)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from worker.comm.custom import CustomCollective
 from worker.comm.gloo import GlooCollective
@@ -80,10 +81,11 @@ class GpuWays(Ways):
         self.table = None if tiles else self.ours.table
         self.tiles = tiles
         # The default group's store comes after ours, at a port of its own.
-        store = dist.PrefixStore("torch", self.ours._store)
+        store = PrefixStore("torch", self.ours._store)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
         dist.all_reduce(torch.zeros(1, device=device))
-        self._backend: Any = dist.group.WORLD._get_backend(device)
+        self._world: Any = dist.group.WORLD
+        self._backend: Any = self._world._get_backend(device)
         self._pools: list[torch.cuda.MemPool] = []
         self.other: dict[str, Callable[[int], Way | None]] = {
             "nccl symm": self._nccl_symm,
@@ -139,7 +141,7 @@ class GpuWays(Ways):
         if op.startswith("one") and num_bytes > TORCH_ONE_SHOT_BYTES:
             return None
         x = symmetric.empty(num_bytes // 2, dtype=torch.bfloat16, device=self.device)
-        name = dist.group.WORLD.group_name
+        name = self._world.group_name
         symmetric.rendezvous(x, name)
         return x, partial(getattr(torch.ops.symm_mem, op), x, "sum", name)
 
@@ -201,7 +203,7 @@ class InterpretedWays(Ways):
         torch.set_num_threads(1)
         address = f"tcp://127.0.0.1:{port}"
         self.gloo = GlooCollective(rank, size, "cpu", address)
-        store = dist.PrefixStore("torch", self.gloo._store)
+        store = PrefixStore("torch", self.gloo._store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=HANG)
         self.region, self._control = regions[rank], torch.tensor([0, 60 * 10**9])
         layout = PeerLayout(size, (regions[0].nbytes - PeerLayout(size, 0).num_bytes) // 3)

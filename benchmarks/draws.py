@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for num in options.rows:
             logits = torch.randn(num, options.vocab, device=device, generator=generator)
             logits = (options.scale * logits).bfloat16()
-            for kind, (tail, *limits) in KINDS.items():
-                rows = rows_of(num, *limits, device)
+            for kind, (tail, temperature, top_p, top_k, min_p) in KINDS.items():
+                rows = rows_of(num, temperature, top_p, top_k, min_p, device)
                 timed, count = replayed(partial(sample, logits, rows, tail), device)
                 took = []
                 for _ in range(options.repeat):

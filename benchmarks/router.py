@@ -122,8 +122,9 @@ class Worker:
 def route(pipe: Connection, directory: Path) -> None:
     """The router's process: the router's own threads, and this one for commands."""
     config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
-    named = {"name": "router-0", "incarnation": "1", "host": "127.0.0.1"}
-    router = RouterServer(config, model, PING, port=0, shown={}, **named)
+    router = RouterServer(
+        config, model, PING, port=0, shown={}, name="router-0", incarnation="1", host="127.0.0.1"
+    )
     member = router.start()
     gc.collect()
     gc.freeze()  # as in a cluster

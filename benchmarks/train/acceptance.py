@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def measure(
     """Measures the saved drafter of `folder` on problems that training never drew."""
     from transformers import Qwen3ForCausalLM  # takes seconds
 
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).to(device)
+    model: Any = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model.to(device)
     speaker = Speaker(model, kind.taps)
     drafter = load_drafter(kind, folder, model.model.embed_tokens.weight)
     problems = [problem.question for problem in held_out_problems(num, seed, split)]
@@ -119,7 +120,8 @@ def greedy_texts(
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
-    output = model.generate(
+    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue] # of a mixin
+    output = generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=MAX_NEW_TOKENS,

@@ -15,7 +15,7 @@ MAX_TOKENS = 100
 
 
 def sections(device: str, mode: str, **kv: object) -> dict[str, dict[str, object]]:
-    transport = {"name": "mooncake", "kind": "tcp"} if device == "cuda" else {}
+    transport: dict[str, object] = {"name": "mooncake", "kind": "tcp"} if device == "cuda" else {}
     return {
         "model": {"dtype": "float32"},
         "engine": {"device": device, "num_pages": 2000, "threads": 1},

@@ -79,8 +79,9 @@ def serve(
 
 
 def sampling_of(i: int) -> Sampling:
-    seeded = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": i}
-    return Sampling(40 + i, **(seeded if i % 2 else {"temperature": 0.0}))
+    if i % 2 == 0:
+        return Sampling(40 + i, temperature=0.0)
+    return Sampling(40 + i, temperature=0.9, top_p=0.9, top_k=40, seed=i)
 
 
 @pytest.mark.gpu(1)

@@ -90,10 +90,10 @@ def test_pair_norm_matches_its_twin(
     tokens, hidden = noise(500, size, dtype=dtype), noise(m, 3 * size, dtype=dtype, seed=1)
     ids = torch.randint(0, 500, (m,), generator=torch.Generator().manual_seed(0)).cuda()
     weights = [noise(size, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
-    given = ids, tokens, hidden[:, size : 2 * size], *weights, 1e-6, hidden_first
+    given: Any = ids, tokens, hidden[:, size : 2 * size], *weights, 1e-6, hidden_first
     got = pair_norm(*given)
     close(got, pair_norm_ref(*given))
-    if normed:  # bit for bit what the norms alone give
+    if weights[0] is not None:  # bit for bit what the norms alone give
         token = rms_norm(tokens[ids], weights[0], 1e-6)
         assert torch.equal(got[:, size:] if hidden_first else got[:, :size], token)
     assert torch.equal(replayed(lambda: pair_norm(*given)), got)
@@ -125,13 +125,15 @@ def test_qk_rope_store_matches_its_twin(
     slots, positions = (order + page_size).cuda(), torch.randint(0, 4096, (m,)).cuda()
     slots[-4:] = positions[-4:] = 0
     table = rope_table(rope_inv_freq(head_dim, 1e6, None), 4096, torch.device("cuda"))
-    weights = [noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
+    q_weight, k_weight = (noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2))
     results = []
     for op in (qk_rope_store, qk_rope_store_ref):
         shape = num_pages, kv_heads, 2, 2, page_size, head_dim
         memory = torch.full(shape, 7.0, dtype=dtype, device="cuda")
         caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
-        results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
+        results.append(
+            (op(qkv, positions, table, *caches, slots, q_weight, k_weight, 1e-6), memory)
+        )
     (q, memory), (q_ref, memory_ref) = results
     if heads:  # else there are keys and values only
         close(q, q_ref)
@@ -298,8 +300,9 @@ def test_logprobs_are_the_twin_s(m: int, num_top: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("n", [1, 32, 257])
 def test_gathered_rows_are_the_twin_s(n: int) -> None:
     rows = torch.randint(0, 300, (n,), device="cuda")
-    got = replayed(lambda: gather_rows(*columns(300, "cuda"), rows))
-    wanted = gather_rows_ref(*columns(300, "cuda"), rows)
+    ints, floats, stop_ids = columns(300, "cuda")
+    got = replayed(lambda: gather_rows(ints, floats, stop_ids, rows))
+    wanted = gather_rows_ref(ints, floats, stop_ids, rows)
     for a, b in zip((*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True):
         assert torch.equal(a, b)
 
