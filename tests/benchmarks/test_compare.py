@@ -1,0 +1,80 @@
+"""Two checkouts by turns: who is started when, and what the table says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import compared, launches, order, ratio
+
+# A benchmark whose figure is the number of the start, plus what its own checkout takes.
+BENCHMARK = """
+import json, sys
+from pathlib import Path
+count = Path(sys.argv[1])
+number = int(count.read_text())
+count.write_text(str(number + 1))
+row = {"batch": 1, "median_ms": TAKES + number, FIELD}
+Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"steps": [row]}))
+print("read bandwidth 1 GB/s")
+"""
+
+
+def checkout(place: Path, takes: int, field: str) -> Path:
+    (place / "bench").mkdir(parents=True)
+    source = BENCHMARK.replace("TAKES", str(takes)).replace("FIELD", field)
+    (place / "bench" / "steps.py").write_text(source)
+    return place
+
+
+def test_each_checkout_is_started_by_turns_and_the_rows_that_both_have_are_compared(
+    tmp_path: Path,
+) -> None:
+    before = checkout(tmp_path / "before", 100, '"sampling": "greedy"')
+    after = checkout(tmp_path / "after", 200, '"sampling": "greedy", "width": 1')
+    count = tmp_path / "count"
+    count.write_text("0")
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.compare", "--before", before, "--after", after,
+            "--starts", "2", "--json", tmp_path / "out.json", "--", "bench.steps", count,
+        ],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["before"], row["after"]) for row in rows] == [([100, 103], [201, 202])]
+    assert rows[0]["name"] == "batch 1, sampling greedy"
+    assert rows[0]["ratio"]["value"] == pytest.approx(201.5 / 101.5)
+    cells = [cell.strip() for cell in ran.stdout.splitlines()[-1].split("|")]
+    assert cells[2:4] == ["101.500 (2: 100.000 to 103.000)", "201.500 (2: 201.000 to 202.000)"]
+    assert "read bandwidth" in ran.stderr  # what a start prints is no part of the table
+
+
+def test_a_machine_that_grows_slower_counts_for_both() -> None:
+    numbers = {side: [n for n, of in enumerate(order(6)) if of == side] for side in set(order(6))}
+    assert sum(numbers["before"]) == sum(numbers["after"])
+    assert len(numbers["before"]) == len(numbers["after"]) == 6
+
+
+def test_an_interval_holds_one_where_starts_differ_by_more_than_checkouts() -> None:
+    noisy = ratio([7.17, 7.16, 7.23, 7.13, 7.22, 7.69], [7.26, 7.42, 7.22, 7.69, 7.27, 7.23])
+    assert noisy.low < 1.0 < noisy.value < noisy.high
+    clear = ratio([7.00, 7.01, 7.02, 7.01], [7.28, 7.30, 7.29, 7.29])
+    assert 1.03 < clear.low <= clear.value <= clear.high < 1.05
+
+
+def test_a_row_that_one_checkout_lacks_has_no_ratio() -> None:
+    step = {"tokens": 16, "graphs": {"eager": {"median_ms": 3.0}, "piecewise": {"median_ms": 2.0}}}
+    whole, eager = launches(step), launches({**step, "graphs": {"eager": {"median_ms": 3.3}}})
+    rows = compared([("before", whole), ("after", eager)])
+    assert [row["name"] for row in rows] == [
+        "tokens 16, launch eager", "tokens 16, launch piecewise",
+    ]  # fmt: skip
+    assert rows[0]["ratio"]["value"] == pytest.approx(1.1)
+    assert rows[1] == {
+        "name": "tokens 16, launch piecewise", "before": [2.0], "after": [], "ratio": None,
+    }  # fmt: skip
