@@ -8,8 +8,8 @@ Pages are bound to the request in prompt order. They stay bound when an attempt 
 our own pulls write to them. The next attempt keeps the pages from the start of the prompt up to the
 first one that lacks a layer group, and pulls from that one on.
 
-A prefill worker may draw the request's next token. That ends req.tokens as soon as it is told, most
-often before the KV has landed, and an attempt that fails later does not take it back.
+A prefill worker may draw the request's next token. It is appended to req.tokens when it arrives,
+most often before the KV lands, and stays there if the attempt fails later.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Fetch:
         self.xfer: Xfer | None = None
         self.peer: PeerId = ""  # of the last attempt
         self.attempt = 0
-        self.ending: FinishReason | None = None  # the request ends so once no pull runs
+        self.ending: FinishReason | None = None  # why it ends, once no pull runs; None: it does not
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
         self._link: Link | None = None  # to `peer`
@@ -128,7 +128,8 @@ class Fetch:
     def landed(self) -> bool:
         """Whether every page of tokens[:-1] has landed within a lease window.
 
-        Not yet while a token is awaited, which needs the KV of all tokens that are there.
+        False while a token is awaited: it will be the last one, so the KV of all present tokens is
+        wanted.
         """
         return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
 
@@ -167,7 +168,7 @@ class Fetch:
     def announced(self, message: KVReady) -> bool:
         """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
 
-        Returns whether the message has brought the awaited token, which now ends req.tokens.
+        Returns whether the message brought the awaited token, which is now the last of req.tokens.
         """
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
@@ -246,7 +247,7 @@ class Fetch:
         """Bind pages for what was announced and pull into them, in order."""
         book, link = self._context.book, self._link
         if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
-            return  # the token will end the request: its KV is needed only if none comes
+            return  # the awaited token will end the request: pull the KV only if none comes
         while self._announced and link is not None:
             ready = self._announced[0]
             try:

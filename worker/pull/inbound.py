@@ -71,7 +71,7 @@ class Inbound:
         return True
 
     def cancel(self, req: Req, reason: FinishReason) -> None:
-        """Cancel the fetch of `req`, which ends; `poll` returns it once no pull of it runs.
+        """Cancel the fetch of a request that ends; `poll` returns it once none of its pulls runs.
 
         The reason of the first call becomes `Fetch.ending`.
         """
@@ -83,7 +83,7 @@ class Inbound:
     def on_ready(self, message: KVReady) -> Req | None:
         """Pass an announcement to its fetch, or drop it if it is outdated.
 
-        Returns the request if a token came with it, which now ends `req.tokens`.
+        Returns the request if the message brought a token, which is now the last of `req.tokens`.
         """
         fetch = self._find(message.xfer, "KVReady")
         return fetch.req if fetch is not None and fetch.announced(message) else None

@@ -4,8 +4,9 @@ A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release`, 
 the `Prefill` of a later attempt, or when it expires. Until then its pages are not given away: a
 decode worker that has gone silent may still read them.
 A renewal makes prefill announce again all KV of settled steps. So a lost announcement is made up
-for by the first renewal after its step has settled. The token that decode asked for goes with the
-last announcement, or after it where layer groups are announced while their step computes.
+for by the first renewal after its step has settled. The token that decode asked for comes with the
+announcement marked `last`. That one has no pages where all layer groups were announced while their
+step computed.
 """
 
 from __future__ import annotations

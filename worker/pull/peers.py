@@ -25,7 +25,7 @@ from worker.transfer.layout import Pages
 log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
-# What `measured` pulls: as many ranges as make the bytes, or the most, and one short range.
+# `measured` pulls page 0 often enough for either of these, and then one short range by itself.
 MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
 
 
@@ -47,7 +47,7 @@ class Link:
 
     peer: PeerId
     source: PageSource
-    # Of the whole model's KV, measured page by page before anything else was pulled.
+    # Rate of the whole model's KV, from reads of a single page while dialling.
     bytes_per_s: float
 
     def pull(self, pairs: Pages, groups: range) -> Pull:
@@ -189,9 +189,8 @@ class PrefillPeers:
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        Of the leader's part only: its heads, over connections of its own, which are made and closed
-        like those that requests use. What is pulled lands in page 0. Takes up to a few seconds for
-        a peer that does not answer.
+        It pulls the leader's heads only, over connections opened for this. What is pulled lands in
+        page 0. Takes up to a few seconds for a peer that does not answer.
         """
         return [self._measured(member) for member in list(self._listed.values())]
 
@@ -223,7 +222,7 @@ class PrefillPeers:
         return PullPath(member.peer, label, num_bytes / took_s, num_bytes, num_runs, small_s)
 
     def _check(self, member: Member) -> None:
-        """Raise Incompatible unless it holds KV of our model, which any rank of ours can use."""
+        """Raise Incompatible unless `member` holds KV of our model; `connect` checks its ranks."""
         identity = Identity(member.model, member.digest, member.layout_hash)
         if identity.layout_hash != self._identity.layout_hash:
             raise Incompatible(self._identity.explain(identity))

@@ -42,8 +42,8 @@ class PullPages(Message, frozen=True):
     pairs: tuple[tuple[int, int], ...]  # (local page, remote page)
     first_group: int
     num_groups: int
-    # Begin once so many of your steps have ended: as many as of the leader's, when it chose pages
-    # that no step uses any more.
+    # Begin once this many of your steps have ended. The leader had settled as many when it chose
+    # the local pages; later steps do not use them.
     after_steps: int = 0
 
 
@@ -176,7 +176,7 @@ class LeaderPulls:
         return pull
 
     def hang_up(self, link: int, own: Sources) -> None:
-        """Close a link at all ranks; blocks as `Peer.close` for the leader's part alone."""
+        """Close a link at all ranks. Blocks, as `Peer.close` does, only for the leader's part."""
         self._tell(HangUp(link))
         own.close()
 
@@ -232,7 +232,7 @@ class RankedPull:
         self._own_runs = True
         self._others = others  # ranks whose part runs
         self._cancel_others = cancel_others
-        self._why = ""  # the first reason why it will have failed
+        self._why = ""  # the first failure; poll says FAILED once no part runs
 
     def poll(self) -> PullState:
         """Poll the leader's own part; those of others end by their messages."""
@@ -251,7 +251,7 @@ class RankedPull:
             self._fail("cancelled")
 
     def ended(self, event: PullEnded) -> bool:
-        """A rank's part is over; returns whether those of all others are."""
+        """Record that a rank's part is over; returns whether all but the leader's are."""
         self._others.remove(event.rank)
         self.num_bytes += event.num_bytes
         if event.error:

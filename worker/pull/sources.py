@@ -38,7 +38,7 @@ _What = TypeVar("_What", contravariant=True)
 
 
 class PullsFrom(Protocol[_What]):
-    """What can be measured by pulls: a `Peer`, told by runs, or `Sources`, told by pages."""
+    """What can be measured by pulls: a `Peer`, which pulls runs, or `Sources`, which pull pages."""
 
     def pull(self, what: _What, /) -> Pull:
         """Begin to pull."""
@@ -51,7 +51,7 @@ class PullsFrom(Protocol[_What]):
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """One rank of this worker, as the end that pulls are into."""
+    """One rank of this worker, as the destination of pulls."""
 
     transport: KVTransport
     model: ModelLayout  # KV of the whole model
@@ -66,8 +66,8 @@ class LocalRank:
         The caller has checked that it holds KV of our model.
 
         Raises:
-            Incompatible: heads cannot be shared by so many ranks, or its transport or its regions
-                are others.
+            Incompatible: heads cannot be shared by so many ranks, or the member's transport or
+                regions differ from ours.
             TransferError: one of those ranks cannot be reached.
             OSError: no descriptor or memory is left.
         """
@@ -103,7 +103,7 @@ class LocalRank:
     ) -> None:
         """Connect and measure in a thread of its own, which ends with a call of `answer`.
 
-        answer: of the sources, or why there are none; and the seconds of their `page_s`.
+        answer: called with the sources and their `page_s`, or with the error and 0.
         """
         threading.Thread(
             target=self._dial, args=(member, answer), name=f"dial {member.peer}", daemon=True
@@ -154,7 +154,7 @@ class Sources:
         """Begin to pull this rank's heads of pages, as one pull.
 
         Args:
-            pairs: (local page, remote page), each local page once.
+            pairs: (local page, remote page), each local page once, but for page 0.
             groups: layer groups of the target's region, None for all; see `plan_runs`.
         """
         pulls = [
@@ -175,7 +175,7 @@ class Sources:
         return fastest_pull_s(self, SINK, NUM_READS)
 
     def small_pull_s(self) -> float:
-        """Measure the seconds of the shortest pull from one source; as `page_s`."""
+        """Measure the seconds of a pull of SMALL_BYTES from one source; errors as `page_s`."""
         return fastest_pull_s(self._sources[0].connection, [Run(0, 0, 0, SMALL_BYTES)], NUM_SMALL)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
 
 
 def fastest_pull_s(source: PullsFrom[_What], what: _What, num_reads: int) -> float:
-    """Measure the seconds of a pull of `what`, the least of `num_reads`; as `measured_rate`."""
+    """Measure the least seconds of `num_reads` pulls of `what`; errors as `measured_rate`."""
     best = float("inf")
     for _ in range(num_reads):
         began_at = time.perf_counter()
@@ -242,7 +242,7 @@ def fastest_pull_s(source: PullsFrom[_What], what: _What, num_reads: int) -> flo
                 time.sleep(SPIN_S)
         if state is PullState.FAILED:
             source.close()
-            raise Unreachable(f"a first read of a page failed: {pull.error}")
+            raise Unreachable(f"a first read failed: {pull.error}")
         best = min(best, time.perf_counter() - began_at)
     return best
 

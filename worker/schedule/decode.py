@@ -126,8 +126,8 @@ class DecodeScheduler:
             self.ready.remove(req)
             self._on_row(req, now)
             assert req.hold is not None
-            # With the slot of the last token: a drafter's row is there before the first decode step
-            # is planned. Reserved at admission: cannot fail.
+            # Includes the last token's slot: a drafter stores its KV there before the first decode
+            # step is planned. Reserved at admission: cannot fail.
             self.book.bind(req.hold, len(req.tokens))
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
@@ -143,9 +143,10 @@ class DecodeScheduler:
         return self._launched[step][:2]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
-        """Append the tokens of finished step `step`; the caller calls `finish` if one has a reason.
+        """Append the tokens of step `step`, which has finished.
 
-        Requests that ended meanwhile are left out.
+        The caller calls `finish` for results with a finish reason. Requests that ended meanwhile
+        are left out.
         """
         self.book.settled(step)
         results: list[Settled] = []
@@ -207,7 +208,7 @@ class DecodeScheduler:
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             last = end == len(req.tokens)
-            # As above: with the slot of the token to be drawn.
+            # With the slot of the token to be drawn, for a drafter, as in `plan`.
             self.book.bind(req.hold, end + last)
             self._rows.queue_pages(req)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
@@ -239,10 +240,11 @@ class DecodeScheduler:
         return self._launch(chosen, lengths, [], decode=rows, width=width)
 
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
-        """Rows of a step of windows of `width`, with pages for all that it stores; preempts.
+        """Choose the requests of a step with windows of `width` and bind their pages.
 
-        The slots of the next step, and of its drafts, are bound one step early. Returns also the
-        bounds of their KV behind the step. None, for windows wider than 1: too few pages.
+        The slots of the next step, and of its drafts, are bound one step early. Also returns upper
+        bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
+        requests and wider ones return None.
         """
         chosen: list[Req] = []
         lengths: list[int] = []
@@ -348,9 +350,9 @@ def num_queued_tokens(scheduler: DecodeScheduler) -> int:
 
 
 def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
-    """Append what counts of a step's tokens; how many do, and why the request ends if it does.
+    """Append the tokens of a step; returns how many, and why the request ends, if it does.
 
-    All do but those behind the end of a grammar, of which the device does not know.
+    Tokens behind the end of a grammar are left out: the device does not know of that end.
     """
     tokens, matcher = req.tokens, req.matcher
     num_before, reason = len(tokens), None
@@ -372,8 +374,9 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
 
 
 def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
-    """Slots of a row that has KV of up to `bound` tokens: for this window, and the next or the
-    block that proposes it.
+    """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
+
+    `ahead` is more than the next window where a drafter's block that proposes it is longer.
 
     Both may pass the end of the text; what lies there is computed and never used.
     """
@@ -381,5 +384,5 @@ def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
-    """Whether a step can run or runs. The preempted may wait for pages that pulls hold."""
+    """Whether a step can run or runs. Not the preempted: they may wait for pages of pulls."""
     return bool(scheduler.running or scheduler.ready or scheduler.local)

@@ -23,7 +23,8 @@ from worker.schedule.rows import RowTable
 class PrefillScheduler:
     """Admission and chunking of one prefill worker.
 
-    A row has a page table while chunks follow, and is started by the last one if that draws.
+    A request has a row, for its page table, until its last chunk is planned. The row is started
+    only if that chunk draws a token.
     """
 
     def __init__(self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace) -> None:
@@ -98,7 +99,7 @@ class PrefillScheduler:
         self._step += 1
         self._launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
-        # Releases are dropped: a row that draws ends with its token, the others were never started.
+        # The device needs no releases: a row that draws ends after its token, others never start.
         _, _, pages = self._rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:

@@ -156,7 +156,7 @@ class PrefillReq:
     num_planned_tokens: int  # launched
     row: int = 0
     num_table_pages: int = 0
-    num_announced_pages: int = 0  # that decode held, or announced with all groups by settled steps
+    num_announced_pages: int = 0  # that decode had, or settled steps announced with all groups
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
     sampling: Sampling | None = None  # to draw the token that follows; None: decode draws it

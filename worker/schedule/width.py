@@ -14,11 +14,11 @@ from worker.plan import Drawn, max_rows
 PRIOR_SHARE, PRIOR_WINDOWS = 0.75, 4  # acceptance that is assumed until so many have been seen
 MAX_WINDOWS = 2048  # counts of windows are halved beyond it, so that old ones fade
 TIME_WEIGHT = 0.05  # of the newest step in a moving average
-NUM_MEASURED = 4  # steps that one time of the start-up check counts for
-OUTLIER = 1.5  # times the average, at most, that a step counts for
+NUM_MEASURED = 4  # a time of the start-up check counts as so many steps
+OUTLIER = 1.5  # a step counts as at most so many times the average
 DWELL = 64  # steps after which the choice is looked at again; before that, after 1, 2, 4, 8 ...
-SURE_WINDOWS = 256  # that have been tried, for a look before DWELL
-GAIN = 1.03  # of tokens a second, for which it is changed
+SURE_WINDOWS = 256  # with fewer seen, nothing is looked at before DWELL
+GAIN = 1.03  # the choice changes for so many times the tokens a second
 PROBE = 512  # steps after which two steps have a neighbouring width, to learn of it: the first
 # drafts for so wide a window, the second verifies that
 
@@ -30,7 +30,7 @@ class WidthPolicy:
         widths: ascending.
         step_s: measured seconds of a step by (rows, width); others are learnt.
         simulated: acceptance does not depend on drafts, nor on whether there are any.
-        may_miss: the drafter often has none; where it was asked, that is a refusal.
+        may_miss: the drafter often has no draft; one that it was asked for counts as rejected.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class WidthPolicy:
     def observe(self, width: int, drawn: Sequence[Drawn]) -> None:
         """Learn from what windows of a settled step yielded.
 
-        A window teaches as far as it had drafts: the first one of a row has none, and behind a
-        narrower step there are few. Those say nothing of what a drafter is worth.
+        A row's first window has no drafts, one after a narrower step has few. Drafts that nobody
+        had asked for do not count as rejected; with `may_miss`, those that were asked for do.
         """
         asked, self._last_width = self._last_width if self._may_miss else 1, width
         if width == 1:
@@ -100,9 +100,9 @@ class WidthPolicy:
     def took(self, num_rows: int, width: int, seconds: float) -> None:
         """Learn how long a step took. One that was held up teaches little.
 
-        Steps take longer as contexts grow, of all widths by about the same factor. So what the
-        chosen width teaches holds for all, and what a probe teaches for its width alone: times of
-        widths that are not used stay comparable.
+        Steps of all widths take longer as contexts grow, by about the same factor. So a step of the
+        chosen width scales the times of all widths: those not used stay comparable. A step of
+        another width scales its own time alone.
         """
         if len(self._widths) < 2:
             return
