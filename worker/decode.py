@@ -52,7 +52,7 @@ log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
 SIMULATED = "acceptance is SIMULATED (spec.simulate_accept_*), %g tokens a step: answers are junk"
-ABORTED = Error(FinishReason.ABORT.value, "the router wants no more of it")
+ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
 class DecodeLoop:
@@ -264,17 +264,17 @@ class DecodeLoop:
             self._leave(req, FinishReason.STOP)
 
     def _leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
-        """End `req` without a chunk. Its pages are freed once no pull writes to them.
+        """End `req` without a reply. Its pages are freed once no pull writes to them.
 
         Args:
             req: the request.
             reason: why it ends.
-            cut_off: what its trace says if it would have gone on.
+            cut_off: the error that its trace records; None: it was not cut off.
         """
         if req.trace is not None:
             self._traces.end(req, cut_off)
         if req.phase is Phase.FETCHING:
-            req.deadline_at = float("inf")  # or the sweep would send an error chunk while it drains
+            req.deadline_at = float("inf")  # or the sweep would send an error meanwhile
             self._inbound.cancel(req, reason)
         else:
             self._end(req, reason)
@@ -328,7 +328,7 @@ class DecodeLoop:
 
 
 def _widths(engine: Engine) -> WidthPolicy:
-    """What chooses the widths of steps; tells if acceptance is simulated."""
+    """Make the policy of widths; logs and exports that acceptance is simulated, if it is."""
     simulated_len = engine.simulated_accept_len
     if simulated_len:
         engine.metrics.simulate()

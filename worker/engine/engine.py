@@ -60,12 +60,12 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    sums: Sums | None  # None: it is one rank
+    sums: Sums | None  # None: the worker has one rank
     step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
     tracer: Tracer | None
     meeting: Meeting
-    ranks: Ranks | None = None  # the others of several; `Worker` opens them on the leader
+    ranks: Ranks | None = None  # set by `Worker` on the leader of several
 
     def launch(self, plan: Plan | None, groups: LayerGroups | None = None) -> Step | None:
         """Enqueue the step of `plan`, if there is one; groups: see ModelRunner.launch."""
@@ -100,7 +100,7 @@ class Engine:
         A turn waits for a step only here and in `LayerGroups.wait`.
 
         Raises:
-            PeerLost: another rank was late in a sum of this step, whose tokens are of no use.
+            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def simulated_accept_len(self) -> float:
-        """Tokens of a step that count whatever the model draws, on average; 0: not simulated."""
+        """Mean tokens that a row keeps of a step by simulated acceptance; 0: not simulated."""
         decodes = self.config.role == "decode"
         return self.config.spec.simulated_len if decodes else 0.0
 
@@ -136,7 +136,7 @@ class Engine:
             self.ranks.tell(message)
 
     def check_ranks(self) -> None:
-        """Raise PeerLost if another rank was late in a sum, whose results are of no use."""
+        """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
         self.runner.loaded.model.collective.check()
 
     def num_settled(self) -> int:
@@ -144,7 +144,7 @@ class Engine:
         return self.meter.num_steps
 
     def local_rank(self) -> LocalRank:
-        """This rank, as the end that its pulls are into."""
+        """This rank, as the destination of its pulls."""
         return LocalRank(
             self.transport, self.model_layout, self.pool.num_pages,
             self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
@@ -208,13 +208,13 @@ def build_engine(
 ) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
-    All ranks of a worker do so at once and come to the same.
+    All ranks of a worker call it at once and get the same configuration, but for engine.threads.
 
     Args:
         config: of the worker.
         name: of the worker, for logs and metrics.
         host: address for its transport.
-        meeting: of its ranks; None: it has one.
+        meeting: of its ranks; None: the worker has a single rank.
         progress: told how far it is.
 
     Raises:
@@ -236,7 +236,7 @@ def build_engine(
         torch.set_num_threads(int(config.engine.threads))
     whole = _model_layout(config, spec, drafter)
     layout = whole.share(meeting.size, meeting.rank)
-    engine_threads = {"engine": {"threads"}}  # of each rank's own machine
+    engine_threads = {"engine": {"threads"}}  # may differ: from the CPUs of each process
     meeting.agree("configurations", config.model_dump_json(exclude=engine_threads).encode())
     config, loaded, graphs, checks, digest = load(
         config, spec, drafter, layout, configured_len, meeting, progress
@@ -295,7 +295,7 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
 def _metrics(
     config: WorkerConfig, name: str, transport: str, checks: Sequence[BucketCheck]
 ) -> WorkerMetrics:
-    """Say what does not change any more."""
+    """Make the metrics, and set those that stay constant."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.transport(transport).set(1)
     metrics.ranks.set(config.tp)

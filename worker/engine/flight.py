@@ -20,16 +20,16 @@ from worker.engine.engine import Engine
 from worker.engine.runner import Step
 from worker.kernels.step.logits import Masks
 
-# Of a step's expected end: what a timed wait of the OS, and other threads that hold the interpreter
-# lock, may add to the launch of the next one.
+# Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
+# interpreter lock, may delay the launch of the next step by this much.
 SLACK_S = 4e-4
-# How often the loop looks whether a step has ended: seldom, since it may end before it is expected
-# to, and the end of a step with chunks is not known; and often around its expected end.
+# How often the loop polls for a step's end: every NEAR_POLL_S within NEAR_S of its expected end,
+# else every POLL_S, as it may end early and the end of a step with chunks is not predicted.
 POLL_S = 2.5e-4
 NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
 TOLD_S = 0.1  # where the end of the step wakes the loop
-NUM_LAUNCHES = 8  # that the next one is expected to be no longer than
+NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, presumably
 
 
 class Flight:
@@ -109,10 +109,10 @@ class Flight:
         return min(max(wait_s, 0.0), POLL_S)
 
     def _settle_wait_s(self, step: Step) -> float:
-        """How long to look after arrivals before looking again; 0: `step` has ended."""
+        """How long to wait for messages before polling `step` again; 0: settle it now."""
         if not self.waits or step.done():
             return 0.0
-        # Layer groups become final meanwhile, which nobody tells.
+        # With layer groups, keep polling: nothing wakes the loop when one becomes final.
         if self._wake is not None and step.groups is None and step.tells(self._wake):
             return TOLD_S
         ends_at = self._engine.meter.ends_at(step.plan)

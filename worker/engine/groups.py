@@ -20,11 +20,11 @@ class HostEvent(threading.Event):
 class LayerGroups:
     """The layer hook of one prefill step: records an event as each layer group becomes final.
 
-    The last group's pages travel with those of all other regions (`plan_runs`). So where there are
-    any, its event waits until they are written, too.
+    The last group's pages travel with those of all other regions (`plan_runs`). So if there are
+    other regions, its event is recorded once they are written, too.
 
     With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows
-    once it has summed what they made of it: from the next layer on.
+    after that layer's all-reduce, so a group counts as final from the next layer on.
 
     Args:
         layout: its first region's layers are grouped.
@@ -46,8 +46,8 @@ class LayerGroups:
         make = HostEvent if cpu else torch.cuda.Event
         self._events = [make() for _ in range(layout.num_groups)]
         self._layers_per_group = layout.regions[0].layers_per_group
-        # Groups that are final once their layers have run.
         self._late = num_ranks > 1
+        # How many groups `on_layer` records; the rest is recorded when all regions are written.
         self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)
         self._while_launching = None if cpu else while_launching
         self._failed = False

@@ -130,7 +130,7 @@ def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) ->
     """What `engine.collective` names, among the ranks that meet."""
     if meeting.size == 1:
         return resolve("collective", "single", COLLECTIVES)(device=device)
-    # Only rank 0 is on that host for certain.
+    # Rank 0 picks the port: only it is sure to run on that host.
     address = free_rendezvous(meeting.host) if meeting.rank == 0 else ""
     address = meeting.first(address.encode()).decode()
     cls = resolve("collective", config.engine.collective, COLLECTIVES)
@@ -205,7 +205,7 @@ def _assemble(
     max_len, decodes = int(config.model.max_model_len), config.role == "decode"
     widths = config.spec.all_widths if decodes else (1,)
     max_width = max(widths)
-    longest = max(max_width, config.spec.block) if decodes else 1  # of what passes a text's end
+    longest = max(max_width, config.spec.block) if decodes else 1  # of what may pass max_len
     names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
     if max_width == 1:
         del names["spec"]
@@ -215,7 +215,7 @@ def _assemble(
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
-            "lengths behind a window; set it to triton, or spec.widths to [1]",
+            "KV lengths after a step that verifies drafts; set it to triton, or spec.widths to [1]",
             "engine.attention.decode",
         )
     state = StepState(
@@ -233,7 +233,7 @@ def _assemble(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None and isinstance(drafter.spec, ChainSpec),
-        # The last layer's output is computed of prompts' last tokens alone where steps are long.
+        # Long steps compute the last layer for last tokens alone; such a drafter needs all.
         all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
     )
     return LoadedModel(

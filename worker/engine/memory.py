@@ -227,11 +227,11 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
     """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
 
     A larger batch costs memory for steps and graphs, which only pays if its requests have KV pages.
-    Below the lower bound that memory is small, and requests may be shorter.
+    MIN_AUTO_REQS need little of it, and requests may be shorter than ROW_TOKENS.
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
     row_bytes = -(-num_tokens // int(config.kv.page_size)) * page_bytes
-    held = num_bytes // row_bytes // 16 * 16  # sizes of decode graphs are multiples of 16 there
+    held = num_bytes // row_bytes // 16 * 16  # as sizes of large decode graphs are
     return max(MIN_AUTO_REQS, min(MAX_AUTO_REQS, held))
 
 

@@ -25,9 +25,10 @@ class StepMeter:
         self._decodes_s: dict[int, deque[float]] = {}  # by width
 
     def ends_at(self, plan: Plan) -> float | None:
-        """When the launched step of `plan` may end at the earliest; None: nothing like it ran.
+        """When the launched step of `plan` may end at the earliest; None: not known.
 
-        Monotonic seconds, by the shortest of the last decode steps.
+        Monotonic seconds, by the shortest of the last decode steps of its width. Not known for
+        steps with chunks.
         """
         if plan.chunks or plan.width not in self._decodes_s:
             return None

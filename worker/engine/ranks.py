@@ -40,7 +40,7 @@ class Ranks:
     Args:
         peers: of ranks 1, 2, …, in that order.
         send: the wire's.
-        compared: they report their steps, which have to come to what the leader's came to.
+        compared: they report what each step drew, which has to equal what the leader drew.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Ranks:
         self.peers = tuple(peers)
         self._send = send
         self._compared = compared
-        # What steps came to, of the leader and of ranks, until all have said so. By step.
+        # By step: what the leader and ranks have reported, until all have.
         self._found: dict[int, list[Launched]] = {}
 
     def tell(self, message: FromLeader) -> None:
@@ -77,7 +77,7 @@ class Ranks:
             self.found(launched(step, drawn))
 
     def found(self, what: Launched) -> None:
-        """Assert that a step came to the same on all ranks, as they report it."""
+        """Take one rank's report of a step; asserts that it equals those of the others."""
         found = self._found.setdefault(what.step, [])
         found.append(what)
         assert found[0] == what, f"ranks differ: {found}"
@@ -101,7 +101,7 @@ def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
 
 
 def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
-    """What a step that has been waited for came to, for a comparison."""
+    """Digest what a finished step drew, to compare it among ranks."""
     tokens = [(each.tokens, each.finished, each.drafts) for each in drawn]
     return Launched(step.plan.step, zlib.crc32(_encode(tokens)))
 

@@ -21,7 +21,7 @@ from worker.plan import Drawn, Plan, Tail
 from worker.sampling.tail import Result
 from worker.step.state import SampledRows
 
-JOINED = 8  # elements of a sum that ranks only wait for: 16 bytes, as collectives like them
+JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
 
 
 @cache
@@ -61,9 +61,9 @@ class Step:
         return self._running is not None and self._running.done()
 
     def tells(self, wake: Callable[[], None]) -> bool:
-        """Whether `wake` is called when the step is done, by another thread; as `done` to be asked.
+        """Have another thread call `wake` when the step is done; False: it cannot be had.
 
-        On the CPU it is, where a loop that looks again and again takes the step's own core.
+        Only on the CPU, where a loop that polls takes the step's own core. To be asked as `done`.
         """
         if self._running is None:
             return False
@@ -122,7 +122,7 @@ class ModelRunner:
 
         Args:
             plan: of the step.
-            groups: the layer hook of a prefill step. Its tail is a launch of its own, behind them.
+            groups: the layer hook of a prefill step; the tail is enqueued behind their last event.
             shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
@@ -203,7 +203,7 @@ class ModelRunner:
     def _forward(self, step: Step) -> Decoded:
         """Run the forward and apply the plan's row changes, in the order that `Plan` gives.
 
-        With nothing to draw there are no rows, and the hidden states must not be used.
+        If no chunk samples, `sampled` is None, and `hidden` is not of sampled rows: not to be used.
         """
         return self._launch_decode(step, "none") if step.plan.decode else self._launch_chunks(step)
 
@@ -267,8 +267,8 @@ class ModelRunner:
 def _join_ranks(loaded: LoadedModel) -> None:
     """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
 
-    The leader announces KV for all ranks. That all have stored the model's own it knows from sums
-    that follow; behind the drafter's rows there may be none.
+    The leader announces KV for all ranks. Later all-reduces tell it that all have stored the
+    model's KV; after the drafter's there may be none.
     """
     collective = loaded.model.collective
     if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:

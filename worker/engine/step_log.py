@@ -27,7 +27,7 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     num_keys: int  # of all rows, at most
     longest: int  # row, in keys, at most
     joined: bool  # it was launched while another step was in flight
-    late: bool  # which had ended when the launch had: the device may have waited up to launch_us
+    late: bool  # and that had ended before the launch did: the device was idle up to launch_us
     launch_us: float  # of the host: from the plan to the last kernel
     wait_us: float  # of the host: blocked until the step had ended
     host_us: float  # CPU time of the loop's thread since the last settling, without the wait

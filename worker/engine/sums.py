@@ -1,4 +1,4 @@
-"""Sums: by what, and of how many bytes, the ranks of a worker sum a layer's parts in each step."""
+"""Sums: the algorithm and the bytes of each layer's all-reduces, counted step by step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from worker.models.decoder import Decoder
 class Sums:
     """Counts the sums of one worker, once a step: all layers' are of the same size.
 
-    A replayed graph passes no Python, so nothing can be counted where a sum is launched. But which
-    algorithm sums is a function of the number of tokens alone, when a graph is captured as well.
+    A replayed graph passes no Python, so nothing can be counted where a sum is launched. But the
+    algorithm depends on the number of tokens alone, in captured graphs as well.
     """
 
     def __init__(self, model: Decoder, metrics: WorkerMetrics) -> None:
