@@ -101,7 +101,7 @@ class Fetch:
         self.xfer: Xfer | None = None
         self.peer: PeerId = ""  # of the last attempt
         self.attempt = 0
-        self.ending: FinishReason | None = None  # why it ends, once no pull runs; None: it does not
+        self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
         self._link: Link | None = None  # to `peer`

@@ -5,9 +5,9 @@
 
 Every rank pulls its own heads (`sources.py`; the side of the other ranks is in `rank.py`). The
 leader alone talks to prefill workers, and holds the one lease. A link is there when all ranks have
-dialled, and a pull is OK when it is at all of them: only then may a request be planned that reads
-its pages. A pull that has failed at one rank is cancelled at the others, and counts as running
-until all have told its end, because until then it may write to our pages.
+dialled, and a pull is OK when it is OK at all of them: only then may a request be planned that
+reads its pages. A pull that has failed at one rank is cancelled at the others, and counts as
+running until all have told its end, because until then it may write to our pages.
 
 Links and pulls have numbers. A peer's name would not do: while the pulls of a lost peer end, it may
 be dialled again.
@@ -28,7 +28,7 @@ from worker.transfer.layout import Pages
 
 
 class DialPeer(Message, frozen=True):
-    """Connect to the ranks of `member` that hold your heads; answer with PeerDialled or not."""
+    """Connect to the ranks of `member` that hold your heads; answer if you could, or why not."""
 
     link: int
     member: Member
@@ -68,7 +68,7 @@ class PeerDialled(Message, frozen=True):
 
 
 class PeerNotDialled(Message, frozen=True):
-    """A rank cannot; `code` is of the error."""
+    """A rank cannot pull over the link; `code` is the error's."""
 
     rank: int
     link: int

@@ -376,13 +376,12 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
 def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
     """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
 
-    `ahead` is more than the next window where a drafter's block that proposes it is longer.
-
-    Both may pass the end of the text; what lies there is computed and never used.
+    `ahead` is more than the next window's width where the drafter's block is longer. This window
+    and `ahead` may pass the end of the text; what lies there is computed and never used.
     """
     return min(bound + width + ahead, max_len + ahead - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
-    """Whether a step can run or runs. Not the preempted: they may wait for pages of pulls."""
+    """Whether a step can run or runs. Not the preempted: fetches may hold pages they wait for."""
     return bool(scheduler.running or scheduler.ready or scheduler.local)

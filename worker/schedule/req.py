@@ -156,11 +156,11 @@ class PrefillReq:
     num_planned_tokens: int  # launched
     row: int = 0
     num_table_pages: int = 0
-    num_announced_pages: int = 0  # that decode had, or settled steps announced with all groups
+    num_announced_pages: int = 0  # that decode had, or settled and announced with all groups
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
     sampling: Sampling | None = None  # to draw the token that follows; None: decode draws it
-    num_prompt_tokens: int = 0  # with `sampling`: of `tokens`, the rest is output
+    num_prompt_tokens: int = 0  # with `sampling`: how many of `tokens` are prompt, not output
     token: int | None = None  # drawn and settled
     prefill_s: float = 0.0  # from started_at until its last page and token were announced
     dropped: bool = False  # given back; a step in flight may still compute it

@@ -20,7 +20,7 @@ DWELL = 64  # steps after which the choice is looked at again; before that, afte
 SURE_WINDOWS = 256  # with fewer seen, nothing is looked at before DWELL
 GAIN = 1.03  # the choice changes for so many times the tokens a second
 PROBE = 512  # steps after which two steps have a neighbouring width, to learn of it: the first
-# drafts for so wide a window, the second verifies that
+# step makes drafts for a window of that width, the second verifies them
 
 
 class WidthPolicy:
@@ -30,7 +30,7 @@ class WidthPolicy:
         widths: ascending.
         step_s: measured seconds of a step by (rows, width); others are learnt.
         simulated: acceptance does not depend on drafts, nor on whether there are any.
-        may_miss: the drafter often has no draft; one that it was asked for counts as rejected.
+        may_miss: the drafter often has no draft; a missing one, if asked for, counts as rejected.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class WidthPolicy:
     def observe(self, width: int, drawn: Sequence[Drawn]) -> None:
         """Learn from what windows of a settled step yielded.
 
-        A row's first window has no drafts, one after a narrower step has few. Drafts that nobody
-        had asked for do not count as rejected; with `may_miss`, those that were asked for do.
+        A row's first window has no drafts, one after a narrower step has few. A missing draft is
+        not counted, but with `may_miss` one that was asked for counts as rejected.
         """
         asked, self._last_width = self._last_width if self._may_miss else 1, width
         if width == 1:
