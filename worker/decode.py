@@ -274,7 +274,7 @@ class DecodeLoop:
         if req.trace is not None:
             self._traces.end(req, cut_off)
         if req.phase is Phase.FETCHING:
-            req.deadline_at = float("inf")  # or the sweep would send an error meanwhile
+            req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
             self._inbound.cancel(req, reason)
         else:
             self._end(req, reason)
@@ -343,7 +343,7 @@ def _widths(engine: Engine) -> WidthPolicy:
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
-    """The line of the trace of `req` for a step that has just added `num` tokens to it."""
+    """What `return_trace` tells of a step that has just added `num` tokens to `req`."""
     if not plan.decode:
         return None
     return Window(len(req.tokens) - num - 1, plan.width, drawn.drafts, num - 1)

@@ -97,7 +97,7 @@ class Engine:
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
 
-        A turn waits for a step only here and in `LayerGroups.wait`.
+        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
 
         Raises:
             PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
@@ -236,7 +236,7 @@ def build_engine(
         torch.set_num_threads(int(config.engine.threads))
     whole = _model_layout(config, spec, drafter)
     layout = whole.share(meeting.size, meeting.rank)
-    engine_threads = {"engine": {"threads"}}  # may differ: from the CPUs of each process
+    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
     meeting.agree("configurations", config.model_dump_json(exclude=engine_threads).encode())
     config, loaded, graphs, checks, digest = load(
         config, spec, drafter, layout, configured_len, meeting, progress

@@ -1,13 +1,13 @@
-"""Flight: the launched steps of a loop, and when the next one is launched and one settled.
+"""Flight: the launched steps of a loop; when to launch the next and to settle the oldest.
 
     step n computes          ├──────────────────────────────┤
     launch of step n + 1                              ▲        as late as keeps the device busy
     settling of step n                                      ▲
 
-A step takes what has arrived by its launch. Launched as soon as step n - 1 has settled, it would
-miss all that arrives while step n computes. So with KV under way the launch waits, by the measured
-times of steps and launches. All waits are the engine thread's wait for messages, so arrivals are
-handled meanwhile.
+A step takes what has arrived by its launch. Step n + 1, if launched as soon as step n - 1 has
+settled, would miss all that arrives while step n computes. So with KV under way the launch waits,
+by the measured times of steps and launches. All waits are the engine thread's wait for messages, so
+arrivals are handled meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLACK_S = 4e-4
 POLL_S = 2.5e-4
 NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
-TOLD_S = 0.1  # where the end of the step wakes the loop
+TOLD_S = 0.1  # where the end of a step wakes the loop, which need not poll
 NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, presumably
 
 

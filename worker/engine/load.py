@@ -68,8 +68,8 @@ def load(
         progress: told how far it is.
 
     Returns:
-        The config without "auto", with the max_num_reqs and the max_model_len that the memory
-        holds, the model, its graphs and their checks, and the digest of what makes its KV.
+        The config without "auto" (max_num_reqs and max_model_len are what the memory holds); the
+        model; its graphs; their checks; the digest of what makes its KV.
 
     Raises:
         UserError: see `build_engine`.
@@ -117,7 +117,7 @@ class _Took:
         self._parts: list[str] = []
 
     def ended(self, part: str) -> None:
-        """It began where the part before it ended. Launched work may count for the next part."""
+        """End `part`, which began where the last one ended. Work in flight counts for the next."""
         now = time.monotonic()
         self._parts.append(f"{part} {now - self._last_at:.1f}")
         self._last_at = now
@@ -127,7 +127,7 @@ class _Took:
 
 
 def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) -> Collective:
-    """What `engine.collective` names, among the ranks that meet."""
+    """What `engine.collective` names, over the ranks of `meeting`; "single" for one rank."""
     if meeting.size == 1:
         return resolve("collective", "single", COLLECTIVES)(device=device)
     # Rank 0 picks the port: only it is sure to run on that host.
@@ -166,7 +166,7 @@ def _load_models(
 def _digest(
     config: WorkerConfig, model: Decoder, drafter: DrafterModel | None, meeting: Meeting
 ) -> str:
-    """Digest everything that the bytes of a page depend on, on whatever number of ranks."""
+    """Digest all that a page's bytes depend on; equal for any number of ranks."""
 
     def weights(part: Decoder | DrafterModel) -> str:
         if config.model.load_format == "dummy":
@@ -205,7 +205,8 @@ def _assemble(
     max_len, decodes = int(config.model.max_model_len), config.role == "decode"
     widths = config.spec.all_widths if decodes else (1,)
     max_width = max(widths)
-    longest = max(max_width, config.spec.block) if decodes else 1  # of what may pass max_len
+    # A window or a drafter's block may run past max_len.
+    longest = max(max_width, config.spec.block) if decodes else 1
     names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
     if max_width == 1:
         del names["spec"]
@@ -233,7 +234,7 @@ def _assemble(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None and isinstance(drafter.spec, ChainSpec),
-        # Long steps compute the last layer for last tokens alone; such a drafter needs all.
+        # Long steps end the last layer for last tokens alone; a drafter that taps it needs all.
         all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
     )
     return LoadedModel(

@@ -209,7 +209,7 @@ def with_max_num_reqs(
 def with_penalty_rows(config: WorkerConfig, *, all_requests: bool) -> WorkerConfig:
     """Decide engine.penalty_rows; `all_requests`: each of them has a penalty by default.
 
-    A slot of them takes 9 bytes for each entry of the vocabulary.
+    A penalty row takes 9 bytes for each entry of the vocabulary.
     """
     if config.engine.penalty_rows != "auto":
         return config

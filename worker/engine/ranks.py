@@ -2,7 +2,8 @@
 
 The leader (rank 0) schedules. It tells the other ranks each step just before it launches the step
 itself, over one ordered link a rank; they launch what they are told, in that order, so all ranks
-enter the same collectives. Nothing comes back from a step: every rank draws the same tokens itself.
+enter the same collectives. No tokens come back: every rank draws the same itself. (With
+`engine.strict` it reports a digest of them.)
 """
 
 from __future__ import annotations

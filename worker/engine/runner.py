@@ -61,9 +61,10 @@ class Step:
         return self._running is not None and self._running.done()
 
     def tells(self, wake: Callable[[], None]) -> bool:
-        """Have another thread call `wake` when the step is done; False: it cannot be had.
+        """Have another thread call `wake` when the step is done; False: nothing will.
 
-        Only on the CPU, where a loop that polls takes the step's own core. To be asked as `done`.
+        Only on the CPU, where a loop that polls takes the step's own core. Like `done`, not to be
+        asked before a masked step's tail.
         """
         if self._running is None:
             return False
@@ -73,7 +74,7 @@ class Step:
         return True
 
     def drafts(self) -> list[list[int]]:
-        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: no lines.
+        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: [].
 
         Known as soon as the step before has ended, when masks can be made.
         """
@@ -189,7 +190,7 @@ class ModelRunner:
             self._forwarded = self._forward(step)
         except BaseException as error:
             if isinstance(step._drafts, Future) and not step._drafts.done():
-                step._drafts.set_exception(error)  # who makes its masks waits for them
+                step._drafts.set_exception(error)  # who makes its masks waits for its drafts
             raise
 
     @torch.inference_mode()

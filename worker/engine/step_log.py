@@ -24,15 +24,15 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     path: str  # see Step.path
     rows: int  # that decode
     tokens: int  # of chunks
-    num_keys: int  # of all rows, at most
-    longest: int  # row, in keys, at most
+    num_keys: int  # upper bound, of all rows
+    longest: int  # upper bound of the longest row's keys
     joined: bool  # it was launched while another step was in flight
-    late: bool  # and that had ended before the launch did: the device was idle up to launch_us
+    late: bool  # that other step ended before this launch did: the device was idle up to launch_us
     launch_us: float  # of the host: from the plan to the last kernel
     wait_us: float  # of the host: blocked until the step had ended
     host_us: float  # CPU time of the loop's thread since the last settling, without the wait
     gpu_us: float = 0.0  # from the begin of its launch, or the last step's end if later, to its end
-    idle_us: float = 0.0  # between the last step's end and the begin of its launch
+    idle_us: float = 0.0  # from the last step's end to the begin of this one's launch
     width: int = 1  # of the windows that it verified
     kept: int = 0  # tokens that these yielded, of all rows, if they are wider than 1
 

@@ -8,9 +8,9 @@ from worker.models.decoder import Decoder
 
 
 class Sums:
-    """Counts the sums of one worker, once a step: all layers' are of the same size.
+    """Counts all sums of a step at once, since those of all layers are of the same size.
 
-    A replayed graph passes no Python, so nothing can be counted where a sum is launched. But the
+    A replayed graph runs no Python, so nothing can be counted where a sum is launched. But the
     algorithm depends on the number of tokens alone, in captured graphs as well.
     """
 
