@@ -25,7 +25,7 @@ from worker.transfer.layout import Pages
 log = logging.getLogger("kvlane.peers")
 
 RETRY_S = 2.0
-# `measured` repeats page 0 in one pull up to the first of these, then pulls one short range alone.
+# `measured` repeats page 0 in one pull until either is reached, then pulls a short range alone.
 MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
 
 

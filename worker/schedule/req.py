@@ -58,7 +58,7 @@ class Marks:
     prefilled_by: str = ""  # PeerId, not a time; filled by its fetch or at admission
     landed_at: float = 0.0  # all KV was here without a local prefill; by the loop, or at admission
     row_at: float = 0.0  # filled by the scheduler
-    first_token_at: float = 0.0  # filled by `Replies.token`
+    first_token_at: float = 0.0  # filled by `Replies.tokens`
 
     def fetched(self, announced_at: float, prefill_s: float, peer: PeerId) -> None:
         """Keep what its fetch found, unless it had a row before: then it was preempted."""
