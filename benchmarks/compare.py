@@ -1,7 +1,7 @@
 """One benchmark of two checkouts, by turns on one machine: what a change costs or saves.
 
-    git worktree add /tmp/before REV
-    python -m benchmarks.compare --before /tmp/before --after . --starts 6 --json out.json -- \\
+    git worktree add /tmp/REV REV
+    python -m benchmarks.compare --before /tmp/REV --after . --starts 6 --json out.json -- \\
         benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
         --batch 1 --tokens 256 --graph piecewise --repeat 12
 
@@ -10,7 +10,7 @@ figure is the median of its steps, and the table shows the median over starts. T
 before, after, after, before, ..., so that a machine that grows slower counts for both. The interval
 holds 95 % of the ratios when starts are drawn anew, with replacement, among each checkout's own.
 
-A row is told by those of its fields that both checkouts write. Each start is a process of its own
+Each start is a process of its own
 in the checkout's folder; what it prints goes to standard error. Any benchmark serves that writes
 `--json` as `benchmarks.engine` does.
 """
@@ -28,10 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.load.result import machine
+from benchmarks.load.result import machine, version_of
 
 SIDES = ("before", "after")
-FIELDS = ("batch", "prompt_len", "tokens", "sampling", "width", "launch", "path")  # tell a row
+# What tells rows apart, where both checkouts write it.
+FIELDS = ("batch", "prompt_len", "tokens", "sampling", "width", "launch", "path")
+PACKAGES = ("torch", "triton", "flashinfer-python")
 RESAMPLES = 10_000
 
 
@@ -135,7 +137,11 @@ def main() -> None:
     rows = compared(started)
     print(table(rows), flush=True)
     if options.json:
-        about = {"machine": machine(), "command": options.command, "rows": rows}
+        about = {
+            "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
+            "checkouts": {side: str(path) for side, path in checkouts.items()},
+            "command": options.command, "rows": rows,
+        }  # fmt: skip
         options.json.write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -45,7 +45,9 @@ def test_each_checkout_is_started_by_turns_and_the_rows_that_both_have_are_compa
         ],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["checkouts"] == {"before": str(before), "after": str(after)}
+    rows = told["rows"]
     assert [(row["before"], row["after"]) for row in rows] == [([100, 103], [201, 202])]
     assert rows[0]["name"] == "batch 1, sampling greedy"
     assert rows[0]["ratio"]["value"] == pytest.approx(201.5 / 101.5)
