@@ -120,7 +120,8 @@ def greedy_texts(
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
-    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue] # of a mixin
+    # By transformers' types its own models have no `generate`.
+    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue]
     output = generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],

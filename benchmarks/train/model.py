@@ -82,7 +82,7 @@ def train(
 ) -> None:
     """Trains in place: float32 weights, bfloat16 matrix products on a GPU; prints its progress."""
     on_gpu = device.startswith("cuda")
-    nn.Module.to(model, device).train()
+    nn.Module.to(model, device).train()  # transformers' types of its `to` are wrong
     optimizer = _optimizer(model, recipe, on_gpu)
     loss_of = torch.compile(_loss, dynamic=False) if compiled else _loss
     started, num_tokens = time.monotonic(), 0

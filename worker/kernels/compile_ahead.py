@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of a step on all cores at once, before any of them runs.
+"""Compiles the Triton kernels of a step by many threads at once, before any of them runs.
 
 Triton compiles a kernel where it is first launched, one after the other: about a minute of the
 first start on a machine, with one core busy. A step run within `compile_ahead` launches nothing:
