@@ -20,8 +20,8 @@ from typing import Any
 from worker.api import AnyMessage, Generate, PeerId, Refused, Sampling, WorkerStats, encode
 from worker.config import WorkerConfig
 from worker.decode import DecodeLoop
-from worker.engine.engine import Engine, build_engine
 from worker.plan import Drawn, Plan
+from worker.start.engine import Engine, build_engine
 
 ROUTER: PeerId = "router/1"
 PROMPT_TOKENS = 64

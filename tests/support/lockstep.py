@@ -32,11 +32,11 @@ from worker.api import (
     WorkerStats,
 )
 from worker.decode import DecodeLoop
-from worker.engine.engine import Engine, build_engine
 from worker.loop import LOCAL, MembersChanged
 from worker.plan import Drawn
 from worker.prefill import PrefillLoop
 from worker.schedule.decode import DecodeScheduler, Settled
+from worker.start.engine import Engine, build_engine
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
 LINK_POLL_S = 1e-3
