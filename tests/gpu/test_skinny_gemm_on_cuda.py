@@ -17,7 +17,7 @@ from tests.support.products import (
 )
 from worker.ops.product import gated_product
 from worker.ops.product import product as linear
-from worker.ops.skinny_gemm import choose
+from worker.ops.skinny_triton import choose
 from worker.ops.swiglu import swiglu
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -76,10 +76,16 @@ class Tree:
         return found
 
 
+CONTRACT = frozenset({"api", "config", "errors", "plan", "registry", "wire"})  # of all processes
+
+
 def room_of(module: str) -> str | None:
     """Room of a dotted name; None: not in worker, or worker itself."""
     package, _, rest = module.partition(".")
-    return rest.split(".")[0] if package == "worker" and rest else None
+    room = rest.split(".")[0]
+    if package != "worker" or not rest:
+        return None
+    return "contract" if room in CONTRACT else room
 
 
 @cache

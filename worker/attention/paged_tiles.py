@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from worker.forward.batch import SHORT_KEYS
 from worker.ops.launch import power_of_two
 
 MAX_SPLITS = 64
-SHORT_KEYS = 2048
 _TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
 
 

@@ -34,21 +34,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.draw.changes_triton import changed_logits, rules_of
 from worker.draw.draw_rows_triton import list_rows, new_lists, rows_at_once, tries
+from worker.ops.best_pairs_triton import key_of
 from worker.draw.filters_triton import (
     best_of,
     is_likely,
-    key_of,
     probability,
     threshold_of,
     weights_of,
     winner_of,
 )
-from worker.forward.draws import Changes, DrawParams, changed_logits, rules_of
-from worker.ops.best_pairs import VocabPart, best_ids_triton, best_pairs_triton
+from worker.forward.draws import Changes, DrawParams
+from worker.ops.best_pairs import VocabPart
+from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
-from worker.ops.philox import gumbel_block
+from worker.ops.philox_triton import gumbel_block
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4

@@ -5,30 +5,9 @@ Logits are compared by keys, integers of the same order. `draw.py` fills `keys` 
 
 from __future__ import annotations
 
+from worker.ops.best_pairs_triton import value_of
 from worker.ops.jit import tl, triton
-from worker.ops.philox import natural_log
-
-
-@triton.jit
-def key_of(x, BITS: tl.constexpr):
-    """Signed integers in the order of x, which is not -0.
-
-    BITS = 16 keeps the upper half. It is all of a bf16: the lower half is 0.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    if BITS == 16:
-        key = key >> 16
-    return key
-
-
-@triton.jit
-def value_of(key, BITS: tl.constexpr):
-    """The f32 that has this key."""
-    if BITS == 16:
-        key = key << 16
-    bits = tl.where(key < 0, -key | -2147483648, key)
-    return bits.to(tl.float32, bitcast=True)
+from worker.ops.philox_triton import natural_log
 
 
 @triton.jit

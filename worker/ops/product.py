@@ -11,7 +11,7 @@ from torch import Tensor
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import has_dependent_launch
 from worker.ops.lt_gemm import tuned_gemm
-from worker.ops.skinny_gemm import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
+from worker.ops.skinny_triton import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 from worker.ops.swiglu import swiglu
 
 # Up to so many rows a product takes the time of reading its weights.

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.attention.paged_tiles import SHORT_KEYS
-from worker.forward.batch import Batch, DraftRows, HostLengths
+from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan
