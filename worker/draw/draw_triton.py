@@ -36,7 +36,6 @@ from torch import Tensor
 
 from worker.draw.changes_triton import changed_logits, rules_of
 from worker.draw.draw_rows_triton import list_rows, new_lists, rows_at_once, tries
-from worker.ops.best_pairs_triton import key_of
 from worker.draw.filters_triton import (
     best_of,
     is_likely,
@@ -47,7 +46,7 @@ from worker.draw.filters_triton import (
 )
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
-from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton
+from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_block
