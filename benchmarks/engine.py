@@ -66,11 +66,11 @@ from worker.plan import LONG_STEP_TOKENS, Plan, max_rows, tail_of
 from worker.run.base import ChunkGraphs, Decoded
 from worker.run.build import build_graphs
 from worker.run.eager import EagerChunks, draw_eagerly
+from worker.run.engine import Engine
 from worker.run.runner import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
-from worker.start.engine import Engine
 from worker.step.state import SampledRows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
@@ -208,7 +208,8 @@ class Bench:
         pending: Step | None = None
         num_left = batch
         while num_left or pending is not None:
-            step = engine.launch(scheduler.plan())
+            plan = scheduler.plan()
+            step = engine.launch(plan) if plan is not None else None
             if pending is not None:
                 drawn = engine.settle(pending)
                 self.path = pending.path

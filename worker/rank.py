@@ -21,6 +21,7 @@ from worker.observe.metrics import Progress, untold
 from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.base import PaddedShape
+from worker.run.engine import Engine
 from worker.run.ranks import (
     FromLeader,
     FromRank,
@@ -30,7 +31,7 @@ from worker.run.ranks import (
     masks_of,
     rank_peer,
 )
-from worker.start.engine import Engine, build_engine
+from worker.start.build import build_engine
 from worker.transfer.rank import RankPulls
 from worker.transfer.ranked import PullPages
 

@@ -13,7 +13,7 @@ from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launched
 from worker.registry import resolve
 from worker.run.ranks import Ranks, from_rank, others
-from worker.start.engine import build_engine
+from worker.start.build import build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 

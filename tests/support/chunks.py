@@ -16,9 +16,10 @@ from worker.forward.context import LayerHook, forward_context
 from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
 from worker.run.eager import EagerChunks
+from worker.run.engine import Engine
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.runner import Step, padded_shape
-from worker.start.engine import Engine, build_engine
+from worker.start.build import build_engine
 
 PAGE_SIZE = 16
 ROWS = 12

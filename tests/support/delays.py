@@ -47,7 +47,7 @@ class Delays:
         self._pulls = random.Random(seed + 2000)
         self.num_on_device = 0
         for loop in served.loops.values():
-            self._wrap(loop._scheduler, "plan", self._sleep)
+            self._wrap(loop.scheduler, "plan", self._sleep)
         for peer, engine in served.engines.items():
             runner: Any = engine.runner
             spins = engine.pool.device.type == "cuda"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
+from worker.forward.window import WindowShape
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan
@@ -207,14 +208,12 @@ class BatchBuffers:
         self._state.apply_pages(others)
         return new
 
-    def decode(
-        self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None, width: int = 1
-    ) -> tuple[Batch, SampledRows]:
+    def decode(self, rows: Tensor, window: WindowShape) -> tuple[Batch, SampledRows]:
         """Build the batch of a window for each of `rows` [n] i64. Enqueues device work only.
 
-        Rows that are inactive on the device, and row 0, are padding. `host` goes into the batch;
-        nobody knows it for steps wider than 1.
+        Rows that are inactive on the device, and row 0, are padding.
         """
+        width, max_seq_len_ub, host = window
         num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
         batch = Batch(
