@@ -67,7 +67,7 @@ from worker.run.base import ChunkGraphs, Decoded
 from worker.run.build import build_graphs
 from worker.run.eager import EagerChunks, draw_eagerly
 from worker.run.engine import Engine
-from worker.run.runner import Step
+from worker.run.step import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
@@ -209,16 +209,18 @@ class Bench:
         num_left = batch
         while num_left or pending is not None:
             plan = scheduler.plan()
-            step = engine.launch(plan) if plan is not None else None
+            step = engine.runner.launch(plan) if plan is not None else None
             if pending is not None:
-                drawn = engine.settle(pending)
+                drawn = engine.runner.settle(pending)
                 self.path = pending.path
                 for req, _, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
                         scheduler.finish(req)
                         num_left -= 1
             if step is not None and step.plan.masked:
-                engine.launch_tail(step, self.masks(len(step.plan.sampled_rows) * step.plan.width))
+                engine.runner.launch_tail(
+                    step, self.masks(len(step.plan.sampled_rows) * step.plan.width)
+                )
             pending = step
         took_s = time.perf_counter() - began
         assert all(len(req.tokens) == prompt_len + output_len for req in reqs)

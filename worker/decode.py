@@ -134,15 +134,15 @@ class DecodeLoop:
         if flight.launch_due(num_arriving):
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
-                step = self._engine.launch(plan)
+                step = self._engine.runner.launch(plan)
                 flight.launched(step, time.monotonic() - began_at)
         if (step := flight.ended()) is not None:
-            drawn = self._engine.settle(step)
+            drawn = self._engine.runner.settle(step)
             self._settled(step.plan, drawn, time.monotonic())
         if (step := flight.tail_due()) is not None:
             sampled, _ = self.scheduler.reqs_of(step.plan.step)
             masks = self._grammars.masks([req.matcher for req in sampled], step.drafts())
-            self._engine.launch_tail(step, masks)
+            self._engine.runner.launch_tail(step, masks)
         if self._peers.num_known:
             self._peers.tend(now, self._inbound.uses)
         self._sweep(now)

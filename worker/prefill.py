@@ -18,7 +18,7 @@ from worker.run.base import BucketCheck
 from worker.run.engine import Engine
 from worker.run.flight import Flight
 from worker.run.groups import LayerGroups
-from worker.run.runner import Step
+from worker.run.step import Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
@@ -89,11 +89,11 @@ class PrefillLoop:
         if flight.launch_due():
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
-                step = self._engine.launch(plan, self._layer_groups(plan))
+                step = self._engine.runner.launch(plan, self._layer_groups(plan))
                 flight.launched(step, time.monotonic() - began_at)
         if (step := flight.ended()) is not None:
             self._announce_rest(step)
-            self._settled(step.plan, self._engine.settle(step))
+            self._settled(step.plan, self._engine.runner.settle(step))
         self._outbound.sweep(now)
         self._publish()
         idle_s = flight.idle_s()
@@ -139,7 +139,7 @@ class PrefillLoop:
             return  # the rest of a launch asks no event
         num_final = step.groups.num_final
         if num_final > self._num_groups_announced:
-            self._engine.check_ranks()  # a sum that gave up makes groups final as well
+            self._engine.runner.check_ranks()  # a sum that gave up makes groups final as well
             self._num_groups_announced = num_final
             chunks = self.scheduler.chunks_of(step.plan.step)
             self._outbound.announce_groups(chunks, num_final, time.monotonic())

@@ -36,7 +36,7 @@ from worker.transfer.rank import RankPulls
 from worker.transfer.ranked import PullPages
 
 if TYPE_CHECKING:
-    from worker.run.runner import Step
+    from worker.run.step import Step
 
 log = logging.getLogger("kvlane.rank")
 
@@ -121,7 +121,7 @@ class RankLoop:
         while self._steps and self._steps[0].done():
             step = self._steps.popleft()
             drawn = step.wait()
-            self._engine.check_ranks()
+            self._engine.runner.check_ranks()
             self._num_steps += 1
             if self._engine.config.engine.strict:
                 self._answer(launched(step, drawn))

@@ -67,10 +67,12 @@ def serve(
     live = set(reqs)
     while live or pending is not None:
         plan = scheduler.plan()
-        step = engine.launch(plan) if plan is not None else None
+        step = engine.runner.launch(plan) if plan is not None else None
         owned |= {page for req in live if req.hold for page in req.hold.pages}
         if pending is not None:
-            for req, _, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+            for req, _, _, reason in scheduler.settle(
+                pending.plan.step, engine.runner.settle(pending)
+            ):
                 if reason is not None:
                     scheduler.finish(req)
                     live.discard(req)

@@ -1,9 +1,8 @@
-"""Engine: the parts of one worker, the same for both roles; launches and settles its steps."""
+"""Engine: the parts of one worker, the same for both roles."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,18 +14,14 @@ from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
-from worker.forward.draws import Masks
 from worker.model.shape import ModelSpec
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
-from worker.observe.step_log import StepLog
 from worker.peers.meeting import Meeting
-from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.groups import LayerGroups
-from worker.run.ranks import FromLeader, Ranks
-from worker.run.runner import ModelRunner, Step, padded_shape
-from worker.run.sums import Sums
+from worker.run.ranks import FromLeader
+from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
 from worker.transfer.sources import LocalRank
 
@@ -49,58 +44,13 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    sums: Sums | None  # None: the worker has one rank
-    step_log: StepLog | None
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
     tracer: Tracer | None
     meeting: Meeting
-    ranks: Ranks | None = None  # set by `Worker` on the leader of several
-
-    def launch(self, plan: Plan, groups: LayerGroups | None = None) -> Step:
-        """Enqueue the step of `plan`; groups: see ModelRunner.launch."""
-        log = self.step_log
-        began, began_at = log.event() if log is not None else None, time.monotonic()
-        shape = padded_shape(self.runner.graphs, plan, hooked=groups is not None)
-        if self.ranks is not None:
-            self.ranks.launch(plan, shape)
-        step = self.runner.launch(plan, groups, shape)
-        self.meter.launched(plan)
-        if log is not None:
-            log.launched(plan, began, time.monotonic() - began_at)
-        return step
-
-    def launch_tail(self, step: Step, masks: Masks) -> None:
-        """Enqueue the tail of a masked step; see ModelRunner."""
-        if self.ranks is not None:
-            self.ranks.launch_tail(masks)
-        self.runner.launch_tail(step, masks)
-        if self.step_log is not None:
-            self.step_log.tail_launched(step.plan)
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
         return LayerGroups(self.layout, self.runner.stream, while_launching, self.meeting.size)
-
-    def settle(self, step: Step) -> list[Drawn]:
-        """Wait for a step and read its tokens.
-
-        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
-
-        Raises:
-            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
-        """
-        began_at, cpu_at = time.monotonic(), time.thread_time()
-        drawn = step.wait()
-        self.check_ranks()
-        if self.ranks is not None:
-            self.ranks.settled(step, drawn)
-        self.meter.settled(step.plan, step.path)
-        if self.sums is not None:
-            self.sums.settled(step)
-        if (log := self.step_log) is not None:
-            wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
-            log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
-        return drawn
 
     @property
     def step_s(self) -> dict[tuple[int, int], float]:
@@ -119,12 +69,8 @@ class Engine:
 
     def tell_ranks(self, message: FromLeader) -> None:
         """Send to the other ranks, if there are any."""
-        if self.ranks is not None:
-            self.ranks.tell(message)
-
-    def check_ranks(self) -> None:
-        """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
-        self.runner.loaded.model.collective.check()
+        if self.runner.ranks is not None:
+            self.runner.ranks.tell(message)
 
     def num_settled(self) -> int:
         """How many steps have been settled."""
@@ -179,7 +125,5 @@ class Engine:
         self.runner.loaded.model.collective.close()
         self.meeting.close()
         self.metrics.close()
-        if self.step_log is not None:
-            self.step_log.close()
         if self.tracer is not None:
             self.tracer.close()

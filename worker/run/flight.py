@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from worker.observe.meter import StepMeter
-from worker.run.runner import Step
+from worker.run.step import Step
 
 # Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
 # interpreter lock, may delay the launch of the next step by this much.

@@ -1,9 +1,9 @@
-"""ModelRunner launches one step without waiting; Step waits for its end."""
+"""ModelRunner launches a step without waiting, and settles it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -13,70 +13,47 @@ from torch import Tensor
 
 from worker.draw.tail import Result
 from worker.forward.draws import Masks
+from worker.observe.meter import StepMeter
+from worker.observe.step_log import StepLog
 from worker.plan import Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
 from worker.run.groups import LayerGroups
-from worker.run.stream import Handle, stream_of
+from worker.run.ranks import Ranks
+from worker.run.step import Step
+from worker.run.stream import stream_of
+from worker.run.sums import Sums
 from worker.step.state import SampledRows
 
 JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
-
-
-class Step:
-    """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner.
-
-    Args:
-        plan: of the step.
-        shape: of a prefill step's batch.
-        groups: the layer hook of a prefill step; None: it has none.
-    """
-
-    def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
-        self.plan, self.shape, self.groups = plan, shape, groups
-        # How it was launched, for metrics, and tokens of its forward, padding included; known once
-        # it has been waited for.
-        self.path, self.num_tokens = "", 0
-        self.end: Handle | None = None  # of all of it; None: a masked step's tail is to come
-        self.verifies: Handle | None = None  # the drafts of a masked step; None: the width is 1
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.end is not None and self.end.done()
-
-    def tells(self, wake: Callable[[], None]) -> bool:
-        """Have another thread call `wake` when the step is done; False: nothing will.
-
-        Only on the CPU, where a loop that polls takes the step's own core.
-        """
-        return self.end is not None and self.end.tells(wake)
-
-    def drafts(self) -> list[list[int]]:
-        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: [].
-
-        Known as soon as the step before has ended, when masks can be made.
-        """
-        return [] if self.verifies is None else self.verifies.wait().ids.tolist()
-
-    def wait(self) -> list[Drawn]:
-        """Block until the step has finished; returns what plan.sampled_rows drew."""
-        assert self.end is not None, "the tail of a masked step is not launched"
-        result: Result | None = self.end.wait()
-        return result.read() if result is not None else []
 
 
 class ModelRunner:
     """Runs plans on one stream: row changes and forward, then the sampling tail.
 
     A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
+
+    Args:
+        loaded: the model and all that its steps need.
+        graphs: launch them.
+        meter: times them.
+        step_log: gets a line of each; None: there is none.
+        sums: counts their all-reduces; None: the worker has one rank.
     """
 
-    def __init__(self, loaded: LoadedModel, graphs: Graphs) -> None:
-        self.loaded = loaded
-        self.graphs = graphs
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        graphs: Graphs,
+        meter: StepMeter,
+        step_log: StepLog | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        self.loaded, self.graphs, self.meter = loaded, graphs, meter
         self.stream = stream_of(loaded.state.device)
-        self._state = loaded.state
+        self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
+        self._state, self._log, self._sums = loaded.state, step_log, sums
         # What the forward of a masked plan returned, until its tail is launched.
         self._forwarded: Decoded | None = None
 
@@ -91,42 +68,80 @@ class ModelRunner:
             shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
+        log = self._log
+        began, began_at = log.event() if log is not None else None, time.monotonic()
         shape = shape or padded_shape(self.graphs, plan, hooked=groups is not None)
+        if self.ranks is not None:
+            self.ranks.launch(plan, shape)
         step = Step(plan, shape, groups)
-        if not plan.masked:
-            step.end = self.stream.submit(partial(self._run, step))
-            return step
-        if plan.decode:
-            begun = self.stream.submit(partial(self._begin, plan))
-            step.verifies = begun if plan.width > 1 else None
-        self.stream.submit(partial(self._forward, step))
+        if plan.masked:
+            if plan.decode:
+                begun = self.stream.submit(partial(self.begin, plan))
+                step.verifies = begun if plan.width > 1 else None
+            self.stream.submit(partial(self.forward, step))
+        else:
+            step.end = self.stream.submit(partial(self.run, step))
+        self.meter.launched(plan)
+        if log is not None:
+            log.launched(plan, began, time.monotonic() - began_at)
         return step
 
     def launch_tail(self, step: Step, masks: Masks) -> None:
         """Enqueue the tail of a masked step; masks: on the host."""
         assert step.plan.masked
-        step.end = self.stream.submit(partial(self._tail, step.plan, masks))
+        if self.ranks is not None:
+            self.ranks.launch_tail(masks)
+        step.end = self.stream.submit(partial(self.tail, step.plan, masks))
+        if self._log is not None:
+            self._log.tail_launched(step.plan)
+
+    def settle(self, step: Step) -> list[Drawn]:
+        """Wait for a step and read its tokens.
+
+        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
+
+        Raises:
+            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
+        """
+        began_at, cpu_at = time.monotonic(), time.thread_time()
+        drawn = step.wait()
+        self.check_ranks()
+        if self.ranks is not None:
+            self.ranks.settled(step, drawn)
+        self.meter.settled(step.plan, step.path)
+        if self._sums is not None:
+            self._sums.settled(step)
+        if self._log is not None:
+            wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
+            self._log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
+        return drawn
+
+    def check_ranks(self) -> None:
+        """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
+        self.loaded.model.collective.check()
 
     def close(self) -> None:
         """Wait for launched steps and free captured graphs."""
         self.stream.close()
         self.graphs.close()
+        if self._log is not None:
+            self._log.close()
 
     @torch.inference_mode()
-    def _run(self, step: Step) -> Result | None:
+    def run(self, step: Step) -> Result | None:
         """Run a plan without masks, from its row changes to its tokens."""
         if step.plan.decode:
-            self._begin(step.plan)
+            self.begin(step.plan)
             forwarded = self.graphs.decode.launch(step.plan)
         else:
             forwarded = self.run_chunks(step)
         step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
         if forwarded.sampled is None:
             return forwarded.result
-        return self._draw(step.plan, forwarded)
+        return self.draw(step.plan, forwarded)
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan) -> _Drafts | None:
+    def begin(self, plan: Plan) -> _Drafts | None:
         """Apply a decode plan's row changes; returns what a masked step verifies."""
         self._state.apply(plan)
         self._seed(plan)
@@ -136,7 +151,7 @@ class ModelRunner:
         return _Drafts(self._state.columns.drafts[rows, : plan.width - 1])
 
     @torch.inference_mode()
-    def _forward(self, step: Step) -> None:
+    def forward(self, step: Step) -> None:
         """The forward of a masked step; its tail is launched once the masks are made."""
         decode = step.plan.decode
         forwarded = self.graphs.decode.launch(step.plan) if decode else self.run_chunks(step)
@@ -144,10 +159,11 @@ class ModelRunner:
         self._forwarded = forwarded
 
     @torch.inference_mode()
-    def _tail(self, plan: Plan, masks: Masks) -> Result:
+    def tail(self, plan: Plan, masks: Masks) -> Result:
+        """The draws of the masked step whose forward has just run."""
         assert self._forwarded is not None
         forwarded, self._forwarded = self._forwarded, None
-        return self._draw(plan, forwarded, masks)
+        return self.draw(plan, forwarded, masks)
 
     def run_chunks(self, step: Step) -> Decoded:
         """Run the forward of a prefill step, then apply the plan's row changes.
@@ -181,7 +197,8 @@ class ModelRunner:
         if self.loaded.drafter is not None and rows:
             self.loaded.drafter.seed(self._state.upload(rows, torch.int64))
 
-    def _draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+    def draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+        """Draw what follows a forward; masks: of its rows, on the host."""
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
         return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)

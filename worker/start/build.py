@@ -84,11 +84,12 @@ def build_engine(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
     _watch(metrics, book)
-    runner, meter = ModelRunner(loaded, graphs), StepMeter(metrics)
+    meter = StepMeter(metrics)
     sums = Sums(loaded.model, metrics) if meeting.size > 1 else None
+    runner = ModelRunner(loaded, graphs, meter, _step_log(config, name) if leads else None, sums)
     return Engine(
-        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter, sums,
-        _step_log(config, name) if leads else None, checks, tracer, meeting,
+        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
+        checks, tracer, meeting,
     )  # fmt: skip
 
 
