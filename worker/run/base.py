@@ -22,6 +22,7 @@ from worker.observe.metrics import Progress, untold
 from worker.plan import Plan
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState
+from worker.step.windows import Windows
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +33,8 @@ class LoadedModel:
     attention: Attentions
     pool: KVPool
     state: StepState
-    buffers: BatchBuffers
+    buffers: BatchBuffers  # of prefill steps
+    windows: Windows  # of decode steps
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
     widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first

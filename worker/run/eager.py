@@ -7,18 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker.api import MAX_LOGPROBS
 from worker.attention.base import AttentionBackend
 from worker.draw.tail import Draws, Result, draw
-from worker.forward.batch import Batch, HostLengths
+from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, untold
-from worker.plan import TAILS, Plan, Tail, max_rows
+from worker.plan import TAILS, Plan, Tail
 from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
 from worker.run.segments import GraphMemory
-from worker.step.state import SampledRows
 
 
 def forward(
@@ -103,25 +101,6 @@ class _Eager:
 class EagerChunks(_Eager):
     """ChunkGraphs without graphs."""
 
-    @torch.inference_mode()
-    def run_largest(self) -> None:
-        """Run the largest prefill step; all its tokens are padding.
-
-        On a prefill worker also the tails of first tokens, for every number of rows for which the
-        kernels differ, so that serving compiles none.
-        """
-        loaded = self._loaded
-        batch = loaded.buffers.blank_chunk(int(loaded.config.max_prefill_tokens))
-        hidden, _ = self.launch(batch)
-        if loaded.decodes:
-            return
-        most = min(int(loaded.config.max_num_reqs), int(loaded.config.max_prefill_tokens))
-        for num_rows in {*(1 << i for i in range(most.bit_length())), most}:
-            rows = torch.zeros(num_rows, dtype=torch.int64, device=hidden.device)
-            sampled = SampledRows(rows, rows, torch.zeros_like(rows, dtype=torch.bool))
-            for tail in TAILS[1:]:
-                draw_rows(loaded, Decoded(hidden[rows], sampled, None, "", 0), Draws(tail))
-
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
@@ -139,35 +118,9 @@ class EagerChunks(_Eager):
 class EagerDecode(_Eager):
     """DecodeGraphs without graphs."""
 
-    @torch.inference_mode()
-    def run_largest(self) -> None:
-        """Run the largest decode steps; all their rows are padding.
-
-        Also the tail with penalties, masks and logprobs, for every number of rows for which the
-        kernels differ, so that serving compiles none.
-        """
-        loaded, device = self._loaded, self._loaded.state.device
-        most = int(loaded.config.max_num_reqs)
-        plan = Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=MAX_LOGPROBS)
-        for width in loaded.widths:
-            num_rows = max_rows(width, most)
-            rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            host = HostLengths([1] * num_rows, [loaded.max_len] * num_rows) if width == 1 else None
-            window = WindowShape(width, loaded.max_len + width - 1, host)
-            self.step(rows, window, TAILS[-1])
-            forwarded = self.step(rows, window)
-            assert forwarded.sampled is not None
-            for num in {num_rows, *(1 << i for i in range(num_rows.bit_length()))}:
-                hidden = forwarded.hidden[: num * width]
-                sampled = forwarded.sampled.first(num)
-                first = forwarded._replace(hidden=hidden, sampled=sampled)
-                self.draw(first, plan, Masks.none(num * width, loaded.model.spec.vocab_size))
-                if loaded.drafter is not None and width == 1:
-                    loaded.drafter.seed(rows[:num])
-
     def launch(self, plan: Plan) -> Decoded:
         rows = self._loaded.state.upload(plan.decode, torch.int64)
-        host = self._loaded.buffers.decode_lengths(plan.decode) if plan.width == 1 else None
+        host = self._loaded.windows.lengths(plan.decode) if plan.width == 1 else None
         window = WindowShape(plan.width, plan.max_seq_len_ub, host)
         return self.step(rows, window, "none" if plan.draws_apart else plan.tail)
 
@@ -177,7 +130,7 @@ class EagerDecode(_Eager):
     def step(self, rows: Tensor, window: WindowShape, tail: Tail = "none") -> Decoded:
         """One decode step of `rows` [n] i64 on the device, whose draws follow unless "none"."""
         loaded = self._loaded
-        batch, sampled = loaded.buffers.decode(rows, window)
+        batch, sampled = loaded.windows.batch(rows, window)
         attention = loaded.attention.decode if window.width == 1 else loaded.attention.spec
         hidden = forward(loaded, batch, attention)
         decoded = Decoded(hidden, sampled, None, "eager", batch.num_tokens)

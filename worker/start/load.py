@@ -40,6 +40,7 @@ from worker.start.digest import (
 )
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
+from worker.step.windows import Windows
 
 log = logging.getLogger("kvlane.start")
 
@@ -228,6 +229,7 @@ def _assemble(
         pool,
         state,
         buffers,
+        Windows(state, page_size),
         engine,
         max_len,
         widths,
