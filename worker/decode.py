@@ -110,7 +110,6 @@ class DecodeLoop:
         metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
-        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
         return {
             "requests": len(self.reqs),
             "fetches": self._inbound.num_fetches,
@@ -120,7 +119,6 @@ class DecodeLoop:
         }
 
     def num_peers(self) -> int:
-        """Number of prefill workers that can be pulled from."""
         return self._peers.num_connected
 
     def close(self) -> None:

@@ -67,7 +67,6 @@ class PrefillLoop:
         metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
-        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
 
     def num_peers(self) -> int:
