@@ -60,14 +60,14 @@ from benchmarks.load.result import machine
 from benchmarks.ranks import led_engine
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.engine.engine import Engine
-from worker.engine.runner import Step
-from worker.graph.base import ChunkGraphs, Decoded
-from worker.graph.build import build_graphs
-from worker.graph.eager import EagerChunks, draw_eagerly
-from worker.kernels.step.logits import Masks
-from worker.models.decoder import DecoderLayer
+from worker.forward.draws import Masks
+from worker.model.decoder import DecoderLayer
 from worker.plan import LONG_STEP_TOKENS, Plan, max_rows, tail_of
+from worker.run.base import ChunkGraphs, Decoded
+from worker.run.build import build_graphs
+from worker.run.eager import EagerChunks, draw_eagerly
+from worker.run.engine import Engine
+from worker.run.runner import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy

@@ -27,10 +27,10 @@ from worker.api import (
 from worker.cache.pool import KVPool
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
-from worker.engine.meter import StepMeter
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
-from worker.pull.fetch import Fetch
+from worker.transfer.fetch import Fetch
 from worker.wire import Event, Wire
 from worker.worker import Worker
 

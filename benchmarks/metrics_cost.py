@@ -32,12 +32,12 @@ from router.mailbox import Spent
 from router.metrics import ITL_BUCKETS, RouterMetrics
 from router.tally import Tally
 from worker.api import Stages
-from worker.comm.single import SingleCollective
-from worker.comm.table import choose, default_table
-from worker.engine.engine import Engine
-from worker.engine.sums import Sums
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
+from worker.peers.single import SingleCollective
+from worker.peers.table import choose, default_table
 from worker.plan import Plan
+from worker.run.engine import Engine
+from worker.run.sums import Sums
 
 MAX_SHARE = 0.01
 STEP_MS = 5.0  # of 256 rows on a GPU

@@ -36,9 +36,9 @@ import torch
 from benchmarks.engine import Bench, add_engine_options, build, ints, profile, synchronize
 from benchmarks.load.result import machine
 from worker.api import Sampling
-from worker.engine.engine import Engine
-from worker.engine.runner import Step, step_stream
 from worker.plan import Plan
+from worker.run.engine import Engine
+from worker.run.runner import Step, step_stream
 from worker.schedule.width import WidthPolicy
 
 WORK_CYCLES = 6_000_000  # of the device's clock, 3 ms: some times what a launch takes

@@ -23,12 +23,12 @@ from router.policy import POLICIES
 from router.port import listen
 from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
+from worker.drafts.drafter_spec import READERS, DrafterSpec, check_block
 from worker.errors import UserError
-from worker.layers.shard import split_even, split_heads
-from worker.models.config import ModelSpec, read_model_spec
-from worker.models.drafter_spec import READERS, DrafterSpec, check_block
-from worker.models.files import check_weights
-from worker.tracing.setup import check_tracing
+from worker.model.files import check_weights
+from worker.model.shape import ModelSpec, read_model_spec
+from worker.model.shard import split_even, split_heads
+from worker.observe.tracing import check_tracing
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS
 

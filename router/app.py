@@ -34,7 +34,7 @@ from worker.errors import UserError, WorldError
 from worker.wire import Event, Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Tracer
+    from worker.observe.spans import Tracer
 
 log = logging.getLogger("kvlane.router")
 

@@ -44,7 +44,7 @@ from worker.errors import LibraryError, contained
 from worker.wire import Event, Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 

@@ -23,7 +23,7 @@ from router.text import Text
 from router.window import Window, read
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Tracer
+    from worker.observe.spans import Tracer
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are junk"

@@ -19,7 +19,7 @@ from router.vllm import times_of
 from router.waiting import Req, counted
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace, Tracer
+    from worker.observe.spans import Trace, Tracer
 
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"

@@ -24,7 +24,7 @@ from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 

@@ -28,25 +28,25 @@ from worker.api import (
     Window,
     WorkerStats,
 )
-from worker.engine.engine import Engine
-from worker.engine.flight import Flight
-from worker.engine.runner import Step
+from worker.draw.grammar import Grammars
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan
-from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.inbound import Inbound, poll_after_s
-from worker.pull.peers import DialFailed, Link, PrefillPeers
-from worker.pull.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
 from worker.requests.traces import DecodeTraces
-from worker.sampling.grammar import Grammars
+from worker.run.engine import Engine
+from worker.run.flight import Flight
+from worker.run.runner import Step
 from worker.schedule.decode import DecodeScheduler, has_work, num_queued_tokens
 from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.width import WidthPolicy
+from worker.transfer.fetch import Fetch, FetchContext
+from worker.transfer.inbound import Inbound, poll_after_s
+from worker.transfer.peers import DialFailed, Link, PrefillPeers
+from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
 
 log = logging.getLogger("kvlane.decode")
 

@@ -123,7 +123,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: launch this step, as the leader does at the same time.
 
     Which graph serves chunks follows from times that each rank would measure a little differently,
-    so the leader's choice (`worker.graph.base.PaddedShape`) comes with the plan.
+    so the leader's choice (`worker.run.base.PaddedShape`) comes with the plan.
     """
 
     plan: Plan
@@ -135,7 +135,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class LaunchTail(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: the masks of the masked step that was launched last; launch its tail.
 
-    Fields: `worker.kernels.step.logits.Masks`, in the leader's byte order.
+    Fields: `worker.forward.draws.Masks`, in the leader's byte order.
     """
 
     num_masks: int  # lines of `words`

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
-from worker.engine.engine import Engine
-from worker.engine.flight import Flight
-from worker.engine.groups import LayerGroups
-from worker.engine.runner import Step
-from worker.graph.base import BucketCheck
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.plan import Plan
-from worker.pull.outbound import Outbound
+from worker.run.base import BucketCheck
+from worker.run.engine import Engine
+from worker.run.flight import Flight
+from worker.run.groups import LayerGroups
+from worker.run.runner import Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+from worker.transfer.outbound import Outbound
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 
 class PrefillLoop:

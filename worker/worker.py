@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worker.api import Between, Lost, Member, PullPath
-from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
-from worker.engine.engine import build_engine
-from worker.engine.ranks import Ranks, from_rank, others
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.metrics import Progress, untold
+from worker.observe.metrics import Progress, untold
+from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launched
 from worker.registry import resolve
+from worker.run.ranks import Ranks, from_rank, others
+from worker.start.build import build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 

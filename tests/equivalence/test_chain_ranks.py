@@ -14,13 +14,13 @@ from tests.unit.test_chain_forms import CASES, CPU, NUM_PAGES, PAGE_SIZE, TARGET
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.comm.base import Collective
-from worker.comm.gloo import GlooCollective
-from worker.comm.single import SingleCollective
-from worker.kernels.attention.mask import KeyMask
-from worker.models.chain import ChainDrafter
-from worker.models.chain_config import read_chain_spec
-from worker.models.loader import fill_drafter, load_model
+from worker.drafts.chain_config import read_chain_spec
+from worker.drafts.chain_model import ChainDrafter
+from worker.model.loader import fill_drafter, load_model
+from worker.ops.mask import KeyMask
+from worker.peers.base import Collective
+from worker.peers.gloo import GlooCollective
+from worker.peers.single import SingleCollective
 
 DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
 

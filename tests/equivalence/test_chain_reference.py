@@ -26,9 +26,9 @@ from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
-from worker.engine.engine import Engine
 from worker.forward.batch import Batch
-from worker.kernels.step.philox import gumbel_ref
+from worker.ops.philox import gumbel_ref
+from worker.run.engine import Engine
 from worker.step.state import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,9 +18,9 @@ from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
-from worker.engine import runner
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
 from worker.plan import RowStart
+from worker.run import runner
 from worker.schedule import prefill as prefill_schedule
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2

@@ -20,7 +20,7 @@ from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.ngram_reference import ngram_reference
 from tests.support.pairwise import every, more, pairwise, whole
-from worker.spec.ngram import Ngram
+from worker.drafts.ngram import Ngram
 
 MIN, MAX = 1, 3
 FACTORS: dict[str, Any] = {

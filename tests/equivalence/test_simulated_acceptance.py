@@ -22,8 +22,8 @@ from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig, SpecConfig
-from worker.engine.step_log import StepLine
-from worker.sampling.simulated import SimulatedAcceptance
+from worker.draw.simulated import SimulatedAcceptance
+from worker.observe.step_log import StepLine
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 

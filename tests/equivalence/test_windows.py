@@ -28,7 +28,7 @@ from tests.support.oracle import Oracle, Script, check_windows
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.kernels.step.logits import Masks
+from worker.forward.draws import Masks
 
 FACTORS: dict[str, Any] = {
     "widths": [(3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))],
@@ -304,10 +304,10 @@ def masks_of_the_first_row_only(real: Any) -> Any:
 
 SLOTS = "worker.schedule.decode._num_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise": ("worker.sampling.tail.SamplingRows.gather", same_noise_in_the_whole_window),
-    "accept all": ("worker.sampling.tail.accept_rows", accepts_without_comparing),
-    "one too many": ("worker.sampling.tail.accept_rows", one_token_too_many),
-    "stops": ("worker.sampling.tail.accept_rows", stops_count_in_the_first_row_only),
+    "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
+    "accept all": ("worker.draw.tail.accept_rows", accepts_without_comparing),
+    "one too many": ("worker.draw.tail.accept_rows", one_token_too_many),
+    "stops": ("worker.draw.tail.accept_rows", stops_count_in_the_first_row_only),
     "drafts": ("worker.step.buffers.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),

@@ -6,8 +6,8 @@ import traceback
 
 import torch
 
-from worker.engine.runner import ModelRunner, Step
-from worker.sampling.tail import Result
+from worker.draw.tail import Result
+from worker.run.runner import ModelRunner, Step
 
 
 def fail_on_sync(runner: ModelRunner) -> None:

@@ -15,9 +15,9 @@ from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.graph.build import build_graphs
-from worker.graph.full import buckets_of
 from worker.plan import TAILS
+from worker.run.build import build_graphs
+from worker.run.full import buckets_of
 from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
@@ -28,7 +28,7 @@ STEPS = [0]  # launched by all schedulers of this file: an allocator wants them 
 
 
 def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: object) -> Any:
-    from worker.engine.engine import build_engine
+    from worker.start.build import build_engine
 
     config = WorkerConfig.model_validate(
         {

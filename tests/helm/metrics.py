@@ -13,7 +13,7 @@ from router.errors import STATUS
 from router.metrics import RETRY_CAUSES, RouterMetrics
 from router.tally import Tallies
 from tests.helm.dashboards import queries
-from worker.metrics import PLACES, WorkerMetrics
+from worker.observe.metrics import PLACES, WorkerMetrics
 
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")

@@ -35,7 +35,7 @@ from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
 from tests.monitoring.prometheus import Prometheus, Series
 from tests.monitoring.schema import TOOLS
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 
 HERE = Path(__file__).parent
 PICTURES = HERE.parents[1] / "helm" / "dashboards"

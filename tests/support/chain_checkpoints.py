@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from worker.models.config import ModelSpec
+from worker.model.shape import ModelSpec
 
 FORMS = ("specforge", "speculators", "eagle", "mimo")
 ABSENT = "absent"  # as the value of a field: leave it out

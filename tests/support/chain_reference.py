@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from worker.api import Sampling
-from worker.kernels.step.philox import gumbel_ref
+from worker.ops.philox import gumbel_ref
 
 MTP_PREFIX = "model.mtp_layers.0."
 QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP layers

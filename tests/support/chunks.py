@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from worker.start.build import build_engine
 
 from tests.support.shallow import shallow
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine, build_engine
-from worker.engine.runner import Step, padded_shape
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
-from worker.graph.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
-from worker.graph.eager import EagerChunks
-from worker.graph.piecewise import PiecewiseChunks
 from worker.plan import Chunk, Plan
+from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
+from worker.run.eager import EagerChunks
+from worker.run.engine import Engine
+from worker.run.piecewise import PiecewiseChunks
+from worker.run.runner import Step, padded_shape
 
 PAGE_SIZE = 16
 ROWS = 12

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.chain_checkpoints import ABSENT, layer_shapes, random_tensors
-from worker.models.config import ModelSpec
+from worker.model.shape import ModelSpec
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from worker.start.build import build_engine
+
 from tests.support.engines import HANG_S, Answer, worker_config
 from worker.api import (
     Abort,
@@ -32,10 +34,10 @@ from worker.api import (
     WorkerStats,
 )
 from worker.decode import DecodeLoop
-from worker.engine.engine import Engine, build_engine
 from worker.loop import LOCAL, MembersChanged
 from worker.plan import Drawn
 from worker.prefill import PrefillLoop
+from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler, Settled
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"

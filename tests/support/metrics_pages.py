@@ -21,7 +21,7 @@ from router.siblings import Siblings
 from router.text import Text
 from tests.support.prompts import TINY
 from worker.api import Member, Stages, WorkerStats
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
 HEAD = "| family | of | kind | labels | |\n|---|---|---|---|---|\n"

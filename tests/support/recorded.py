@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from worker.graph import segments
-from worker.graph.base import Decoded, LoadedModel
-from worker.graph.full import FullDecode
-from worker.graph.piecewise import Bucket, PiecewiseChunks
-from worker.graph.segments import GraphMemory
-from worker.kernels.step.logits import Masks
+from worker.draw.tail import Result
+from worker.forward.draws import Masks
 from worker.plan import Plan, Tail
-from worker.sampling.tail import Result
+from worker.run import segments
+from worker.run.base import Decoded, LoadedModel
+from worker.run.full import FullDecode
+from worker.run.piecewise import Bucket, PiecewiseChunks
+from worker.run.segments import GraphMemory
 
 
 class RecordedGraph(TorchDispatchMode):

@@ -7,11 +7,11 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.kernels.attention import layers_rope_store, qk_rope_store
-from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import draft_draws, kept_rows
-from worker.kernels.step.philox import gumbel_ref
+from worker.attention import layers_rope_store, qk_rope_store
+from worker.drafts import draft_draws, kept_rows
+from worker.ops.jit import HAS_TRITON
+from worker.ops.philox import gumbel_ref
+from worker.ops.rope import rope_inv_freq, rope_table
 
 CPU = torch.device("cpu")
 

@@ -18,17 +18,17 @@ from tests.support.chain_checkpoints import ABSENT, FORMS, write_chain
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.comm.single import SingleCollective
+from worker.drafts.chain_config import read_chain_spec
+from worker.drafts.chain_model import ChainDrafter
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.kernels.attention.mask import KeyMask
-from worker.models.chain import ChainDrafter
-from worker.models.chain_config import read_chain_spec
-from worker.models.config import ModelSpec, read_model_spec
-from worker.models.decoder import Decoder
-from worker.models.digest import model_digest, part_sums, weights_digest
-from worker.models.loader import fill_drafter, load_model
+from worker.model.decoder import Decoder
+from worker.model.loader import fill_drafter, load_model
+from worker.model.shape import ModelSpec, read_model_spec
+from worker.ops.mask import KeyMask
+from worker.peers.single import SingleCollective
+from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
 TARGET = ModelSpec(

@@ -18,9 +18,12 @@ from tests.support.interpreted import INTERPRETED, WHY
 from tests.support.pairwise import in_whole, whole
 from tests.unit.test_kernels_triton import pick, rows_of
 from worker.api import MAX_STOP_IDS
-from worker.kernels.step import draw, draw_rows, logits, logprobs
-from worker.kernels.step.logits import Changes, Masks
-from worker.sampling.sampler import SamplingRows, change, draw_ref
+from worker.draw import draw_rows_triton as draw_rows
+from worker.draw import draw_triton as draw
+from worker.draw import logprobs
+from worker.draw.sampler import SamplingRows, change, draw_ref
+from worker.forward import draws as logits
+from worker.forward.draws import Changes, Masks
 
 pytest.importorskip("triton", reason=WHY)
 

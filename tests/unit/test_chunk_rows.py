@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from tests.support import pairwise as products
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.api import Sampling
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import chunk_rows
+from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
+from worker.step import chunk_rows
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
 

@@ -19,13 +19,13 @@ from tests.support.dflash_checkpoints import (
     small_spec_config,
     write_dflash,
 )
+from worker.drafts.chain_config import read_chain_spec
+from worker.drafts.dflash_config import read_dflash_spec
+from worker.drafts.dflash_spec import DFlashSpec
 from worker.errors import Unsupported, UserError
-from worker.kernels.attention.mask import KeyMask
-from worker.kernels.attention.scaling import RopeScaling
-from worker.models.chain_config import read_chain_spec
-from worker.models.config import ModelSpec
-from worker.models.dflash_config import read_dflash_spec
-from worker.models.dflash_spec import DFlashSpec
+from worker.model.shape import ModelSpec
+from worker.ops.mask import KeyMask
+from worker.ops.scaling import RopeScaling
 
 FULL = "full_attention"
 BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)

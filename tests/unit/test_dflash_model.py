@@ -15,15 +15,15 @@ from tests.support.shallow import shallow
 from worker.attention.base import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
-from worker.comm.single import SingleCollective
+from worker.drafts.build import regions
+from worker.drafts.dflash_config import read_dflash_spec
+from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.models.config import read_model_spec
-from worker.models.dflash import DFlashDrafter
-from worker.models.dflash_config import read_dflash_spec
-from worker.models.loader import fill_drafter, load_model
-from worker.spec.build import regions
+from worker.model.loader import fill_drafter, load_model
+from worker.model.shape import read_model_spec
+from worker.peers.single import SingleCollective
 
 TARGET = shallow(4)
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.chain_checkpoints import ABSENT
 from tests.support.dflash_checkpoints import TARGET, small_spec_config, write_dflash
+from worker.drafts.dflash_config import read_dflash_spec
 from worker.errors import UserError
-from worker.models.dflash_config import read_dflash_spec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [FULL, SLIDING]

@@ -20,12 +20,14 @@ from tests.support.pairwise import in_whole
 from tests.unit.test_draft_rows import draws_case
 from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
-from worker.kernels.step import best_pairs, draft_draws, draw
-from worker.kernels.step.best_pairs import VocabPart
-from worker.layers.embedding import VocabParallelEmbedding
+from worker.drafts import draft_draws
+from worker.draw import draw_triton as draw
+from worker.draw import sampler
+from worker.draw.sampler import SamplingRows
+from worker.model.embedding import VocabParallelEmbedding
+from worker.ops import best_pairs
+from worker.ops.best_pairs import VocabPart
 from worker.plan import Tail
-from worker.sampling import sampler
-from worker.sampling.sampler import SamplingRows
 
 pytest.importorskip("triton", reason=WHY)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import draft_draws, draft_rows
-from worker.kernels.step.philox import gumbel_ref
-from worker.kernels.step.step_rows import RowColumns
+from worker.drafts import draft_draws, draft_rows
+from worker.ops.jit import HAS_TRITON
+from worker.ops.philox import gumbel_ref
+from worker.step.step_rows import RowColumns
 
 
 def expected(

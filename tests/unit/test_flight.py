@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from worker.config.spec import SpecConfig
-from worker.engine import flight as module
-from worker.engine.flight import POLL_S, SLACK_S, Flight
-from worker.engine.meter import StepMeter
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan
+from worker.run import flight as module
+from worker.run.flight import POLL_S, SLACK_S, Flight
 
 STEP_S, LAUNCH_S = 0.007, 0.0008
 
@@ -119,7 +119,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr("worker.engine.meter.time", clock)
+    monkeypatch.setattr("worker.observe.meter.time", clock)
     return Device(clock)
 
 

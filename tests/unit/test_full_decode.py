@@ -26,11 +26,11 @@ from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
-from worker.graph import eager as eager_module
-from worker.graph import full as full_module
-from worker.graph.full import FullDecode, buckets_of, decode_buckets
+from worker.draw.tail import Result
 from worker.plan import max_rows
-from worker.sampling.tail import Result
+from worker.run import eager as eager_module
+from worker.run import full as full_module
+from worker.run.full import FullDecode, buckets_of, decode_buckets
 
 ROWS = 6
 SECTIONS: dict[str, dict[str, object]] = {

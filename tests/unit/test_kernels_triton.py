@@ -16,12 +16,14 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
-from worker.kernels import pair_norm, rms_norm, swiglu
-from worker.kernels.attention import qk_rope_store
-from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.step import accept_rows, draw, draw_rows, gather_rows, philox, step_rows
-from worker.kernels.step.step_rows import read_rows_ref
-from worker.sampling.sampler import SamplingRows, draw_ref
+from worker.attention import qk_rope_store
+from worker.draw import draw_rows_triton as draw_rows
+from worker.draw import draw_triton as draw
+from worker.draw.sampler import SamplingRows, draw_ref
+from worker.ops import pair_norm, philox, rms_norm, swiglu
+from worker.ops.rope import rope_inv_freq, rope_table
+from worker.step import accept_rows, gather_rows, step_rows
+from worker.step.step_rows import read_rows_ref
 
 pytest.importorskip("triton", reason=WHY)
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from worker.start.build import build_engine
 
 from tests.support.engines import worker_config
 from tests.support.prompts import problem_ids
@@ -20,15 +21,14 @@ from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.engine.engine import build_engine
-from worker.layers.attention import Attention
-from worker.metrics import WorkerMetrics
+from worker.model.attention import Attention
+from worker.observe.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.pull.fetch import Fetch, FetchContext, _bit_runs
-from worker.pull.peers import Link
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
+from worker.transfer.fetch import Fetch, FetchContext, _bit_runs
 from worker.transfer.layout import Pages
+from worker.transfer.peers import Link
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from worker.start.build import build_engine
 
 from tests.support.engines import worker_config
 from tests.support.patience import HANG_S
@@ -29,9 +30,8 @@ from worker.api import (
 )
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
-from worker.engine.engine import build_engine
 from worker.loop import EngineThread
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
 from worker.prefill import PrefillLoop
 from worker.wire import Wire

@@ -11,9 +11,9 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.ngram_reference import ngram_reference
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import ngram_drafts
-from worker.kernels.step.step_rows import RowColumns
+from worker.drafts import ngram_drafts
+from worker.ops.jit import HAS_TRITON
+from worker.step.step_rows import RowColumns
 
 NUM_ROWS, LENGTH, NUM_COLUMNS = 9, 61, 7
 

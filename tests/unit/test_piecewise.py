@@ -33,13 +33,13 @@ from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, noted_by
 from worker.config import Machine, WorkerConfig
-from worker.engine.runner import Step, padded_shape
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
-from worker.graph.base import Forward, PaddedShape
-from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
-from worker.graph.segments import Capture
+from worker.run.base import Forward, PaddedShape
+from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
+from worker.run.runner import Step, padded_shape
+from worker.run.segments import Capture
 
 MAX_TOKENS = 40
 NUM_PAGES = 48

@@ -15,7 +15,7 @@ from tests.support.made_spans import Made
 from tests.support.trace_laws import check_request, children, named
 from worker.api import Error, FinishReason, Generate, Stages
 from worker.config import TracingConfig
-from worker.tracing.setup import tracer_of
+from worker.observe.tracing import tracer_of
 
 PARENT = "b7ad6b7169203331"
 STAGES = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")

@@ -94,13 +94,13 @@ def test_ray_is_cluster_s_and_torch_is_worker_s() -> None:
 
 def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
     """It is an optional package, and its import takes a quarter of a second."""
-    behind = {"worker.tracing.export", "worker.tracing.spans"}
+    behind = {"worker.observe.export", "worker.observe.spans"}
     breaches = [
         f"{module} imports {name}"
         for module, names in tree().imports.items()
         for name in names
         if (name.split(".")[0] == "opentelemetry" and module not in behind)
-        or (name in behind and module not in {"worker.tracing.setup", *behind})
+        or (name in behind and module not in {"worker.observe.tracing", *behind})
     ]
     none_of(breaches)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.equivalence.test_ranks import asked, sections
 from tests.support.engines import running
-from worker.comm.gloo import GlooCollective
-from worker.comm.single import SingleCollective
-from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT, choose
-from worker.engine.sums import Sums
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
+from worker.peers.gloo import GlooCollective
+from worker.peers.single import SingleCollective
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
+from worker.run.sums import Sums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
-import worker.tracing.export
-import worker.tracing.setup
-import worker.tracing.spans
+import worker.observe.export
+import worker.observe.spans
+import worker.observe.tracing
 from tests.support.collector import collecting
 from tests.support.made_spans import Made
 from tests.support.patience import HANG_S
 from worker.api import Error, Sampling
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary, UserError
+from worker.observe.tracing import check_tracing, tracer_of
 from worker.plan import Plan
 from worker.requests.traces import DecodeTraces
 from worker.schedule.req import Req
-from worker.tracing.setup import check_tracing, tracer_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
@@ -185,7 +185,7 @@ def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.M
         def time_ns(cls) -> int:
             return real() + cls.ahead_ns
 
-    monkeypatch.setattr(worker.tracing.spans, "time", Clock)
+    monkeypatch.setattr(worker.observe.spans, "time", Clock)
     for ahead_ns in (0, 200_000, 3_600 * 10**9):
         Clock.ahead_ns = ahead_ns
         trace.add("stage", 1.0, 1.0, {})
@@ -223,7 +223,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
 def test_a_dead_collector_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -244,7 +244,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
     assert tracer is not None
@@ -304,7 +304,7 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.tracing.setup, "PACKAGES", ("opentelemetry.not_there.at_all",))
+    monkeypatch.setattr(worker.observe.tracing, "PACKAGES", ("opentelemetry.not_there.at_all",))
     assert tracer_of(TracingConfig(), "decode", "decode-0") is None
     with pytest.raises(MissingLibrary, match=r"pip install 'kvlane\[tracing\]'") as caught:
         tracer_of(TracingConfig(endpoint="auto"), "decode", "decode-0")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from worker.api import FinishReason
-from worker.engine.meter import StepMeter
-from worker.metrics import OUTCOMES, WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import OUTCOMES, WorkerMetrics
 from worker.plan import Chunk, Plan
 
 BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}

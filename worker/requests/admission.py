@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
-from worker.engine.engine import Engine
+from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
-from worker.pull.inbound import Inbound
-from worker.pull.peers import PrefillPeers
 from worker.requests.traces import prefill_here
-from worker.sampling.grammar import Grammars
+from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
+from worker.transfer.inbound import Inbound
+from worker.transfer.peers import PrefillPeers
 
 # The worker ends a request this long after its deadline, in case its router has not.
 DEADLINE_GRACE_S = 5.0

@@ -20,7 +20,7 @@ from worker.plan import Plan
 from worker.schedule.req import Req
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace, Tracer
+    from worker.observe.spans import Trace, Tracer
 
 
 class DecodeTraces:

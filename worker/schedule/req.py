@@ -15,8 +15,8 @@ from worker.cache.book import Hold
 from worker.plan import tail_index
 
 if TYPE_CHECKING:
-    from worker.sampling.grammar import Matcher
-    from worker.tracing.spans import Trace
+    from worker.draw.grammar import Matcher
+    from worker.observe.spans import Trace
 
 
 class Phase(Enum):

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.attention.paged_tiles import SHORT_KEYS
 from worker.forward.batch import Batch, DraftRows, HostLengths
-from worker.kernels.attention.paged_tiles import SHORT_KEYS
-from worker.kernels.gemm.product import MAX_STREAMED_ROWS
-from worker.kernels.launch import power_of_two
-from worker.kernels.step.chunk_rows import (
+from worker.ops.launch import power_of_two
+from worker.ops.product import MAX_STREAMED_ROWS
+from worker.plan import LONG_STEP_TOKENS, Plan
+from worker.step.chunk_rows import (
     DRAFT_LINES,
     NUM_LINES,
     TOKEN_LINES,
@@ -22,10 +23,9 @@ from worker.kernels.step.chunk_rows import (
     line_width,
     pack,
 )
-from worker.kernels.step.step_rows import read_rows
-from worker.plan import LONG_STEP_TOKENS, Plan
 from worker.step.staging import Staging
 from worker.step.state import SampledRows, StepState
+from worker.step.step_rows import read_rows
 
 # Most requests of a fixed-shape batch, and most tokens of each. Attention splits its work for a
 # fixed shape without the true lengths, which is too uneven for more or longer requests.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.kernels.step.logits import Changes, Masks
-from worker.kernels.step.step_rows import RowColumns
+from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
+from worker.step.step_rows import RowColumns
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 

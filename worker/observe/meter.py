@@ -1,0 +1,61 @@
+"""StepMeter: histograms of step times, and the estimates that loops and placement decisions use."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from worker.observe.metrics import WorkerMetrics
+from worker.plan import Plan
+
+WEIGHT = 0.2  # of the newest step in the moving average
+NUM_RECENT = 8  # decode steps that the next one is expected to be like
+
+
+class StepMeter:
+    """Times each step until it settles, from the later of its launch and the last settling."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.prefill_s_per_token = 0.0  # 0 = none measured yet
+        self.num_steps = 0  # settled
+        self.took_s = 0.0  # the last of them
+        self._metrics = metrics
+        self._launched_at: dict[int, float] = {}
+        self._free_at = 0.0
+        self._decodes_s: dict[int, deque[float]] = {}  # by width
+
+    def ends_at(self, plan: Plan) -> float | None:
+        """When the launched step of `plan` may end at the earliest; None: not known.
+
+        Monotonic seconds, by the shortest of the last decode steps of its width. Not known for
+        steps with chunks.
+        """
+        if plan.chunks or plan.width not in self._decodes_s:
+            return None
+        recent = self._decodes_s[plan.width]
+        return max(self._launched_at[plan.step], self._free_at) + min(recent)
+
+    def launched(self, plan: Plan) -> None:
+        """Note when `plan` was enqueued."""
+        self._launched_at[plan.step] = time.monotonic()
+
+    def settled(self, plan: Plan, path: str) -> None:
+        """Count and time the step of `plan`, which has finished; path: Step.path."""
+        now = time.monotonic()
+        self.num_steps += 1
+        kind = "prefill" if plan.chunks else "decode"
+        how, _, why = path.partition("_")
+        self._metrics.steps(kind, how).inc()
+        if how == "eager":
+            self._metrics.eager_steps(kind, why or "configured").inc()
+        took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
+        self._free_at, self.took_s = now, took_s
+        self._metrics.step_seconds(kind).observe(took_s)
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        if not num_tokens:
+            recent = self._decodes_s.setdefault(plan.width, deque(maxlen=NUM_RECENT))
+            recent.append(took_s)
+            return
+        self._metrics.prompt_tokens.inc(num_tokens)
+        rate, old = took_s / num_tokens, self.prefill_s_per_token
+        self.prefill_s_per_token = rate if old == 0 else (1 - WEIGHT) * old + WEIGHT * rate
