@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from worker.api import (
@@ -36,7 +37,6 @@ from worker.plan import Drawn, Plan
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
-from worker.requests.traces import DecodeTraces
 from worker.run.engine import Engine
 from worker.run.flight import Flight
 from worker.run.runner import Step
@@ -63,13 +63,12 @@ class DecodeLoop:
         self._thread = thread
         config, metrics, spec = engine.config, engine.metrics, engine.spec
         self._eos_ids = frozenset(spec.eos_token_ids)
-        self._traces = DecodeTraces(engine.tracer)
         self._scheduler = scheduler = DecodeScheduler(
             engine.book,
             config.engine,
             self._eos_ids,
-            partial(_preempted, metrics, self._traces),
-            partial(_gets_row, metrics, self._traces),
+            partial(_preempted, metrics),
+            partial(_gets_row, metrics),
             _widths(engine),
             spec=config.spec,
         )
@@ -219,9 +218,8 @@ class DecodeLoop:
             self._thread.send(router, Refused(*key, _told(error), retry_after_s))
             return
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
-        req.marks.received_at = received_at
-        if message.trace:
-            self._traces.begin(req, message.trace, was_deferred=was_deferred)
+        if was_deferred:
+            req.timeline.enter("sibling", received_at)
         self._reqs[key] = req
         self._admission.place(req)
 
@@ -237,11 +235,7 @@ class DecodeLoop:
         if fetch.ending is not None:
             self._end(req, fetch.ending)
         elif fetch.landed:
-            now = time.monotonic()
-            req.marks.landed_at = req.marks.landed_at or now
-            if req.trace is not None:
-                req.trace.enter("decode_queue", now)
-            self._scheduler.commit(req)
+            self._admission.queue_for_row(req)
         else:
             self._admission.place_locally(req, "fallback")
 
@@ -271,8 +265,7 @@ class DecodeLoop:
             reason: why it ends.
             cut_off: the error that its trace records; None: it was not cut off.
         """
-        if req.trace is not None:
-            self._traces.end(req, cut_off)
+        _end_timeline(req, cut_off)
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
             self._inbound.cancel(req, reason)
@@ -282,9 +275,9 @@ class DecodeLoop:
     def _settle(self, step: Step) -> None:
         drawn = self._engine.settle(step)
         now = time.monotonic()
-        if self._traces.waiting:
-            reqs = self._scheduler.reqs_of(step.plan.step)
-            self._traces.settled(step.plan, *reqs, now - self._engine.meter.took_s, now)
+        if step.plan.chunks:
+            computed = self._scheduler.reqs_of(step.plan.step)[1]
+            _add_chunks(computed, step.plan, now - self._engine.meter.took_s, now)
         settled = self._scheduler.settle(step.plan.step, drawn)
         nums = [num for _, _, num, _ in settled]
         self._engine.metrics.generated_tokens.inc(sum(nums))
@@ -294,23 +287,20 @@ class DecodeLoop:
             widths.observe(width, drawn)
             if widths.max_width > 1:
                 drafts = [each.drafts for _, each, _, _ in settled]
-                self._engine.metrics.windows(width, nums, drafts)
+                self._engine.meter.verified(width, nums, drafts)
         for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
                 reason, error = FinishReason.ERROR, _told(found)
                 if isinstance(found, LibraryError):
                     found.log(req.req_id)
-                if req.trace is not None:
-                    self._traces.end(req, error)
             window = _window(step.plan, req, each, num) if req.sampling.return_trace else None
             self._replies.tokens(req, now, reason, error, each.logprobs, num, window)
             if reason is not None:
-                self._end(req, reason)
+                self._end(req, reason, error)
 
-    def _end(self, req: Req, reason: FinishReason) -> None:
-        if req.trace is not None:
-            self._traces.end(req)
+    def _end(self, req: Req, reason: FinishReason, error: Error | None = None) -> None:
+        _end_timeline(req, error)
         self._scheduler.finish(req)
         self._reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
@@ -330,16 +320,12 @@ class DecodeLoop:
 def _widths(engine: Engine) -> WidthPolicy:
     """Make the policy of widths; logs and exports that acceptance is simulated, if it is."""
     simulated_len = engine.simulated_accept_len
-    if simulated_len:
-        engine.metrics.simulate()
+    simulated, may_miss = simulated_len > 0, engine.config.spec.reads_text
+    if simulated:
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    if max(chosen) > 1:
-        engine.metrics.verifies(max(chosen))
-    may_miss = engine.config.spec.reads_text
-    if may_miss:
-        engine.metrics.acceptance_follows_text()
-    return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len), may_miss=may_miss)
+    engine.meter.verifies(max(chosen), simulated=simulated, reads_text=may_miss)
+    return WidthPolicy(chosen, engine.step_s, simulated=simulated, may_miss=may_miss)
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
@@ -353,17 +339,24 @@ def _told(error: KvlaneError) -> Error:
     return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
 
 
-def _gets_row(metrics: WorkerMetrics, traces: DecodeTraces, req: Req, now: float) -> None:
-    if req.marks.landed_at and not req.marks.row_at:
-        metrics.row_wait_seconds.observe(now - req.marks.landed_at)
-    if req.trace is not None:
-        traces.row(req, now)
+def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
+    if not req.timeline.row_at:
+        metrics.row_wait_seconds.observe(now - req.timeline.landed_at)
 
 
-def _preempted(metrics: WorkerMetrics, traces: DecodeTraces, req: Req) -> None:
+def _preempted(metrics: WorkerMetrics, req: Req) -> None:
     metrics.preemptions.inc()
-    if req.trace is not None:
-        traces.preempted(req)
+    req.timeline.enter("preempted", time.monotonic())
+
+
+def _add_chunks(reqs: Sequence[Req], plan: Plan, began_at: float, now: float) -> None:
+    """Note the chunks of a step that has settled in the timelines of their requests."""
+    for req, chunk in zip(reqs, plan.chunks, strict=True):
+        req.timeline.chunk(began_at, now, len(chunk.tokens))
+
+
+def _end_timeline(req: Req, error: Error | None) -> None:
+    req.timeline.end(time.monotonic(), len(req.tokens) - req.num_prompt_tokens, error)
 
 
 def _stats(
@@ -386,8 +379,8 @@ def _stats(
         draining=draining,
         num_steps=engine.meter.num_steps,
         has_work=has_work,
-        num_windows=engine.metrics.num_windows,
-        drafted=tuple(engine.metrics.drafted),
-        accepted=tuple(engine.metrics.accepted),
-        tokens_per_row=engine.metrics.tokens_per_row,
+        num_windows=engine.meter.windows.num_windows,
+        drafted=tuple(engine.meter.windows.drafted),
+        accepted=tuple(engine.meter.windows.accepted),
+        tokens_per_row=engine.meter.windows.tokens_per_row,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
-from worker.requests.traces import prefill_here
+from worker.observe.timeline import Timeline
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import PlacementInputs, prefills_locally
@@ -65,6 +65,7 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
             is_sibling=bool(message.after),
+            timeline=Timeline(now, self._engine.tracer, message.trace),
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
@@ -84,11 +85,7 @@ class Admission:
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
             self._engine.metrics.placed("none").inc()
-            now = time.monotonic()
-            req.marks.landed_at = req.marks.landed_at or now
-            if req.trace is not None:
-                req.trace.enter("decode_queue", now)
-            self._scheduler.commit(req)
+            self.queue_for_row(req)
             return
         candidates = self._peers.eligible(req.candidates)
         config = self._engine.config.disaggregation
@@ -111,11 +108,14 @@ class Admission:
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""
         self._engine.metrics.placed(why).inc()
-        if not req.marks.row_at:
-            req.marks.prefilled_by = self._me
-        if req.trace is not None:
-            prefill_here(req, req.trace, why, self._me)
+        cached = req.num_computed_tokens
+        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
         self._scheduler.prefill_locally(req)
+
+    def queue_for_row(self, req: Req) -> None:
+        """All KV but the last token's is here."""
+        req.timeline.landed(time.monotonic())
+        self._scheduler.commit(req)
 
     def resume_preempted(self) -> None:
         """Admit preempted requests again, oldest first, until one does not fit."""
