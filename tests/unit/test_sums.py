@@ -25,7 +25,7 @@ TABLE = ((1 << 14, ONE_SHOT), (1 << 20, TWO_SHOT))
 
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics._bound | labels)
+    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics.bound | labels)
 
 
 def test_every_step_counts_the_bytes_that_its_layers_sum(monkeypatch: pytest.MonkeyPatch) -> None:

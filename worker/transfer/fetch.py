@@ -110,7 +110,6 @@ class Fetch:
         self._began_at = time.monotonic()
         self._lease = Lease(context.lease.decode_window_s, self._began_at)
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
-        self._prefill_s = 0.0
         self._num_bytes = 0  # pulled
         self._announced: deque[_Ready] = deque()  # neither bound nor pulled yet
         self._running: list[_Running] = []
@@ -157,13 +156,10 @@ class Fetch:
         is_first = len(req.tokens) == self._num_tokens
         self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
         sampling = req.sampling if self._awaits_token else None
-        trace = ""
-        if req.trace is not None:
-            asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
-            req.trace.attempt("prefill", now, asked, asks=True)
-            trace = req.trace.carried
+        asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
+        req.timeline.enter("prefill", now, asked, asks=True)
         what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
-        self._context.send(link.peer, Prefill(self.xfer, *what, trace))
+        self._context.send(link.peer, Prefill(self.xfer, *what, req.timeline.carried))
 
     def announced(self, message: KVReady) -> bool:
         """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
@@ -174,11 +170,8 @@ class Fetch:
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._last_announced_at:
-            self._last_announced_at, self._prefill_s = time.monotonic(), message.prefill_s
-            if req.trace is not None:
-                req.trace.enter(
-                    "pull", self._last_announced_at, {"kvlane.transport": self._context.label}
-                )
+            self._last_announced_at = now = time.monotonic()
+            req.timeline.announced(now, message.prefill_s, self.peer, self._context.label)
         announced = _bits(range(message.first_group, message.first_group + message.num_groups))
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         num_wanted_pages = self._num_wanted_pages
@@ -195,7 +188,6 @@ class Fetch:
             self._awaits_token = False
         if token is not None:
             req.tokens.append(token)
-            req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
         return token is not None
 
     def renewed(self, sent_at: float) -> None:
@@ -215,8 +207,7 @@ class Fetch:
         """End the attempt without success; metrics count it under `cause`."""
         log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
         self._context.metrics.fetch_retries(cause).inc()
-        if self.req.trace is not None:
-            self.req.trace.leave(time.monotonic(), error=cause, why=why)
+        self.req.timeline.fail(time.monotonic(), cause, why)
         self.drain()
 
     def drain(self) -> None:
@@ -234,10 +225,8 @@ class Fetch:
         self.drain()
         num_tokens = self.num_landed_pages * self._context.book.page_size
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
-        if self.req.trace is not None:
-            self.req.trace.note({"kvlane.bytes": self._num_bytes})
+        self.req.timeline.pulled(self._num_bytes)
         if self.landed and self.ending is None:
-            self.req.marks.fetched(self._last_announced_at, self._prefill_s, self.peer)
             now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
             metrics.fetch_seconds(label).observe(now - self._began_at)
             if self._last_announced_at:

@@ -33,7 +33,7 @@ class Inbound:
     def __init__(self, incarnation: str, context: FetchContext, peers: PrefillPeers) -> None:
         self._incarnation = incarnation
         self._context = context
-        self._peers = peers
+        self.peers = peers
         self._fetches: dict[str, Fetch] = {}  # by xfer_id
         self._renew_at = 0.0
         # Unanswered Renews by (peer, seq): when each was sent, and for which transfers.
@@ -139,7 +139,7 @@ class Inbound:
         Returns False if no such candidate or no attempt (`transport.max_attempts`) is left.
         """
         while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
-            link = self._peers.link(fetch.candidates.popleft().peer)
+            link = self.peers.link(fetch.candidates.popleft().peer)
             if link is not None:
                 fetch.begin(link, self._incarnation, now)
                 return True
