@@ -45,8 +45,8 @@ class Rank:
         )
         monkeypatch.setattr("worker.rank.RankPulls", lambda *_: pulls)
         engine = SimpleNamespace(
-            runner=SimpleNamespace(launch=self.launch), local_rank=lambda: None,
-            check_ranks=lambda: None,
+            runner=SimpleNamespace(launch=self.launch, check_ranks=lambda: None),
+            local_rank=lambda: None,
             config=SimpleNamespace(engine=SimpleNamespace(strict=True)),
         )  # fmt: skip
         self.thread = SimpleNamespace(

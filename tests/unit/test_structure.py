@@ -230,7 +230,7 @@ def is_overload(node: ast.AST) -> bool:
 
 @cache
 def protocol_methods() -> frozenset[str]:
-    """Methods that some Protocol of the product describes; implementations need not say it again."""
+    """Methods that a Protocol describes; implementations need not say it again."""
     protocols = (
         node
         for path in tree().modules.values()

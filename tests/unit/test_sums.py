@@ -57,7 +57,9 @@ def test_one_rank_counts_none() -> None:
     with running(sections("none", "never"), num_prefill=0) as cluster:
         engine = cluster.workers["decode-0"].engine
         asked(cluster)
-        assert engine.sums is None
+        assert (
+            value(engine.metrics, "all_reduce_bytes_count", kind="decode", algorithm="gloo") is None
+        )
         assert value(engine.metrics, "ranks") == 1
 
 
