@@ -56,7 +56,6 @@ class Chain:
         self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """See Drafter.observe."""
         draft = batch.draft
         assert draft is not None
         features = self._features(hidden, batch.num_tokens)
@@ -78,7 +77,6 @@ class Chain:
         self._store(steps.tokens, before, steps.positions, steps.slots)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """See Drafter.advance."""
         rows, columns, num_drafts = sampled.rows, self._state.columns, sampled.width - 1
         steps = draft_rows(
             rows, sampled.position, sampled.valid, drawn, columns, self._page_size, num_drafts

@@ -70,7 +70,6 @@ class DFlash:
         self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """See Drafter.observe."""
         features = self._features(batch.num_tokens)
         self._store(features, batch.positions, batch.slot_mapping)
 
@@ -78,7 +77,6 @@ class DFlash:
         """See Drafter.seed. All that a block needs is in the row's pages."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """See Drafter.advance."""
         columns, width = self._state.columns, sampled.width
         positions, slots = kept_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size

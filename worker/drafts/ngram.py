@@ -40,7 +40,6 @@ class Ngram:
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """See Drafter.advance."""
         ngram_drafts(
             sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
             sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,

@@ -104,11 +104,9 @@ class EagerChunks(_Eager):
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        """See ChunkGraphs.padded."""
         return PaddedShape()
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch."""
         hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
         if self._loaded.drafter is not None:
             self._loaded.drafter.observe(batch, hidden)
