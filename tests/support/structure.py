@@ -4,10 +4,10 @@
     python -m tests.support.structure --decode-step   the files that one decode step runs through
     python -m tests.support.structure --wide [REPO]   functions of six parameters and more
 
-A room of `worker` is a folder, or a file at its root; the modules that every process shares, free
-of torch, are one, "contract". An arrow is an import from one room to another, and floors are the
-length of the longest chain of arrows. Imports inside functions count, `TYPE_CHECKING` blocks do
-not. Parameters count with `self`; those of kernels and of their definitions do not.
+A room of `worker` is a folder, or a file at its root; `TOGETHER` says which of them are one. An
+arrow is an import from one room to another, and floors are the length of the longest chain of
+arrows. Imports inside functions count, `TYPE_CHECKING` blocks do not. Parameters count with `self`;
+those of kernels and of their definitions do not.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class Tree:
         return found
 
 
-CONTRACT = frozenset({"api", "config", "errors", "plan", "registry", "wire"})  # of all processes
+# Modules that are one room: what every process shares, and the page of decode with its requests.
+TOGETHER = dict.fromkeys(("api", "config", "errors", "plan", "registry", "wire"), "contract") | {
+    "requests": "decode"
+}
 
 
 def room_of(module: str) -> str | None:
@@ -88,7 +91,7 @@ def room_of(module: str) -> str | None:
     room = rest.split(".")[0]
     if package != "worker" or not rest:
         return None
-    return "contract" if room in CONTRACT else room
+    return TOGETHER.get(room, room)
 
 
 @cache

@@ -36,7 +36,7 @@ ROUTER_SEES = {"contract", "observe"}
 ROOMS = [
     *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "recurrent", "step"),
     *("model", "draw", "drafts", "schedule", "transfer", "run", "start"),
-    *("requests", "loop", "prefill", "decode", "rank", "worker"),
+    *("loop", "prefill", "decode", "rank", "worker"),
 ]
 MAX_ROOMS, MAX_ARROWS = 21, 90
 ROOT_FILES = 12  # of worker, __init__ among them
@@ -326,7 +326,7 @@ def test_floors_are_the_longest_chain() -> None:
 
 def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
     named = {
-        "worker.plan": "plan",
+        "worker.plan": "contract",
         "worker.cache.book": "cache",
         "worker.kernels.gemm.x": "kernels",
     }

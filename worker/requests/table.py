@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from worker.api import (
+    AnyMessage,
     Error,
     FinishReason,
     Generate,
@@ -15,7 +18,6 @@ from worker.api import (
 )
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
-from worker.loop import EngineThread
 from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
@@ -31,11 +33,18 @@ SWEEP_S = 0.25
 ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
+class Post(Protocol):
+    """Of the engine thread: who this worker is, and how it sends."""
+
+    me: PeerId
+    send: Callable[[PeerId, AnyMessage], None]
+
+
 class Requests:
     """The requests that a decode worker owns; each ends once, by `end`."""
 
     def __init__(
-        self, engine: Engine, thread: EngineThread, scheduler: DecodeScheduler, inbound: Inbound
+        self, engine: Engine, thread: Post, scheduler: DecodeScheduler, inbound: Inbound
     ) -> None:
         config, spec = engine.config, engine.spec
         self.reqs: dict[tuple[str, int], Req] = {}
