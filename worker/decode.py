@@ -339,7 +339,7 @@ def _widths(engine: Engine) -> WidthPolicy:
     may_miss = engine.config.spec.reads_text
     if may_miss:
         engine.metrics.acceptance_follows_text()
-    return WidthPolicy(chosen, engine.step_s, simulated=bool(simulated_len), may_miss=may_miss)
+    return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:

@@ -10,11 +10,10 @@ from torch import Tensor
 from worker.api import TokenLogprob
 from worker.draw.logprobs import logprobs
 from worker.draw.sampler import SamplingRows, sample
-from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.plan import Drawn, Tail
-from worker.step.accept_rows import NUM_COUNTS, accept_rows
+from worker.step.accept_rows import NUM_COUNTS
 from worker.step.state import SampledRows, StepState
 
 
@@ -90,7 +89,6 @@ def draw(
     penalized: bool = False,
     num_logprobs: int = -1,
     masks: Masks | None = None,
-    simulated: SimulatedAcceptance | None = None,
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 
@@ -105,7 +103,6 @@ def draw(
         penalized: whether some row has a penalty slot.
         num_logprobs: likeliest alternatives to report; -1 = no logprobs.
         masks: what grammars allow in each of n * width draws, on the device.
-        simulated: says how many drafts are accepted, instead of the draws.
     """
     width, position = sampled.width, sampled.position
     rows = sampled.rows
@@ -121,12 +118,9 @@ def draw(
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
     draws = sample(logits, params, tail, changes, part)
-    forced = None
-    if simulated is not None and width > 1:
-        forced = simulated.num_accepted(position, params.seed)
-    drawn = accept_rows(
+    drawn = state.accept(
         sampled.rows, position, sampled.valid, draws, params.stop_ids, params.min_len,
-        state.columns, forced,
+        state.columns,
     )  # fmt: skip
     if penalized:
         # No two rows share a slot but 0, whose counts are never read.

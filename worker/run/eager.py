@@ -98,7 +98,6 @@ def _draw(
         penalized=penalized,
         num_logprobs=num_logprobs,
         masks=masks,
-        simulated=loaded.simulated,
     )
 
 

@@ -18,7 +18,7 @@ from worker.cache.layout import Identity, KVLayout, KVRegion, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
-from worker.drafts.drafter_spec import DrafterSpec
+from worker.drafts.drafter_shape import DrafterShape
 from worker.forward.draws import Masks
 from worker.model.shape import ModelSpec, read_model_spec
 from worker.observe.meter import StepMeter
@@ -266,7 +266,7 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
 
 
 def _model_layout(
-    config: WorkerConfig, spec: ModelSpec, drafter: DrafterSpec | None
+    config: WorkerConfig, spec: ModelSpec, drafter: DrafterShape | None
 ) -> ModelLayout:
     target = KVRegion(
         name="target",

@@ -19,6 +19,7 @@ from torch import Tensor
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
+from worker.step.accept_rows import accept_rows
 from worker.step.step_rows import RowColumns
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
@@ -142,6 +143,7 @@ class StepState:
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
         self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
+        self.accept: Callable[..., Tensor] = accept_rows
         self.reset()
 
     def reset(self) -> None:
