@@ -235,7 +235,7 @@ def _widths(engine: Engine) -> WidthPolicy:
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
     engine.meter.verifies(max(chosen), simulated=simulated, reads_text=may_miss)
-    return WidthPolicy(chosen, engine.step_s, simulated=simulated, may_miss=may_miss)
+    return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:

@@ -222,7 +222,7 @@ def test_windows_pass_the_last_position_of_the_model(width: int) -> None:
     assert len(found[1][0].tokens) == 12
 
 
-# Mutants: what would go wrong in silence (SPECULATION 13.5). Each has to change a text or a trace.
+# Mutants: what would go wrong in silence. Each has to change a text or a trace.
 
 
 def same_noise_in_the_whole_window(real: Any) -> Any:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from worker.drafts.dflash_spec import DFlashSpec
-from worker.drafts.drafter_spec import DrafterSpec
 from worker.model.attention import Attention
 from worker.model.embedding import VocabParallelEmbedding
 from worker.model.linear import (
@@ -19,7 +17,7 @@ from worker.model.linear import (
 )
 from worker.model.norm import RMSNorm
 from worker.model.rotary import RotaryEmbedding
-from worker.model.shape import ModelSpec
+from worker.model.shape import LayerShape, ModelSpec
 from worker.model.shard import HeadSplit, Shard, split_heads
 from worker.model.taps import Taps
 from worker.peers.base import Collective
@@ -39,7 +37,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec | DrafterSpec,
+        spec: LayerShape,
         features: Features,
         heads: HeadSplit,
         layer_id: int,
@@ -101,7 +99,7 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec | DrafterSpec,
+        spec: LayerShape,
         collective: Collective,
         *,
         dtype: torch.dtype,
@@ -140,7 +138,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec | DFlashSpec,
+        spec: LayerShape,
         features: Features,
         heads: HeadSplit,
         layer_id: int,

@@ -75,7 +75,7 @@ def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
     """Draw for the rows of a forward, and advance them."""
     assert forwarded.sampled is not None
     head, hidden = loaded.model.head, forwarded.hidden
-    return draw(head, loaded.state, forwarded.sampled, hidden, draws, loaded.simulated)
+    return draw(head, loaded.state, forwarded.sampled, hidden, draws)
 
 
 class _Eager:

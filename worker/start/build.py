@@ -11,7 +11,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.config import WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
-from worker.drafts.drafter_spec import DrafterSpec
+from worker.drafts.drafter_shape import DrafterShape
 from worker.model.shape import ModelSpec, read_model_spec
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, untold
@@ -100,7 +100,7 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
 
 
 def _model_layout(
-    config: WorkerConfig, spec: ModelSpec, drafter: DrafterSpec | None
+    config: WorkerConfig, spec: ModelSpec, drafter: DrafterShape | None
 ) -> ModelLayout:
     target = KVRegion(
         name="target",
