@@ -305,9 +305,9 @@ def masks_of_the_first_row_only(real: Any) -> Any:
 SLOTS = "worker.schedule.decode._num_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
-    "accept all": ("worker.draw.tail.accept_rows", accepts_without_comparing),
-    "one too many": ("worker.draw.tail.accept_rows", one_token_too_many),
-    "stops": ("worker.draw.tail.accept_rows", stops_count_in_the_first_row_only),
+    "accept all": ("worker.step.state.accept_rows", accepts_without_comparing),
+    "one too many": ("worker.step.state.accept_rows", one_token_too_many),
+    "stops": ("worker.step.state.accept_rows", stops_count_in_the_first_row_only),
     "drafts": ("worker.step.windows.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),
