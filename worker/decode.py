@@ -45,8 +45,9 @@ from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import Fetch, FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
-from worker.transfer.peers import DialFailed, Link, PrefillPeers
+from worker.transfer.peers import PrefillPeers
 from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
+from worker.transfer.sources import DialFailed, Link
 
 log = logging.getLogger("kvlane.decode")
 
@@ -77,8 +78,7 @@ class DecodeLoop:
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
             rank,
-            engine.identity,
-            self._ranks.dial,
+            self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
             thread.connect,
             thread.disconnect,
         )
