@@ -37,8 +37,9 @@ from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
-from worker.transfer.peers import DialFailed, Link, PrefillPeers
+from worker.transfer.peers import PrefillPeers
 from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
+from worker.transfer.sources import DialFailed, Link
 
 log = logging.getLogger("kvlane.decode")
 
@@ -65,8 +66,7 @@ class DecodeLoop:
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
             rank,
-            engine.identity,
-            self._ranks.dial,
+            self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
             thread.connect,
             thread.disconnect,
         )

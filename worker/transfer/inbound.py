@@ -18,7 +18,8 @@ from worker.api import (
 from worker.errors import PeerLost, Revoked
 from worker.schedule.req import Req
 from worker.transfer.fetch import Fetch, FetchContext
-from worker.transfer.peers import Link, PrefillPeers
+from worker.transfer.peers import PrefillPeers
+from worker.transfer.sources import Link
 
 # While pulls run, the loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at most,
 # so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: even the
@@ -167,7 +168,7 @@ class Inbound:
 
 
 def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
-    """Say how long the loop may sleep before it has to poll its youngest pull; inf if none runs."""
+    """Say how long the loop may sleep before it has to poll its youngest pull; inf: none runs."""
     if not pulls_began_at:
         return math.inf
     age_s = now - max(pulls_began_at)
