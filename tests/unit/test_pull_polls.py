@@ -27,7 +27,7 @@ def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
         decode.inbound.on_refused(PrefillRefused(decode.asked.xfer, Error(code, "")))
         ended = decode.inbound.poll(now)
     assert [(fetch.req, fetch.landed, fetch.ending) for fetch in ended] == [(req, False, None)]
-    assert decode.inbound.num_fetches == 0
+    assert not decode.inbound.fetches
     assert not decode.source.pulls
 
 

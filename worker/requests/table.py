@@ -88,7 +88,7 @@ class Requests:
 
     def resume(self) -> None:
         """Admit those that waited for another one's prompt, and those that were preempted."""
-        if self.siblings.num_waiting:
+        if self.siblings.waiting:
             for due in self.siblings.due(self.reqs.values()):
                 self.admit(*due, was_deferred=True)
         if self._scheduler.preempted:

@@ -55,17 +55,17 @@ class PrefillPeers:
         self._connect = connect
         self._disconnect = disconnect
         self._listed: dict[PeerId, Member] = {}  # by the control plane
-        self._known: dict[PeerId, _Known] = {}
-        self._closing: list[Link] = []  # links of lost peers that may still have pulls running
+        self.known: dict[PeerId, _Known] = {}
+        self.closing: list[Link] = []  # links of lost peers that may still have pulls running
 
     @property
     def num_connected(self) -> int:
         """Peers that can be pulled from."""
-        return sum(self.link(peer) is not None for peer in list(self._known))
+        return sum(self.link(peer) is not None for peer in list(self.known))
 
     def link(self, peer: PeerId) -> Link | None:
         """Return the link to `peer`, if it has been dialled and answers."""
-        known = self._known.get(peer)
+        known = self.known.get(peer)
         return known.link if known is not None and known.answers else None
 
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -76,41 +76,36 @@ class PrefillPeers:
         """Store the control plane's list; returns the known peers that are not on it."""
         self._listed = {member.peer: member for member in members if member.role == "prefill"}
         for peer, member in self._listed.items():
-            self._known.setdefault(peer, _Known(member))
-        return [peer for peer in self._known if peer not in self._listed]
+            self.known.setdefault(peer, _Known(member))
+        return [peer for peer in self.known if peer not in self._listed]
 
     def lose(self, peer: PeerId) -> None:
         """Forget a peer that died or vanished; its link is closed once no pull uses it.
 
         It is dialled again after RETRY_S while the control plane lists it.
         """
-        if (known := self._known.pop(peer, None)) is None:
+        if (known := self.known.pop(peer, None)) is None:
             return
         self._disconnect(peer)
         if known.link is not None:
-            self._closing.append(known.link)
+            self.closing.append(known.link)
         if peer in self._listed:
-            self._known[peer] = _Known(self._listed[peer], retry_at=time.monotonic() + RETRY_S)
+            self.known[peer] = _Known(self._listed[peer], retry_at=time.monotonic() + RETRY_S)
 
     def heard(self, peer: PeerId) -> None:
         """Note that `peer` has answered a ping."""
-        if (known := self._known.get(peer)) is not None:
+        if (known := self.known.get(peer)) is not None:
             known.answers = True
-
-    @property
-    def num_known(self) -> int:
-        """Prefill workers that live, and links that are still to be closed."""
-        return len(self._known) + len(self._closing)
 
     def tend(self, now: float, in_use: Callable[[Link], bool]) -> None:
         """Dial the peers that are due; close links of lost peers once no pull uses them.
 
-        Called every turn.
+        Called every turn while there are any.
         """
-        for link in [link for link in self._closing if not in_use(link)]:
-            self._closing.remove(link)
+        for link in [link for link in self.closing if not in_use(link)]:
+            self.closing.remove(link)
             link.source.close()
-        for peer, known in self._known.items():
+        for peer, known in self.known.items():
             due = known.retry_at is not None and now >= known.retry_at
             if known.link is None and not known.dialling and due:
                 known.dialling = True
@@ -119,7 +114,7 @@ class PrefillPeers:
 
     def dialled(self, link: Link) -> None:
         """Keep a link that has been made."""
-        known = self._known.get(link.peer)
+        known = self.known.get(link.peer)
         if known is None or known.link is not None:
             link.source.close()  # the peer died meanwhile, or was lost and dialled again
             return
@@ -128,7 +123,7 @@ class PrefillPeers:
 
     def failed(self, event: DialFailed) -> None:
         """Plan to dial the peer again, unless that can never work."""
-        known = self._known.get(event.peer)
+        known = self.known.get(event.peer)
         log.warning("cannot pull from %s: %s", event.peer, event.error)
         if known is not None:
             known.dialling = False
@@ -146,7 +141,7 @@ class PrefillPeers:
     def close(self) -> None:
         """Close all links."""
         self._listed = {}
-        for peer in list(self._known):
+        for peer in list(self.known):
             self.lose(peer)
-        for link in self._closing:
+        for link in self.closing:
             link.source.close()
