@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from worker.api import (
@@ -273,21 +272,22 @@ class DecodeLoop:
             self._end(req, reason)
 
     def _settle(self, step: Step) -> None:
-        drawn = self._engine.settle(step)
+        drawn, meter = self._engine.settle(step), self._engine.meter
         now = time.monotonic()
-        if step.plan.chunks:
-            computed = self._scheduler.reqs_of(step.plan.step)[1]
-            _add_chunks(computed, step.plan, now - self._engine.meter.took_s, now)
+        if chunks := step.plan.chunks:
+            began_at, (_, reqs) = now - meter.took_s, self._scheduler.reqs_of(step.plan.step)
+            for req, chunk in zip(reqs, chunks, strict=True):
+                req.timeline.chunk(began_at, now, len(chunk.tokens))
         settled = self._scheduler.settle(step.plan.step, drawn)
         nums = [num for _, _, num, _ in settled]
         self._engine.metrics.generated_tokens.inc(sum(nums))
         if step.plan.decode:
             widths, width = self._scheduler.widths, step.plan.width
-            widths.took(len(step.plan.decode), width, self._engine.meter.took_s)
+            widths.took(len(step.plan.decode), width, meter.took_s)
             widths.observe(width, drawn)
             if widths.max_width > 1:
                 drafts = [each.drafts for _, each, _, _ in settled]
-                self._engine.meter.verified(width, nums, drafts)
+                meter.verified(width, nums, drafts)
         for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
@@ -347,12 +347,6 @@ def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
 def _preempted(metrics: WorkerMetrics, req: Req) -> None:
     metrics.preemptions.inc()
     req.timeline.enter("preempted", time.monotonic())
-
-
-def _add_chunks(reqs: Sequence[Req], plan: Plan, began_at: float, now: float) -> None:
-    """Note the chunks of a step that has settled in the timelines of their requests."""
-    for req, chunk in zip(reqs, plan.chunks, strict=True):
-        req.timeline.chunk(began_at, now, len(chunk.tokens))
 
 
 def _end_timeline(req: Req, error: Error | None) -> None:
