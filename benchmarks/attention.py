@@ -30,6 +30,7 @@ from benchmarks.gemm_step import spread, times_ms
 from benchmarks.load.lengths import pair
 from benchmarks.load.result import machine
 from worker.attention.backends import ATTENTION
+from worker.attention.base import AttentionShape
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
@@ -127,7 +128,7 @@ def ours(scene: Scene, name: str) -> Pass:
     """A backend: one plan, then every layer, as in a step."""
     shape, batch = scene.shape, scene.batch
     attention: Any = resolve("attention backend", name, ATTENTION)(
-        scene.pool, shape.heads, shape.kv_heads, shape.head_dim, scene.scale
+        scene.pool, AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, scene.scale)
     )
 
     planned = None if attention.static_plan else attention.plan(batch)
@@ -135,7 +136,7 @@ def ours(scene: Scene, name: str) -> Pass:
     def run() -> Tensor:
         with forward_context(batch, attention, planned or attention.plan(batch)):
             for layer_id in range(shape.layers):
-                out = attention.forward(scene.q, None, None, layer_id)
+                out = attention.forward(scene.q, layer_id)
         return out
 
     return run

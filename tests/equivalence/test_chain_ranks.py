@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.chain_checkpoints import write_chain
 from tests.support.processes import run_ranks
 from tests.unit.test_chain_forms import CASES, CPU, NUM_PAGES, PAGE_SIZE, TARGET, run
+from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -36,10 +37,11 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     heads = drafter.heads
     region = KVRegion("draft", 1, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32")
     pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)
-    attention = ReferenceAttention(
-        pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
+    shape = AttentionShape(
+        heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
         KeyMask(first_key=1), "draft",
     )  # fmt: skip
+    attention = ReferenceAttention(pool, shape)
     generator = torch.Generator().manual_seed(3)
     taps = torch.randn(7, spec.num_features * TARGET.hidden_size, generator=generator)
     ids = torch.randint(TARGET.vocab_size, (8,), generator=generator)

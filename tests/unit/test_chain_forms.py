@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.chain_checkpoints import ABSENT, FORMS, write_chain
+from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -26,6 +27,7 @@ from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
 from worker.model.loader import fill_drafter, load_model
 from worker.model.shape import ModelSpec, read_model_spec
+from worker.model.weights import Placement
 from worker.ops.mask import KeyMask
 from worker.peers.single import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
@@ -593,10 +595,11 @@ def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> N
     pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)
     for cache in pool.layer(0, "draft"):
         cache.fill_(float("nan"))
-    attention = ReferenceAttention(
-        pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
+    shape = AttentionShape(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
         KeyMask(first_key=1), "draft",
     )  # fmt: skip
+    attention = ReferenceAttention(pool, shape)
 
     generator = torch.Generator().manual_seed(3)
     taps = torch.randn(10, spec.num_features * 32, generator=generator)
@@ -635,14 +638,16 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     """On the meta device any .item(), .tolist() or copy to the host raises."""
     write_chain(tmp_path, form, TARGET)
     meta, kind = torch.device("meta"), torch.bfloat16
-    target = Decoder(TARGET, SingleCollective(), device=meta, dtype=kind)
+    target = Decoder(TARGET, Placement(SingleCollective(), kind, meta))
     spec = read_chain_spec(tmp_path, TARGET)
     drafter = ChainDrafter(
         spec, target, SingleCollective(), max_positions=64, device=meta, dtype=kind
     )
     region = KVRegion("draft", 1, 2, 8, 1, PAGE_SIZE, "bfloat16")
     pool = KVPool(KVLayout((region,)), NUM_PAGES, meta)
-    attention = ReferenceAttention(pool, 4, 2, 8, 0.35, KeyMask(first_key=1), "draft")
+    attention = ReferenceAttention(
+        pool, AttentionShape(4, 2, 8, 0.35, KeyMask(first_key=1), "draft")
+    )
     long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
     batch = Batch(
         input_ids=torch.empty(6, **long),

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.dflash_checkpoints import ABSENT, Written, small_spec_config, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
@@ -88,7 +88,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
     names = dict.fromkeys(("prefill", "decode", "spec"), "reference")
     of_mask = {
-        mask: build_attentions(names, pool, *heads, mask=mask, region="draft").spec
+        mask: build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
         for mask, _ in drafter.runs()
     }
     text, num = batch_of(0, NUM_TEXT - 1, torch.zeros(1, dtype=torch.int32)), NUM_TEXT - 1

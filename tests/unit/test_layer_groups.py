@@ -150,13 +150,13 @@ def test_the_last_group_is_announced_while_its_step_computes(
     attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
     in_time = list[bool]()
 
-    def after_the_news(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
+    def after_the_news(q: Any, layer_id: int, out: Any = None) -> Any:
         if layer_id == last_layer:  # on the stream's thread: it goes on when decode may pull
             limit = time.monotonic() + 10
             while not any(message.last for message, _ in worker.sent) and time.monotonic() < limit:
                 time.sleep(1e-3)
             in_time.append(time.monotonic() < limit)
-        return attend(q, k, v, layer_id, out)
+        return attend(q, layer_id, out)
 
     monkeypatch.setattr(attention, "forward", after_the_news)
     sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step

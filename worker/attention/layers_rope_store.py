@@ -9,7 +9,7 @@ from torch import Tensor
 from worker.attention.qk_rope_store import qk_rope_store_ref
 from worker.ops.op import op
 
-Caches = Sequence[tuple[Tensor, Tensor]]
+Caches = Sequence[tuple[Tensor, ...]]
 
 
 def layers_rope_store_ref(

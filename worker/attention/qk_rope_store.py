@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from worker.attention.store_kv import store_kv_ref
 from worker.ops.op import op
 from worker.ops.rms_norm import rms_norm_ref
 from worker.ops.rope import rope_ref
+
+
+def store_kv_ref(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """k_cache[page, :, offset] = k[i] for slot_mapping[i] = page · page_size + offset; v alike.
+
+    k, v: [num_tokens, num_kv_heads, head_dim] of the cache's dtype.
+    k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided views, written.
+    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
+    matter which of them wins.
+    """
+    page_size = k_cache.shape[2]
+    pages = slot_mapping // page_size
+    offsets = slot_mapping - pages * page_size
+    k_cache.transpose(1, 2)[pages, offsets] = k
+    v_cache.transpose(1, 2)[pages, offsets] = v
 
 
 def qk_rope_store_ref(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.attention.base import AttentionBackend, build_attentions
+from worker.attention.base import AttentionBackend, AttentionShape, build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -66,8 +66,8 @@ def load_drafter(
     config: WorkerConfig, spec: DrafterSpec, target: Decoder, collective: Collective
 ) -> DrafterModel:
     """Load the drafter's weights onto the target's device, in its dtype."""
-    weight, max_len = target.embedding.weight, int(config.model.max_model_len)
-    kind: Kind = {"device": weight.device, "dtype": weight.dtype}
+    max_len = int(config.model.max_model_len)
+    kind: Kind = {"device": target.placement.device, "dtype": target.placement.dtype}
     model: DrafterModel
     if isinstance(spec, DFlashSpec):
         # The last block may pass the end of the text.
@@ -105,7 +105,6 @@ def build_drafter(
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
     taps, strict = _taps(config, model, target), config.engine.strict
-    target.taps = taps
     if isinstance(model, ChainDrafter):
         attention = _attention(config, model, pool, FROM_KEY_1)
         return Chain(model, taps, attention, pool, state, poison=strict)
@@ -122,9 +121,7 @@ def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | 
     spec = model.spec
     if spec.taps == (target.spec.num_layers,):
         return None
-    weight = target.embedding.weight
-    most, size = _most_tokens(config), target.spec.hidden_size
-    return Taps(spec.taps, most, size, dtype=weight.dtype, device=weight.device)
+    return target.tap(spec.taps, _most_tokens(config))
 
 
 def _attention(
@@ -134,8 +131,9 @@ def _attention(
     spec, backend = model.spec, config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    shape = AttentionShape(*heads, mask, "draft")
     try:
-        return build_attentions(names, pool, *heads, mask=mask, region="draft").spec
+        return build_attentions(names, pool, shape).spec
     except UserError as refusal:
         raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
 

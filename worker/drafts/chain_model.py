@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from worker.drafts.chain_spec import ChainSpec
 from worker.drafts.draft_ids import DraftIds
-from worker.model.decoder import Decoder, Features, FeedForward, SelfAttention
+from worker.model.decoder import Decoder, FeedForward, SelfAttention
 from worker.model.embedding import VocabParallelEmbedding
 from worker.model.linear import ReplicatedLinear
 from worker.model.norm import RMSNorm
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shard import Shard, split_heads
+from worker.model.weights import Placement
 from worker.ops.pair_norm import pair_norm
 from worker.peers.base import Collective
 
@@ -54,36 +55,33 @@ class ChainDrafter(nn.Module):
             spec.num_heads, spec.num_kv_heads, collective.rank, collective.size
         )
         size, eps = spec.hidden_size, spec.rms_norm_eps
-        kind: Kind = {"dtype": dtype, "device": device}
+        placement = Placement(collective, dtype, device)
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
-            return RMSNorm(width, eps, collective, **kind) if part in spec.names else None
+            return RMSNorm(width, eps, placement) if part in spec.names else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
-            return ReplicatedLinear(width, size, bias=bias, **kind) if part in spec.names else None
+            return (
+                ReplicatedLinear(width, size, placement, bias=bias) if part in spec.names else None
+            )
 
         def rows(part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
             own = part in spec.names
-            return VocabParallelEmbedding(num, size, collective, **kind) if own else shared
+            return VocabParallelEmbedding(num, size, placement) if own else shared
 
         tapped = spec.num_features * spec.target_hidden_size
-        self.fc_norm = FeatureNorms(spec, collective, **kind) if spec.fc_norm else None
+        self.fc_norm = FeatureNorms(spec, placement) if spec.fc_norm else None
         self.input_norm = norm("input_norm", tapped)
         self.fc = linear("fc", tapped, bias=False)
         self.token_norm = norm("token_norm")
         self.hidden_norm = norm("hidden_norm")
         self.projection = linear("projection", 2 * size, bias=spec.projection_bias)
         self.layer_norm = norm("layer_norm")
-        rotary = RotaryEmbedding(
-            spec.head_dim, max_positions, spec.rope_theta, spec.rope_scaling, device=device
-        )
-        features = Features(spec.qkv_bias, spec.output_bias, spec.qk_norm)
+        rotary = RotaryEmbedding(spec, max_positions, device)
         in_features = 2 * size if self.projection is None else size
-        self.attention = SelfAttention(
-            spec, features, self.heads, 0, rotary, collective, in_features=in_features, **kind
-        )
-        self.post_norm = RMSNorm(size, eps, collective, **kind)
-        self.feed_forward = FeedForward(spec, collective, **kind)
+        self.attention = SelfAttention(spec, 0, rotary, placement, in_features)
+        self.post_norm = RMSNorm(size, eps, placement)
+        self.feed_forward = FeedForward(spec, placement)
         self.final_norm = norm("final_norm")
         self.embedding = rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = rows("head", spec.vocab_size, target.head)
@@ -178,15 +176,10 @@ class ChainDrafter(nn.Module):
 class FeatureNorms(nn.Module):
     """A norm of its own for each of the hidden states that are fused."""
 
-    def __init__(
-        self, spec: ChainSpec, collective: Collective, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ChainSpec, placement: Placement) -> None:
         super().__init__()
         self.norms = nn.ModuleList(
-            RMSNorm(
-                spec.target_hidden_size, spec.rms_norm_eps, collective, dtype=dtype, device=device
-            )
-            for _ in spec.taps
+            RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, placement) for _ in spec.taps
         )
 
     def forward(self, taps: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from worker.drafts.chain_fields import FIXED, ROPE
+from worker.model.families import Features
 from worker.model.fields import Fields
 from worker.model.files import tensor_names
 from worker.model.shape import (
+    LayerShape,
     ModelSpec,
     read_dtype,
     read_heads,
@@ -23,7 +25,7 @@ Form = Literal["eagle3", "eagle", "mtp"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChainSpec:
+class ChainSpec(LayerShape):
     """A drafter of one layer that drafts token by token. Sizes are the whole drafter's.
 
     Row t is made of token t and the feature g of token t - 1. For tokens that the target has
@@ -58,6 +60,11 @@ class ChainSpec:
     # without an embedding or a head of its own the drafter uses the target's.
     names: Mapping[str, str]
     dtype: str  # of the checkpoint
+
+    @property
+    def features(self) -> Features:
+        """Of its layers."""
+        return Features(self.qkv_bias, self.output_bias, self.qk_norm)
 
     @property
     def num_features(self) -> int:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from worker.attention.layers_rope_store import layers_rope_store
-from worker.drafts.chain_model import Kind
 from worker.drafts.dflash_spec import DFlashSpec
 from worker.drafts.draft_ids import DraftIds
 from worker.forward.context import current
-from worker.model.decoder import Decoder, DecoderLayer, Features, SelfAttention
+from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
 from worker.model.embedding import VocabParallelEmbedding
-from worker.model.linear import ReplicatedLinear, empty_parameter
+from worker.model.linear import ReplicatedLinear
 from worker.model.norm import RMSNorm
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shard import Shard, split_heads, whole
+from worker.model.weights import Placement
 from worker.ops.mask import KeyMask
 from worker.ops.product import product
 from worker.peers.base import Collective
@@ -42,7 +42,7 @@ class Stacked:
         biases = [layer.qkv.bias[start:] for layer, start in parts if layer.qkv.bias is not None]
         norms = [layer.k_norm.weight.detach() for layer in layers if layer.k_norm is not None]
         return cls(
-            torch.cat([layer.qkv.weight[start:] for layer, start in parts]).detach(),
+            torch.cat([layer.qkv.weight.tensor[start:] for layer, start in parts]).detach(),
             torch.cat(biases).detach() if biases else None,
             torch.stack(norms) if norms else None,
         )
@@ -72,33 +72,29 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.spec = spec
         size, eps = spec.hidden_size, spec.rms_norm_eps
-        kind: Kind = {"dtype": dtype, "device": device}
+        placement = Placement(collective, dtype, device)
         self.heads = split_heads(
             spec.num_heads, spec.num_kv_heads, collective.rank, collective.size
         )
 
         def rows(part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
             own = part in spec.names
-            return VocabParallelEmbedding(num, size, collective, **kind) if own else shared
+            return VocabParallelEmbedding(num, size, placement) if own else shared
 
         tapped = spec.num_features * spec.target_hidden_size
-        self.fc = ReplicatedLinear(tapped, size, bias=False, **kind)
-        self.hidden_norm = RMSNorm(size, eps, collective, **kind)
-        rotary = RotaryEmbedding(
-            spec.head_dim, max_positions, spec.rope_theta, spec.rope_scaling, device=device
-        )
-        features = Features(spec.qkv_bias, spec.output_bias, spec.qk_norm)
+        self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
+        self.hidden_norm = RMSNorm(size, eps, placement)
+        rotary = RotaryEmbedding(spec, max_positions, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, features, self.heads, i, rotary, collective, **kind)
-            for i in range(spec.num_layers)
+            DecoderLayer(spec, i, rotary, placement) for i in range(spec.num_layers)
         )
-        self.final_norm = RMSNorm(size, eps, collective, **kind)
+        self.final_norm = RMSNorm(size, eps, placement)
         self.embedding = rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = rows("head", spec.vocab_size, target.head)
         self.ids = DraftIds(spec, device)
         self._rope, self._stacked = rotary.table, None
         masked = spec.mask_token_id is None
-        self.mask_embedding = empty_parameter(size, **kind) if masked else None
+        self.mask_embedding = placement.empty(size) if masked else None
 
     @property
     def id_map(self) -> Tensor | None:

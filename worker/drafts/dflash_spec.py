@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from worker.model.families import Features
+from worker.model.shape import LayerShape
 from worker.ops.mask import KeyMask
 from worker.ops.scaling import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashSpec:
+class DFlashSpec(LayerShape):
     """A drafter that proposes a block of tokens in one pass. Sizes are the whole drafter's.
 
     A block is the last token that the target drew and mask tokens behind it. It attends to itself
@@ -45,6 +47,11 @@ class DFlashSpec:
     # the target's.
     names: Mapping[str, str]
     dtype: str  # of the checkpoint
+
+    @property
+    def features(self) -> Features:
+        """Of its layers."""
+        return Features(self.qkv_bias, self.output_bias, self.qk_norm)
 
     @property
     def num_features(self) -> int:

@@ -75,10 +75,8 @@ def attend(
     qkv .. eps: see qk_rope_store; out: [num_tokens, num_heads, head_dim], contiguous.
     """
     context = current()
-    k_cache, v_cache = context.attention.kv(layer_id)
-    q = qk_rope_store(
-        qkv, positions, table, k_cache, v_cache, context.batch.slot_mapping, q_weight, k_weight, eps
-    )
+    caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
+    q = qk_rope_store(qkv, positions, table, *caches, slots, q_weight, k_weight, eps)
     if context.breaks is None:
         _attend(layer_id, q, out)
     else:
@@ -90,4 +88,4 @@ def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
     context = current()
     if context.on_layer is not None:
         context.on_layer(layer_id)
-    context.attention.forward(q, None, None, layer_id, out)
+    context.attention.forward(q, layer_id, out)

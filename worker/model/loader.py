@@ -14,14 +14,13 @@ from torch import Tensor
 from worker.drafts.chain_model import ChainDrafter
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
-from worker.model.architectures import ARCHITECTURES
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.model.shard import Shard
+from worker.model.weights import Placement
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import Collective
-from worker.registry import resolve
 
 LoadFormat = Literal["safetensors", "dummy"]
 DrafterModel: TypeAlias = ChainDrafter | DFlashDrafter
@@ -29,7 +28,7 @@ DrafterModel: TypeAlias = ChainDrafter | DFlashDrafter
 
 def load_model(
     path: Path,
-    spec: ModelSpec,
+    shape: ModelShape,
     collective: Collective,
     *,
     device: torch.device,
@@ -45,12 +44,11 @@ def load_model(
     type of device).
 
     Raises:
-        ValueError: unknown architecture or format; a file is missing or broken; tensors are
+        ValueError: unknown format; a file is missing or broken; tensors are
             missing, unexpected or of another shape (all of them are named, up to eight).
     """
-    model_class = resolve("model architecture", spec.architecture, ARCHITECTURES)
     _check(load_format)
-    model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
+    model = Decoder(shape, Placement(collective, dtype, device))
     if load_format == "dummy":
         _fill(model.shards(), seed, progress)
     else:
@@ -100,7 +98,7 @@ def _read(model: Decoder | DrafterModel, path: Path, progress: Progress) -> None
     for file in weight_files(path):
         for name, tensor in _tensors(file, shards):
             if tensor is not None:
-                shards[name].dest.copy_(tensor)
+                shards[name].fill(tensor)
                 missing.discard(name)
                 progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
@@ -149,4 +147,4 @@ def _fill(shards: dict[str, Shard], seed: int, progress: Progress) -> None:
             whole *= 0.02
         else:
             whole *= shard.full_shape[-1] ** -0.5
-        shard.dest.copy_(whole[shard.index])
+        shard.fill(whole[shard.index])

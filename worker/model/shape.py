@@ -5,39 +5,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.model.architectures import ARCHITECTURES
+from worker.model.families import FAMILIES, Features
 from worker.model.fields import Fields, read_fields
 from worker.ops.scaling import ROPE_TYPES, RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The shape of the weights, as the file gives it: of the whole model, not of one rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What every layer's weights follow from: of the whole model, not of one rank."""
 
     architecture: str
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int
+    vocab_size: int  # of the head
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
+    dtype: str  # of the checkpoint
+
+    @property
+    def features(self) -> Features:
+        """What the layers are made of."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(LayerShape):
+    """The shape of the weights, as the file gives it."""
+
+    num_layers: int
     tie_word_embeddings: bool
     attention_bias: bool  # the file's flag; False where the architecture alone decides
     qk_norm: bool  # the file's flag; False where the architecture alone decides
     max_position_embeddings: int
-    dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
 
+    @property
+    def features(self) -> Features:
+        family = FAMILIES[self.architecture]
+        return family.features(attention_bias=self.attention_bias, qk_norm=self.qk_norm)
 
-def read_model_spec(path: Path) -> ModelSpec:
-    """The spec of the model in directory `path` (config.json, generation_config.json if any).
+
+def read_model_shape(path: Path) -> ModelShape:
+    """The shape of the model in directory `path` (config.json, generation_config.json if any).
 
     Raises:
         ValueError: a file is missing or no JSON object, or a field is missing or wrong; the
@@ -46,17 +62,17 @@ def read_model_spec(path: Path) -> ModelSpec:
     """
     fields = read_fields(path / "config.json")
     architecture = read_architecture(fields)
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise fields.unsupported(
             "architectures",
-            f"{architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
+            f"{architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}",
         )
     refuse_what_we_cannot_compute(fields)
     num_heads, num_kv_heads, head_dim = read_heads(fields)
     rope_theta, rope_scaling = read_rope(fields)
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
-    return ModelSpec(
+    return ModelShape(
         architecture=architecture,
         hidden_size=fields.integer("hidden_size"),
         num_layers=fields.integer("num_hidden_layers"),
@@ -173,3 +189,7 @@ def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:
                 raise source.error("eos_token_id", f"must be token ids, not {value!r}")
             found[token_id] = None
     return tuple(found)
+
+
+ModelSpec = ModelShape
+read_model_spec = read_model_shape

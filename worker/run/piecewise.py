@@ -95,9 +95,9 @@ class PiecewiseChunks:
         self._piecewise: dict[int, CapturedChunks] = {}
         self._full: dict[int, CapturedChunks] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
-        weight = loaded.model.embedding.weight
-        shape = self.buckets[-1].num_tokens, weight.shape[1]
-        self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        placement = loaded.model.placement
+        shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
+        self._embedded = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
@@ -232,7 +232,7 @@ class PiecewiseChunks:
             q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
-                attention.forward(q, None, None, 0)
+                attention.forward(q, 0)
 
     def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
         """Compare results and times of a bucket with eager's; drop the graphs that do not win.
