@@ -61,9 +61,8 @@ class ChainDrafter(nn.Module):
             return RMSNorm(width, eps, placement) if part in spec.names else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
-            return (
-                ReplicatedLinear(width, size, placement, bias=bias) if part in spec.names else None
-            )
+            own = part in spec.names
+            return ReplicatedLinear(width, size, placement, bias=bias) if own else None
 
         def rows(part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
             own = part in spec.names

@@ -53,7 +53,6 @@ class Plain(nn.Module):
         return gated_product(x, self.tensor)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        """Checkpoint name -> Shard; parts: the matrices that lie one below the other in this one."""
-        return stacked(
-            self.tensor, {f"{name}.weight": part for name, part in parts.items()}, columns
-        )
+        """Checkpoint name -> Shard; parts: rows of the matrices that this one stacks."""
+        named = {f"{name}.weight": part for name, part in parts.items()}
+        return stacked(self.tensor, named, columns)
