@@ -36,8 +36,8 @@ from worker.observe.metrics import WorkerMetrics
 from worker.peers.single import SingleCollective
 from worker.peers.table import choose, default_table
 from worker.plan import Plan
+from worker.run.engine import Engine
 from worker.run.sums import Sums
-from worker.start.engine import Engine
 
 MAX_SHARE = 0.01
 STEP_MS = 5.0  # of 256 rows on a GPU

@@ -12,8 +12,9 @@ from worker.config import WorkerConfig
 from worker.peers.meeting import Meeting
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
+from worker.run.engine import Engine
 from worker.run.ranks import Ranks, others
-from worker.start.engine import Engine, build_engine
+from worker.start.build import build_engine
 from worker.wire import Wire
 
 HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"

@@ -21,7 +21,8 @@ from worker.api import AnyMessage, Generate, PeerId, Refused, Sampling, WorkerSt
 from worker.config import WorkerConfig
 from worker.decode import DecodeLoop
 from worker.plan import Drawn, Plan
-from worker.start.engine import Engine, build_engine
+from worker.run.engine import Engine
+from worker.start.build import build_engine
 
 ROUTER: PeerId = "router/1"
 PROMPT_TOKENS = 64

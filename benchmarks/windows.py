@@ -37,9 +37,10 @@ from benchmarks.engine import Bench, add_engine_options, build, ints, profile, s
 from benchmarks.load.result import machine
 from worker.api import Sampling
 from worker.plan import Plan
-from worker.run.runner import Step, step_stream
+from worker.run.engine import Engine
+from worker.run.step import Step
+from worker.run.stream import step_stream
 from worker.schedule.width import WidthPolicy
-from worker.start.engine import Engine
 
 WORK_CYCLES = 6_000_000  # of the device's clock, 3 ms: some times what a launch takes
 
@@ -98,7 +99,7 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
 
     def settle(step: Step, device_s: float | None = None) -> None:
         nonlocal num_left, began
-        drawn = engine.settle(step)
+        drawn = engine.runner.settle(step)
         now, plan = time.perf_counter(), step.plan
         if plan.decode:
             policy.took(len(plan.decode), plan.width, engine.meter.took_s)
@@ -124,7 +125,7 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
             if step is not None:
                 settle(step, took_s)
             continue
-        step = engine.launch(plan)
+        step = engine.runner.launch(plan) if plan is not None else None
         if pending is not None:
             settle(pending)
         if rate.launched == "sync" and step is not None:
@@ -144,7 +145,7 @@ def launch_behind_work(engine: Engine, plan: Plan) -> tuple[Step | None, float]:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(WORK_CYCLES)
     begin.record(stream)
-    step = engine.launch(plan)
+    step = engine.runner.launch(plan)
     late = "the launch took longer than the work before it"
     assert plan.chunks or not begin.query(), late
     end.record(stream)

@@ -1,8 +1,7 @@
 """The decode loop: owns a request from admission to its last token.
 
-One turn: messages, first tokens from prefill workers, pulls, siblings whose first choice is
-prefilled, preempted requests, steps that are due to be launched or settled (`Flight`), peers,
-sweep, replies.
+`DecodeLoop.turn` is one turn: what has arrived, then plan → launch → settle → reply, each when it
+is due.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ from worker.requests.admission import Admission
 from worker.requests.replies import Replies
 from worker.requests.siblings import Siblings
 from worker.requests.traces import DecodeTraces
+from worker.run.engine import Engine
 from worker.run.flight import Flight
-from worker.run.runner import Step
 from worker.schedule.decode import DecodeScheduler, has_work, num_queued_tokens
 from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.width import WidthPolicy
-from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch, FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
 from worker.transfer.peers import DialFailed, Link, PrefillPeers
@@ -64,7 +62,7 @@ class DecodeLoop:
         config, metrics, spec = engine.config, engine.metrics, engine.spec
         self._eos_ids = frozenset(spec.eos_token_ids)
         self._traces = DecodeTraces(engine.tracer)
-        self._scheduler = scheduler = DecodeScheduler(
+        self.scheduler = scheduler = DecodeScheduler(
             engine.book,
             config.engine,
             self._eos_ids,
@@ -99,19 +97,11 @@ class DecodeLoop:
         )
         self._replies = Replies(thread.send, config.lease.final_resend_s)
         self._siblings = Siblings()
-        self._reqs: dict[tuple[str, int], Req] = {}
-        self._flight = Flight(
-            engine,
-            lambda: engine.launch(scheduler.plan(time.monotonic())),
-            self._settle,
-            lambda step: self._grammars.masks(
-                [req.matcher for req in scheduler.reqs_of(step.plan.step)[0]], step.drafts()
-            ),
-            thread.wake,
-        )
+        self.reqs: dict[tuple[str, int], Req] = {}
+        self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._sweep_at = 0.0
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: len(self._reqs) - len(scheduler.running))
+        metrics.on_scrape(metrics.waiting, lambda: len(self.reqs) - len(scheduler.running))
         metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
         metrics.on_scrape(metrics.queued("fetch"), lambda: self._inbound.num_fetches)
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
@@ -122,7 +112,7 @@ class DecodeLoop:
     def counters(self) -> dict[str, int]:
         """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
         return {
-            "requests": len(self._reqs),
+            "requests": len(self.reqs),
             "fetches": self._inbound.num_fetches,
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self._replies.num_unacknowledged,
@@ -138,31 +128,50 @@ class DecodeLoop:
         self._peers.close()
 
     def turn(self, events: list[Incoming]) -> float:
-        """See EngineThread."""
         now = time.monotonic()
+        self._arrive(events, now)
+        flight, num_arriving = self.flight, self._inbound.num_fetches
+        if flight.launch_due(num_arriving):
+            began_at = time.monotonic()
+            if (plan := self.scheduler.plan(began_at)) is not None:
+                step = self._engine.runner.launch(plan)
+                flight.launched(step, time.monotonic() - began_at)
+        if (step := flight.ended()) is not None:
+            drawn = self._engine.runner.settle(step)
+            self._settled(step.plan, drawn, time.monotonic())
+        if (step := flight.tail_due()) is not None:
+            sampled, _ = self.scheduler.reqs_of(step.plan.step)
+            masks = self._grammars.masks([req.matcher for req in sampled], step.drafts())
+            self._engine.runner.launch_tail(step, masks)
+        if self._peers.num_known:
+            self._peers.tend(now, self._inbound.uses)
+        self._sweep(now)
+        self._replies.flush(time.monotonic(), read_at=now)
+        self._thread.stats = _stats(
+            self._engine,
+            self.scheduler,
+            len(self.reqs) - len(self.scheduler.running),
+            draining=self._admission.draining,
+            has_work=flight.busy or has_work(self.scheduler),
+        )
+        idle_s = flight.idle_s(num_arriving)
+        poll_s = poll_after_s(self._inbound.pulls_began_at, now)
+        return min(SWEEP_S if idle_s is None else idle_s, poll_s)
+
+    def _arrive(self, events: list[Incoming], now: float) -> None:
+        """Take messages, pulls that have ended, and requests that waited for others."""
         for peer, event in events:
             self._handle(peer, event, now)
         # A first token from a prefill worker does not wait until a step settles.
         self._replies.flush(time.monotonic(), read_at=now)
-        for fetch in self._inbound.poll(now):
-            self._fetch_ended(fetch)
-        for due in self._siblings.due(self._reqs.values()):
-            self._admit(*due, was_deferred=True)
-        self._admission.resume_preempted()
-        wait_s = self._flight.advance(self._inbound.num_fetches)
-        self._peers.tend(now, self._inbound.uses)
-        self._sweep(now)
-        self._replies.flush(time.monotonic(), read_at=now)
-        num_waiting = len(self._reqs) - len(self._scheduler.running)
-        self._thread.stats = _stats(
-            self._engine,
-            self._scheduler,
-            num_waiting,
-            draining=self._admission.draining,
-            has_work=self._flight.busy or has_work(self._scheduler),
-        )
-        poll_s = poll_after_s(self._inbound.pulls_began_at, now)
-        return min(SWEEP_S if wait_s is None else wait_s, poll_s)
+        if self._inbound.num_fetches:
+            for fetch in self._inbound.poll(now):
+                self._fetch_ended(fetch)
+        if self._siblings.num_waiting:
+            for due in self._siblings.due(self.reqs.values()):
+                self._admit(*due, was_deferred=True)
+        if self.scheduler.preempted:
+            self._admission.resume_preempted()
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
@@ -172,7 +181,7 @@ class DecodeLoop:
                 self._stop(event)
             case Abort():
                 self._siblings.abort(event.req_id, event.dispatch)
-                if (req := self._reqs.get((event.req_id, event.dispatch))) is not None:
+                if (req := self.reqs.get((event.req_id, event.dispatch))) is not None:
                     self._leave(req, FinishReason.ABORT, ABORTED)
             case Ack():
                 self._replies.acknowledged(peer, event.req_id, event.dispatch)
@@ -205,12 +214,12 @@ class DecodeLoop:
         self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
     ) -> None:
         key = message.req_id, message.dispatch
-        if key in self._reqs or self._siblings.defer(
-            router, message, received_at, self._reqs.values()
+        if key in self.reqs or self._siblings.defer(
+            router, message, received_at, self.reqs.values()
         ):
             return
         try:
-            req = self._admission.admit(router, message, len(self._reqs), received_at)
+            req = self._admission.admit(router, message, len(self.reqs), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
@@ -222,7 +231,7 @@ class DecodeLoop:
         req.marks.received_at = received_at
         if message.trace:
             self._traces.begin(req, message.trace, was_deferred=was_deferred)
-        self._reqs[key] = req
+        self.reqs[key] = req
         self._admission.place(req)
 
     def _pass_on(self, req: Req) -> None:
@@ -241,7 +250,7 @@ class DecodeLoop:
             req.marks.landed_at = req.marks.landed_at or now
             if req.trace is not None:
                 req.trace.enter("decode_queue", now)
-            self._scheduler.commit(req)
+            self.scheduler.commit(req)
         else:
             self._admission.place_locally(req, "fallback")
 
@@ -252,12 +261,12 @@ class DecodeLoop:
         self._replies.lost(peer)
         self._siblings.lost(peer)
         lost = Error(PeerLost.code, f"{peer} is lost")
-        for req in [each for each in self._reqs.values() if each.router == peer]:
+        for req in [each for each in self.reqs.values() if each.router == peer]:
             self._leave(req, FinishReason.ABORT, lost)
 
     def _stop(self, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
-        req = self._reqs.get((message.req_id, message.dispatch))
+        req = self.reqs.get((message.req_id, message.dispatch))
         if req is not None:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
@@ -279,18 +288,17 @@ class DecodeLoop:
         else:
             self._end(req, reason)
 
-    def _settle(self, step: Step) -> None:
-        drawn = self._engine.settle(step)
-        now = time.monotonic()
+    def _settled(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
+        """Reply with the tokens of a step that has ended, and end the requests that they end."""
         if self._traces.waiting:
-            reqs = self._scheduler.reqs_of(step.plan.step)
-            self._traces.settled(step.plan, *reqs, now - self._engine.meter.took_s, now)
-        settled = self._scheduler.settle(step.plan.step, drawn)
+            reqs = self.scheduler.reqs_of(plan.step)
+            self._traces.settled(plan, *reqs, now - self._engine.meter.took_s, now)
+        settled = self.scheduler.settle(plan.step, drawn)
         nums = [num for _, _, num, _ in settled]
         self._engine.metrics.generated_tokens.inc(sum(nums))
-        if step.plan.decode:
-            widths, width = self._scheduler.widths, step.plan.width
-            widths.took(len(step.plan.decode), width, self._engine.meter.took_s)
+        if plan.decode:
+            widths, width = self.scheduler.widths, plan.width
+            widths.took(len(plan.decode), width, self._engine.meter.took_s)
             widths.observe(width, drawn)
             if widths.max_width > 1:
                 drafts = [each.drafts for _, each, _, _ in settled]
@@ -303,7 +311,7 @@ class DecodeLoop:
                     found.log(req.req_id)
                 if req.trace is not None:
                     self._traces.end(req, error)
-            window = _window(step.plan, req, each, num) if req.sampling.return_trace else None
+            window = _window(plan, req, each, num) if req.sampling.return_trace else None
             self._replies.tokens(req, now, reason, error, each.logprobs, num, window)
             if reason is not None:
                 self._end(req, reason)
@@ -311,8 +319,8 @@ class DecodeLoop:
     def _end(self, req: Req, reason: FinishReason) -> None:
         if req.trace is not None:
             self._traces.end(req)
-        self._scheduler.finish(req)
-        self._reqs.pop(req.key, None)
+        self.scheduler.finish(req)
+        self.reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
         self._engine.metrics.requests(reason.value).inc()
 
@@ -321,7 +329,7 @@ class DecodeLoop:
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
-        for req in [each for each in self._reqs.values() if now > each.deadline_at]:
+        for req in [each for each in self.reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self._replies.error(req, error)
             self._leave(req, FinishReason.ABORT, error)

@@ -28,7 +28,7 @@ from tests.support.regions import add_regions
 from worker.api import Sampling
 from worker.forward.batch import Batch
 from worker.ops.philox import gumbel_ref
-from worker.start.engine import Engine
+from worker.run.engine import Engine
 from worker.step.state import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,7 +35,7 @@ def obeys(known: Known, form: str, *, graph: bool = False) -> None:
     directory = known.directory(form)
     spec = speculation(directory, *WIDTHS)
     made = workers(num_prefill=1, graph=graph, spec=spec, max_prefill_tokens=40)
-    made.decode._scheduler.widths = AnyWidth((1, 5, 5), random.Random(4))
+    made.decode.scheduler.widths = AnyWidth((1, 5, 5), random.Random(4))
     for engine in made.engines.values():
         assert engine.config.engine.strict, "nothing is poisoned"
     asked = [

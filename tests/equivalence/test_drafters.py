@@ -135,7 +135,7 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     if hit:
         warm(made, asked)
     if company == "preempting":
-        preempt_now_and_then(made.decode._scheduler)
+        preempt_now_and_then(made.decode.scheduler)
     answers, traces = serve(made, asked, alone=company == "alone")
     num_compared = 0
     for number, (ask, text, trace) in enumerate(zip(asked, texts, traces, strict=True)):
@@ -186,7 +186,7 @@ def test_requests_of_every_kind_with_widths_that_change(
     asked, wanted = of_every_kind(num_prefill)
     directory, widths = known.directory(form), (1, 2, 4, 8)
     made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
     assert not differing(asked, found, wanted, exact=False)
     num_compared = 0
@@ -256,7 +256,7 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     """A prompt in chunks of 1, 2, 3, ... tokens; other tokens begin it each time."""
     text, directory = known.texts("seeded")[0], known.directory(form)
     made = workers(max_prefill_tokens=64, spec=speculation(directory, WIDTH))
-    scheduler = made.decode._scheduler
+    scheduler = made.decode.scheduler
     sizes = range(1, 41, 1 if whole else 4)
     asked = [
         Ask((800 + size, *text[:40]), Sampling(6, temperature=0.7, seed=size, ignore_eos=True))
@@ -276,7 +276,7 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     directory, asked = known.directory("dflash"), known.asked["seeded"]
     spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
-    made.decode._scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
+    made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
     rest = MAX_LEN - len(asked[0].prompt)
     longest = msgspec.structs.replace(asked[0].sampling, max_tokens=rest)
     last = replace(asked[0], sampling=longest, at=NUM + 1)

@@ -58,7 +58,7 @@ def workers(
         "drafter": drafter, "widths": list(widths), "ngram_min": MIN, "ngram_max": MAX,
     }  # fmt: skip
     made = Lockstep(config, num_prefill=num_prefill)
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     if not overlap:
         made.one_at_a_time()
     return made

@@ -13,7 +13,7 @@ from worker.forward.batch import Batch
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.eager import EagerChunks
-from worker.start.engine import build_engine
+from worker.start.build import build_engine
 
 SECTIONS: dict[str, dict[str, object]] = {
     "engine": {"device": "cpu", "threads": 1, "num_pages": 200, "max_prefill_tokens": 40},

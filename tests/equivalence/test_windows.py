@@ -64,7 +64,7 @@ def workers(
     config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
     config["spec"] = {"widths": list(widths)}
     made = Lockstep(config, num_prefill=num_prefill)
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     if not overlap:
         made.one_at_a_time()
     return made

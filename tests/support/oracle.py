@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.lockstep import Window
 from worker.forward.batch import Batch
-from worker.start.engine import Engine
+from worker.run.engine import Engine
 from worker.step.state import SampledRows
 
 

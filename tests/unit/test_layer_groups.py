@@ -24,7 +24,7 @@ from worker.model.attention import Attention
 from worker.observe.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
 from worker.schedule.req import Req
-from worker.start.engine import build_engine
+from worker.start.build import build_engine
 from worker.transfer.base import PullState
 from worker.transfer.fetch import Fetch, FetchContext, _bit_runs
 from worker.transfer.layout import Pages
@@ -60,7 +60,7 @@ class PrefillAlone:
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
         thread = SimpleNamespace(send=self._send, stats=None, wake=lambda: None)
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
-        self._loop._flight.waits = False  # the last turn ends with its step
+        self._loop.flight.waits = False  # the last turn ends with its step
         self._num_asked = 0
 
     def serve(

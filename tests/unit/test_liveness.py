@@ -33,7 +33,7 @@ from worker.loop import EngineThread
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
 from worker.prefill import PrefillLoop
-from worker.start.engine import build_engine
+from worker.start.build import build_engine
 from worker.wire import Wire
 
 STALL_S = 1.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import worker_config
-from worker.start.engine import build_engine
+from worker.start.build import build_engine
 from worker.start.load import run_largest_steps
 
 

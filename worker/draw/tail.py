@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +13,29 @@ from worker.draw.logprobs import logprobs
 from worker.draw.sampler import SamplingRows, sample
 from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
-from worker.model.decoder import Decoder
+from worker.ops.best_pairs import VocabPart
 from worker.plan import Drawn, Tail
 from worker.step.accept_rows import NUM_COUNTS, accept_rows
 from worker.step.state import SampledRows, StepState
+
+
+class Head(Protocol):
+    """The part of a model that a tail calls."""
+
+    part: VocabPart | None  # of the vocabulary, where ranks divide it; None: all of it
+
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """[n, hidden] -> [n, ids]: of all ids, or without `whole` of `part`."""
+        ...
+
+
+class Draws(NamedTuple):
+    """How the tokens of a step are drawn."""
+
+    tail: Tail  # which kernels are needed, see `sampler.sample`
+    penalized: bool = False  # some row has a penalty slot
+    num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
+    masks: Masks | None = None  # what grammars allow in each of n * width draws, on the device
 
 
 @dataclass(slots=True)
@@ -81,15 +101,11 @@ def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ())
 
 
 def draw(
-    model: Decoder,
+    head: Head,
     state: StepState,
     sampled: SampledRows,
     hidden: Tensor,
-    tail: Tail,
-    *,
-    penalized: bool = False,
-    num_logprobs: int = -1,
-    masks: Masks | None = None,
+    draws: Draws,
     simulated: SimulatedAcceptance | None = None,
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
@@ -97,16 +113,14 @@ def draw(
     Enqueues device work only.
 
     Args:
-        model: has the head.
+        head: of the model.
         state: of the rows; changed.
         sampled: rows to draw for, with their positions.
         hidden: [n * width, hidden] after the final norm.
-        tail: which kernels are needed, see `sampler.sample`.
-        penalized: whether some row has a penalty slot.
-        num_logprobs: likeliest alternatives to report; -1 = no logprobs.
-        masks: what grammars allow in each of n * width draws, on the device.
+        draws: how.
         simulated: says how many drafts are accepted, instead of the draws.
     """
+    tail, penalized, num_logprobs, masks = draws
     width, position = sampled.width, sampled.position
     rows = sampled.rows
     if width > 1:
@@ -114,26 +128,26 @@ def draw(
     params = SamplingRows.gather(state, rows, position)
     # Filters, changes and logprobs look at all tokens. Of all else ranks tell each other the best.
     looks_at_all = tail == "filtered" or penalized or masks is not None or num_logprobs >= 0
-    part = None if looks_at_all else model.head.part
-    logits = model.logits(hidden, whole=looks_at_all)
+    part = None if looks_at_all else head.part
+    logits = head.logits(hidden, whole=looks_at_all)
     changes = None
     if penalized or masks is not None:
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
-    draws = sample(logits, params, tail, changes, part)
+    ids = sample(logits, params, tail, changes, part)
     forced = None
     if simulated is not None and width > 1:
         forced = simulated.num_accepted(position, params.seed)
     drawn = accept_rows(
-        sampled.rows, position, sampled.valid, draws, params.stop_ids, params.min_len,
+        sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len,
         state.columns, forced,
     )  # fmt: skip
     if penalized:
         # No two rows share a slot but 0, whose counts are never read.
         kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]
-        at = params.penalty_slot, draws
+        at = params.penalty_slot, ids
         state.penalties.counts.index_put_(at, kept.view(-1).int(), accumulate=True)
     result = Result(drawn)
     if num_logprobs >= 0:
-        result.values, result.ids = logprobs(logits, draws, num_logprobs)
+        result.values, result.ids = logprobs(logits, ids, num_logprobs)
     return result

@@ -6,9 +6,10 @@ The definition `NAME_ref` stands in `FILE.py`, its kernel's launcher `NAME_trito
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -16,27 +17,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class op(Generic[P, R]):
-    """`definition`, computed by its kernel where its tensors are on a CUDA device.
+def op(definition: Callable[P, R]) -> Callable[P, R]:
+    """`definition`, called NAME_ref, computed by its kernel where its tensors are on a GPU."""
+    name = definition.__name__.removesuffix("_ref")
+    kernel: Callable[P, R] | None = None
 
-    definition: called `NAME_ref`.
-    """
+    @functools.wraps(definition)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal kernel
+        if not next(x.is_cuda for x in args if isinstance(x, Tensor)):
+            return definition(*args, **kwargs)
+        if kernel is None:
+            module = importlib.import_module(f"{definition.__module__}_triton")
+            kernel = getattr(module, f"{name}_triton")
+        assert kernel is not None
+        return kernel(*args, **kwargs)
 
-    def __init__(self, definition: Callable[P, R]) -> None:
-        self.definition = definition
-        self.__doc__ = definition.__doc__
-        self._kernel: Callable[P, R] | None = None
-
-    @property
-    def kernel(self) -> Callable[P, R]:
-        """The launcher of the kernel; imports it at its first use."""
-        if self._kernel is None:
-            name = self.definition.__name__.removesuffix("_ref")
-            module = importlib.import_module(f"{self.definition.__module__}_triton")
-            self._kernel = getattr(module, f"{name}_triton")
-        return self._kernel
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The definition's result."""
-        on_cuda = next(x.is_cuda for x in args if isinstance(x, Tensor))
-        return (self.kernel if on_cuda else self.definition)(*args, **kwargs)
+    run.__name__ = run.__qualname__ = name
+    return run

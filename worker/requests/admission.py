@@ -10,10 +10,10 @@ from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
 from worker.requests.traces import prefill_here
+from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
-from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
 from worker.transfer.peers import PrefillPeers
 

@@ -19,9 +19,10 @@ from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.observe.metrics import Progress, untold
-from worker.plan import Plan, Tail
+from worker.plan import Plan
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState
+from worker.step.windows import Windows
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +33,8 @@ class LoadedModel:
     attention: Attentions
     pool: KVPool
     state: StepState
-    buffers: BatchBuffers
+    buffers: BatchBuffers  # of prefill steps
+    windows: Windows  # of decode steps
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
     widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first
@@ -129,21 +131,12 @@ class ChunkGraphs(StepGraphs, Protocol):
 class DecodeGraphs(StepGraphs, Protocol):
     """Launches decode steps."""
 
-    def launch(
-        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
-    ) -> Decoded:
-        """Enqueue one decode step.
-
-        Args:
-            rows: of the step state.
-            max_seq_len_ub: host bound of their KV lengths after it, with whole windows.
-            tail: which sampling follows; "none" = `draw` is called next.
-            width: tokens of each row's window, one of `widths`.
-        """
+    def launch(self, plan: Plan) -> Decoded:
+        """Enqueue one decode step, whose row changes are applied; see Plan.draws_apart."""
         ...
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
-        """Enqueue the sampling of the step launched last, with tail "none".
+        """Enqueue the draws of the step launched last, if they are launched apart.
 
         Args:
             forwarded: what `launch` returned.

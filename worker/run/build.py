@@ -19,7 +19,7 @@ from worker.run.base import (
     DecodeGraphs,
     LoadedModel,
 )
-from worker.run.eager import EagerChunks, EagerDecode
+from worker.run.largest import run_largest_chunks, run_largest_windows
 from worker.run.segments import GraphMemory
 
 log = logging.getLogger("kvlane.graph")
@@ -60,8 +60,8 @@ class Graphs:
 
     def _run_eagerly(self) -> None:
         if self.loaded.decodes:
-            EagerDecode(self.loaded).run_largest()
-        EagerChunks(self.loaded).run_largest()
+            run_largest_windows(self.loaded)
+        run_largest_chunks(self.loaded)
 
     def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
         """See StepGraphs.capture; chunks are the first half of it."""

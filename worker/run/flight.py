@@ -1,4 +1,4 @@
-"""Flight: the launched steps of a loop; when to launch the next and to settle the oldest.
+"""Flight: the launched steps of a loop, at most two, and when the next thing is due.
 
     step n computes          ├──────────────────────────────┤
     launch of step n + 1                              ▲        as late as keeps the device busy
@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from worker.forward.draws import Masks
-from worker.run.runner import Step
-from worker.start.engine import Engine
+from worker.observe.meter import StepMeter
+from worker.run.step import Step
 
 # Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
 # interpreter lock, may delay the launch of the next step by this much.
@@ -33,76 +32,85 @@ NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, pre
 
 
 class Flight:
-    """Up to two steps: `pending`, which runs, and the one that was launched behind it.
+    """`running`, the step that the device computes, and the one that was launched behind it.
+
+    A turn asks, in this order: `launch_due` (then `launched`), `ended`, `tail_due`, `idle_s`.
 
     Args:
-        engine: launches and times steps.
-        launch: launches the next step; None if nothing can run now.
-        settle: waits until a step has ended and takes what it made; called in order of launch.
-        masks: makes the masks of a masked step, once all steps before it have settled.
+        meter: what it says of the ends of steps.
+        overlap: a step is launched while the one before it runs.
         wake: begins a turn of the loop, from any thread; for steps that say when they end.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        launch: Callable[[], Step | None],
-        settle: Callable[[Step], None],
-        masks: Callable[[Step], Masks] | None = None,
-        wake: Callable[[], None] | None = None,
+        self, meter: StepMeter, *, overlap: bool = True, wake: Callable[[], None] | None = None
     ) -> None:
-        self.pending: Step | None = None
-        # Whether a step is launched while the one before it runs.
-        self._overlap = engine.config.spec.overlap
+        self.running: Step | None = None
+        self.overlap = overlap
         self.waits = True  # False: launch at once and block, so that a schedule can be repeated
+        self._meter, self._wake = meter, wake
         self._next: Step | None = None
-        self._engine = engine
-        self._launch = launch
-        self._settle = settle
-        self._masks = masks
-        self._wake = wake
-        self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)  # host times of decode steps
+        self._tail_due = False
+        self._has_settled = False  # in this turn
+        self._wait_s = 0.0  # until what this turn had to put off is due
+        self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight."""
-        return self.pending is not None
+        """Whether a step has been launched and not settled."""
+        return self.running is not None or self._next is not None
 
-    def advance(self, num_arriving: int = 0) -> float | None:
-        """Launch and settle what is due; returns in how many seconds to call again.
+    def launch_due(self, num_arriving: int = 0) -> bool:
+        """Whether a step, if there is one, is to be launched now.
 
-        None: nothing runs, and nothing can be launched before something arrives.
-        num_arriving: requests that may join a step as soon as their KV has landed.
+        num_arriving: requests that may join it as soon as their KV has landed.
         """
-        if self._next is None and (self._overlap or self.pending is None):
-            if wait_s := self._launch_wait_s(num_arriving):
-                return wait_s
-            self._launch_next()
-        settled = self.pending
-        if settled is not None:
-            if wait_s := self._settle_wait_s(settled):
-                return wait_s
-            self._settle(settled)
-        self.pending, self._next = self._next, None
-        if self.pending is None:
-            return None if settled is None else 0.0  # what has settled may have made room
-        if self.pending.plan.masked:  # masks follow from the tokens of the step before
-            assert self._masks is not None
-            self._engine.launch_tail(self.pending, self._masks(self.pending))
+        self._wait_s, self._has_settled = 0.0, False
+        if self._next is not None or (self.running is not None and not self.overlap):
+            return False
+        self._wait_s = self._launch_wait_s(num_arriving)
+        return not self._wait_s
+
+    def launched(self, step: Step, took_s: float) -> None:
+        """Take a step whose launch took so long."""
+        self._next = step
+        if step.plan.decode:
+            self._launches_s.append(took_s)
+
+    def ended(self) -> Step | None:
+        """The running step, if it is to be settled now; the next one takes its place.
+
+        A step that was launched in this turn runs until the next.
+        """
+        step = self.running
+        if step is not None:
+            self._wait_s = self._wait_s or self._settle_wait_s(step)
+            if self._wait_s:
+                return None
+        self.running, self._next = self._next, None
+        self._tail_due = self.running is not None and self.running.plan.masked
+        self._has_settled = step is not None
+        return step
+
+    def tail_due(self) -> Step | None:
+        """The running step if its tail waits for masks, which follow from the step before; once."""
+        due, self._tail_due = self._tail_due, False
+        return self.running if due else None
+
+    def idle_s(self, num_arriving: int = 0) -> float | None:
+        """How long nothing is due; None: nothing will be before something arrives."""
+        if self._wait_s:
+            return self._wait_s
+        if self.running is None:
+            return 0.0 if self._has_settled else None  # what has settled may have made room
         return self._launch_wait_s(num_arriving)
 
-    def _launch_next(self) -> None:
-        began_at = time.monotonic()
-        self._next = self._launch()
-        if self._next is not None and self._next.plan.decode:
-            self._launches_s.append(time.monotonic() - began_at)
-
     def _launch_wait_s(self, num_arriving: int) -> float:
-        """How long the launch behind `pending` may wait; 0: it is due."""
-        if self.pending is None or not self.waits or not num_arriving:
+        """How long the launch behind `running` may wait; 0: it is due."""
+        if self.running is None or not self.waits or not num_arriving:
             return 0.0
-        ends_at = self._engine.meter.ends_at(self.pending.plan)
-        if ends_at is None or self.pending.done():
+        ends_at = self._meter.ends_at(self.running.plan)
+        if ends_at is None or self.running.done():
             return 0.0
         launch_s = max(self._launches_s, default=0.0)
         wait_s = ends_at - launch_s - SLACK_S - time.monotonic()
@@ -115,7 +123,7 @@ class Flight:
         # With layer groups, keep polling: nothing wakes the loop when one becomes final.
         if self._wake is not None and step.groups is None and step.tells(self._wake):
             return TOLD_S
-        ends_at = self._engine.meter.ends_at(step.plan)
+        ends_at = self._meter.ends_at(step.plan)
         if ends_at is None:
             return POLL_S
         left_s = ends_at - time.monotonic()

@@ -1,12 +1,16 @@
 """Decode steps as CUDA graphs: everything from the rows to the drawn tokens in one replay.
 
-A bucket (a padded number of rows) has, for each width of windows, one graph for each kind of tail,
-and one of the forward alone. Two more are the tail that may follow it, for steps with grammars,
-penalties or logprobs: it filters, penalises and masks, the one with logprobs and the other without.
-Rows to which none of that applies draw the same tokens there. So windows wider than 1, of which
-there are many shapes, have graphs of greedy steps and of the forward alone; all others draw behind
-the latter. The inputs are row numbers and masks; padding is row 0, the sink, which writes to page 0
-and draws nothing.
+A bucket is a padded number of rows. For each width of windows it has these graphs:
+
+    what is in it            width 1                      wider
+    forward, draws           greedy, random, filtered     greedy
+    forward                  one                          one
+    draws behind a forward   with logprobs, without       with logprobs, without
+
+Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens there.
+They serve steps with grammars, penalties or logprobs, and every tail that has no graph of its own.
+A graph's inputs are row numbers and masks. Padding is row 0, the sink: it writes to page 0 and
+draws nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_LOGPROBS
-from worker.draw.tail import Result
+from worker.draw.tail import Draws, Result
 from worker.errors import Unsupported
 from worker.forward.draws import Masks
+from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, untold
 from worker.plan import TAILS, Plan, Tail, max_rows
 from worker.run.base import BucketCheck, Decoded, LoadedModel
@@ -90,7 +95,7 @@ class FullDecode:
         for bucket, width in self._shapes:
             forwarded = self._eager_step(self._rows[:bucket], "none", width)
             for tail in _tails(width)[1:]:
-                draw_and_propose(self._loaded, forwarded, tail)
+                draw_and_propose(self._loaded, forwarded, Draws(tail))
             for num_logprobs in (-1, MAX_LOGPROBS):
                 self._draw_all(forwarded, num_logprobs)
 
@@ -119,25 +124,22 @@ class FullDecode:
         ]
         return [check for check in found if check is not None]
 
-    def launch(
-        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
-    ) -> Decoded:
-        """See DecodeGraphs.launch."""
-        bucket = self._bucket(len(rows), width)
+    def launch(self, plan: Plan) -> Decoded:
+        num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
         padded = torch.zeros(bucket, dtype=torch.int64)
-        padded[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
-        replayed = self._replay(self._loaded.state.pinned(padded), tail, width)
+        padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
+        tail = "none" if plan.draws_apart else plan.tail
+        replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
         hidden, sampled, result, path, num_tokens = replayed
         return Decoded(
-            hidden[: len(rows) * width],
-            None if sampled is None else sampled.first(len(rows)),
-            None if result is None else result.first(len(rows), -1),
+            hidden[: num * plan.width],
+            None if sampled is None else sampled.first(num),
+            None if result is None else result.first(num, -1),
             path,
             num_tokens,
         )
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
-        """See DecodeGraphs.draw."""
         num_rows, with_logprobs = len(forwarded.hidden) // plan.width, plan.num_logprobs >= 0
         bucket = self._bucket(num_rows, plan.width)
         result = self._replay_tail(bucket, plan.width, masks, with_logprobs=with_logprobs)
@@ -152,7 +154,7 @@ class FullDecode:
         return next(each for each in buckets_of(self.buckets, width) if each >= num_rows)
 
     def _eager_step(self, rows: Tensor, tail: Tail, width: int) -> Decoded:
-        return self._eager.step(rows, self._loaded.max_len + width - 1, tail, width=width)
+        return self._eager.step(rows, WindowShape(width, self._loaded.max_len + width - 1), tail)
 
     def _replay(self, rows: Tensor, tail: Tail, width: int) -> Decoded:
         self._rows[: len(rows)].copy_(rows, non_blocking=True)
@@ -198,7 +200,8 @@ class FullDecode:
     def _draw_all(self, forwarded: Decoded, num_logprobs: int) -> Result:
         """The tail that serves every step."""
         masks = Masks(self._masks.words, self._masks.line[: len(forwarded.hidden)])
-        return draw_and_propose(self._loaded, forwarded, TAILS[-1], True, num_logprobs, masks)
+        draws = Draws(TAILS[-1], True, num_logprobs, masks)
+        return draw_and_propose(self._loaded, forwarded, draws)
 
 
 def _tails(width: int) -> tuple[Tail, ...]:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from worker.cache.layout import KVLayout
-
-
-class HostEvent(threading.Event):
-    """Replaces torch.cuda.Event on the CPU, where ModelRunner's thread runs the steps in order."""
-
-    record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
+from worker.run.stream import Stream
 
 
 class LayerGroups:
@@ -28,28 +20,26 @@ class LayerGroups:
 
     Args:
         layout: its first region's layers are grouped.
-        device: the device that runs the step.
-        while_launching: called at each layer of a CUDA launch, once the store of its KV is
-            enqueued. It lets the engine thread announce the groups of the previous step while it
-            launches this one. Never called on the CPU, where another thread runs the layers.
+        stream: runs the step.
+        while_launching: called at each layer, once the store of its KV is enqueued, if the stream
+            launches in the engine thread. It lets that thread announce the groups of the previous
+            step while it launches this one.
         num_ranks: of the worker.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        device: torch.device,
+        stream: Stream,
         while_launching: Callable[[], None],
         num_ranks: int = 1,
     ) -> None:
-        cpu = device.type == "cpu"
-        make = HostEvent if cpu else torch.cuda.Event
-        self._events = [make() for _ in range(layout.num_groups)]
+        self._events = [stream.event() for _ in range(layout.num_groups)]
         self._layers_per_group = layout.regions[0].layers_per_group
         self._late = num_ranks > 1
         # How many groups `on_layer` records; the rest is recorded when all regions are written.
         self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)
-        self._while_launching = None if cpu else while_launching
+        self._while_launching = while_launching if stream.launches_here else None
         self._failed = False
 
     @property

@@ -1,97 +1,32 @@
-"""ModelRunner launches one step without waiting; Step waits for its end."""
+"""ModelRunner launches a step without waiting, and settles it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.draw.tail import Result
 from worker.forward.draws import Masks
-from worker.plan import Drawn, Plan, Tail
+from worker.observe.meter import StepMeter
+from worker.observe.step_log import StepLog
+from worker.plan import Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
 from worker.run.groups import LayerGroups
+from worker.run.ranks import Ranks
+from worker.run.step import Step
+from worker.run.stream import stream_of
+from worker.run.sums import Sums
 from worker.step.state import SampledRows
 
 JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
-
-
-@cache
-def step_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process for all steps on a CUDA device.
-
-    Loading runs on it too: the caching allocator reuses freed memory only on the stream that
-    allocated it.
-    """
-    return torch.cuda.Stream(device)
-
-
-class Step:
-    """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner."""
-
-    def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
-        self.plan = plan
-        self.shape = shape  # of a prefill step's batch
-        self.groups = groups  # None: launched without a layer hook
-        # How it was launched, for metrics, and tokens of its forward, padding included; known once
-        # it has been waited for.
-        self.path = ""
-        self.num_tokens = 0
-        # CPU: the step's future. Of a masked step that of the forward, then that of the tail.
-        self._running: Future[Any] | None = None
-        self._is_to_tell = False  # it wakes a loop when it is done
-        self._result: Result | None = None  # CUDA
-        self._event: torch.cuda.Event | None = None  # CUDA: after the copies to the host
-        # What a masked step verifies, on its way to the host. CPU: a future of it; CUDA: it, and
-        # the event behind its copy.
-        self._drafts: Future[Tensor] | tuple[Tensor, torch.cuda.Event] | None = None
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once; not to be asked before a masked step's tail."""
-        if self._event is not None:
-            return self._event.query()
-        return self._running is not None and self._running.done()
-
-    def tells(self, wake: Callable[[], None]) -> bool:
-        """Have another thread call `wake` when the step is done; False: nothing will.
-
-        Only on the CPU, where a loop that polls takes the step's own core. Like `done`, not to be
-        asked before a masked step's tail.
-        """
-        if self._running is None:
-            return False
-        if not self._is_to_tell:
-            self._is_to_tell = True
-            self._running.add_done_callback(lambda _: wake())
-        return True
-
-    def drafts(self) -> list[list[int]]:
-        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: [].
-
-        Known as soon as the step before has ended, when masks can be made.
-        """
-        if self._drafts is None:
-            return []
-        if isinstance(self._drafts, Future):
-            return self._drafts.result().tolist()
-        drafts, copied = self._drafts
-        copied.synchronize()
-        return drafts.tolist()
-
-    def wait(self) -> list[Drawn]:
-        """Block until the step has finished; returns what plan.sampled_rows drew."""
-        if self._event is not None:
-            self._event.synchronize()
-        result = self._result if self._running is None else self._running.result()
-        return result.read() if result is not None else []
 
 
 class ModelRunner:
@@ -99,20 +34,26 @@ class ModelRunner:
 
     A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
 
-    On CUDA the stream is `step_stream`, made current in the thread that launches. It is not the
-    default stream: KV pulls are copies that wait for the default stream, so they would wait for
-    the step in flight. On the CPU it is a thread that runs one step after the other, so launching,
-    settling and pulling overlap with compute there as well.
+    Args:
+        loaded: the model and all that its steps need.
+        graphs: launch them.
+        meter: times them.
+        step_log: gets a line of each; None: there is none.
+        sums: counts their all-reduces; None: the worker has one rank.
     """
 
-    def __init__(self, loaded: LoadedModel, graphs: Graphs) -> None:
-        self.loaded = loaded
-        self.graphs = graphs
-        self._state = loaded.state
-        device = loaded.state.device
-        cpu = device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, "kvlane-stream") if cpu else None
-        self._stream = None if cpu else step_stream(device)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        graphs: Graphs,
+        meter: StepMeter,
+        step_log: StepLog | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        self.loaded, self.graphs, self.meter = loaded, graphs, meter
+        self.stream = stream_of(loaded.state.device)
+        self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
+        self._state, self._log, self._sums = loaded.state, step_log, sums
         # What the forward of a masked plan returned, until its tail is launched.
         self._forwarded: Decoded | None = None
 
@@ -127,128 +68,125 @@ class ModelRunner:
             shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
-        step = Step(
-            plan, shape or padded_shape(self.graphs, plan, hooked=groups is not None), groups
-        )
-        if plan.masked and plan.width > 1 and self._thread is not None:
-            step._drafts = Future()
-        work = self._run_forward if plan.masked else self._run
-        if self._thread is not None:
-            step._running = self._thread.submit(work, step)
-            return step
-        self._enter_stream()
-        result = work(step)
-        if not plan.masked:
-            self._record(step, result)
+        log = self._log
+        began, began_at = log.event() if log is not None else None, time.monotonic()
+        shape = shape or padded_shape(self.graphs, plan, hooked=groups is not None)
+        if self.ranks is not None:
+            self.ranks.launch(plan, shape)
+        step = Step(plan, shape, groups)
+        if plan.masked:
+            if plan.decode:
+                begun = self.stream.submit(partial(self.begin, plan))
+                step.verifies = begun if plan.width > 1 else None
+            self.stream.submit(partial(self.forward, step))
+        else:
+            step.end = self.stream.submit(partial(self.run, step))
+        self.meter.launched(plan)
+        if log is not None:
+            log.launched(plan, began, time.monotonic() - began_at)
         return step
 
     def launch_tail(self, step: Step, masks: Masks) -> None:
         """Enqueue the tail of a masked step; masks: on the host."""
         assert step.plan.masked
-        if self._thread is not None:
-            assert step._running is not None
-            step._running = self._thread.submit(self._run_tail, step.plan, step._running, masks)
-        else:
-            self._enter_stream()
-            self._record(step, self._run_tail(step.plan, None, masks))
+        if self.ranks is not None:
+            self.ranks.launch_tail(masks)
+        step.end = self.stream.submit(partial(self.tail, step.plan, masks))
+        if self._log is not None:
+            self._log.tail_launched(step.plan)
+
+    def settle(self, step: Step) -> list[Drawn]:
+        """Wait for a step and read its tokens.
+
+        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
+
+        Raises:
+            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
+        """
+        began_at, cpu_at = time.monotonic(), time.thread_time()
+        drawn = step.wait()
+        self.check_ranks()
+        if self.ranks is not None:
+            self.ranks.settled(step, drawn)
+        self.meter.settled(step.plan, step.path)
+        if self._sums is not None:
+            self._sums.settled(step)
+        if self._log is not None:
+            wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
+            self._log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
+        return drawn
+
+    def check_ranks(self) -> None:
+        """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
+        self.loaded.model.collective.check()
 
     def close(self) -> None:
         """Wait for launched steps and free captured graphs."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        if self._stream is not None:
-            self._stream.synchronize()
+        self.stream.close()
         self.graphs.close()
-
-    def _enter_stream(self) -> None:
-        """CUDA: make the step stream current; it first waits for the thread's former stream."""
-        assert self._stream is not None
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            self._stream.wait_stream(current)
-            torch.cuda.set_stream(self._stream)
-
-    def _record(self, step: Step, result: Result | None) -> None:
-        """CUDA: enqueue the copies to the host, and the event that says they are done."""
-        step._result = result.to_host() if result is not None else None
-        step._event = torch.cuda.Event()
-        step._event.record()
+        if self._log is not None:
+            self._log.close()
 
     @torch.inference_mode()
-    def _run(self, step: Step) -> Result | None:
+    def run(self, step: Step) -> Result | None:
         """Run a plan without masks, from its row changes to its tokens."""
-        plan = step.plan
-        if plan.decode and not plan.penalized and plan.num_logprobs < 0:
-            return self._launch_decode(step, plan.tail).result
-        with step.groups.released_on_error() if step.groups is not None else nullcontext():
-            forwarded = self._forward(step)
-        return None if forwarded.sampled is None else self._draw(plan, forwarded)
+        if step.plan.decode:
+            self.begin(step.plan)
+            forwarded = self.graphs.decode.launch(step.plan)
+        else:
+            forwarded = self.run_chunks(step)
+        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
+        if forwarded.sampled is None:
+            return forwarded.result
+        return self.draw(step.plan, forwarded)
 
     @torch.inference_mode()
-    def _run_forward(self, step: Step) -> None:
-        try:
-            self._forwarded = self._forward(step)
-        except BaseException as error:
-            if isinstance(step._drafts, Future) and not step._drafts.done():
-                step._drafts.set_exception(error)  # who makes its masks waits for its drafts
-            raise
+    def begin(self, plan: Plan) -> _Drafts | None:
+        """Apply a decode plan's row changes; returns what a masked step verifies."""
+        self._state.apply(plan)
+        self._seed(plan)
+        if not plan.masked or plan.width == 1:
+            return None
+        rows = self._state.upload(plan.decode, torch.int64)
+        return _Drafts(self._state.columns.drafts[rows, : plan.width - 1])
 
     @torch.inference_mode()
-    def _run_tail(self, plan: Plan, forward: Future[Any] | None, masks: Masks) -> Result:
-        if forward is not None:
-            forward.result()  # never waits, as this thread has run it already; raises its error
+    def forward(self, step: Step) -> None:
+        """The forward of a masked step; its tail is launched once the masks are made."""
+        decode = step.plan.decode
+        forwarded = self.graphs.decode.launch(step.plan) if decode else self.run_chunks(step)
+        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
+        self._forwarded = forwarded
+
+    @torch.inference_mode()
+    def tail(self, plan: Plan, masks: Masks) -> Result:
+        """The draws of the masked step whose forward has just run."""
         assert self._forwarded is not None
         forwarded, self._forwarded = self._forwarded, None
-        return self._draw(plan, forwarded, masks)
+        return self.draw(plan, forwarded, masks)
 
-    def _forward(self, step: Step) -> Decoded:
-        """Run the forward and apply the plan's row changes, in the order that `Plan` gives.
+    def run_chunks(self, step: Step) -> Decoded:
+        """Run the forward of a prefill step, then apply the plan's row changes.
 
         If no chunk samples, `sampled` is None, and `hidden` is not of sampled rows: not to be used.
         """
-        return self._launch_decode(step, "none") if step.plan.decode else self._launch_chunks(step)
-
-    def _launch_decode(self, step: Step, tail: Tail) -> Decoded:
-        plan = step.plan
-        self._state.apply(plan)
-        self._seed(plan)
-        if plan.masked and plan.width > 1:
-            self._send_drafts(step)
-        decoded = self.graphs.decode.launch(plan.decode, plan.max_seq_len_ub, tail, plan.width)
-        step.path, step.num_tokens = decoded.path, decoded.num_tokens
-        return decoded
-
-    def _send_drafts(self, step: Step) -> None:
-        """Enqueue the copy of what a masked step verifies, behind the step before."""
-        rows = self._state.upload(step.plan.decode, torch.int64)
-        drafts = self._state.columns.drafts[rows, : step.plan.width - 1]
-        if isinstance(step._drafts, Future):
-            step._drafts.set_result(drafts)
-            return
-        host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
-        host.copy_(drafts, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        step._drafts = host, copied
-
-    def _launch_chunks(self, step: Step) -> Decoded:
-        plan, on_layer = step.plan, step.groups.on_layer if step.groups is not None else None
-        shape = step.shape
-        batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
-        hidden, path = self.graphs.chunks.launch(batch, on_layer)
-        _join_ranks(self.loaded)
-        if step.groups is not None:
-            step.groups.on_regions()
-        # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
-        step.path = f"{path}_{shape.refused}" if shape.refused else path
-        step.num_tokens = batch.num_tokens
+        plan, shape, groups = step.plan, step.shape, step.groups
+        with nullcontext() if groups is None else groups.released_on_error():
+            batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
+            on_layer = None if groups is None else groups.on_layer
+            hidden, path = self.graphs.chunks.launch(batch, on_layer)
+            _join_ranks(self.loaded)
+            if groups is not None:
+                groups.on_regions()
         self._state.apply_rows(plan)  # behind the forward, which does not read them
         self._seed(plan)
+        # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
+        path = f"{path}_{shape.refused}" if shape.refused else path
         sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
         if not sampled:
             return Decoded(hidden, None, None, path, batch.num_tokens)
         at, rows, position = (
-            self._state.upload(each, torch.int64) for each in zip(*sampled, strict=True)
+            self._state.upload(column, torch.int64) for column in zip(*sampled, strict=True)
         )
         valid = torch.ones_like(rows, dtype=torch.bool)
         sampled_rows = SampledRows(rows, position, valid)
@@ -259,10 +197,21 @@ class ModelRunner:
         if self.loaded.drafter is not None and rows:
             self.loaded.drafter.seed(self._state.upload(rows, torch.int64))
 
-    def _draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+    def draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+        """Draw what follows a forward; masks: of its rows, on the host."""
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
         return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+
+
+class _Drafts(NamedTuple):
+    """What a masked step verifies."""
+
+    ids: Tensor  # [rows, width - 1] i64
+
+    def to_host(self) -> _Drafts:
+        host = torch.empty(self.ids.shape, dtype=self.ids.dtype, pin_memory=True)
+        return _Drafts(host.copy_(self.ids, non_blocking=True))
 
 
 def _join_ranks(loaded: LoadedModel) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -29,7 +28,7 @@ from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
-from worker.run.runner import step_stream
+from worker.run.stream import on_step_stream
 from worker.start import memory
 from worker.start.digest import (
     PartSum,
@@ -41,6 +40,7 @@ from worker.start.digest import (
 )
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
+from worker.step.windows import Windows
 
 log = logging.getLogger("kvlane.start")
 
@@ -76,7 +76,7 @@ def load(
     """
     device = torch.device(config.engine.device)
     took = _Took()
-    with memory.turn(device), _on_step_stream(device):
+    with memory.turn(device), on_step_stream(device):
         memory.wait_for_share(config, device)
         took.ended("waiting for the device")
         with memory.explain_shortage("loading the weights", device):
@@ -183,20 +183,6 @@ def _digest(
     return combined(digests)
 
 
-@contextmanager
-def _on_step_stream(device: torch.device) -> Iterator[None]:
-    """On CUDA, run the body on the step stream, then wait for the device.
-
-    Steps can then reuse the memory that the body has freed. On the CPU, just run the body.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    with torch.cuda.stream(step_stream(device)):
-        yield
-    torch.cuda.synchronize(device)
-
-
 def _assemble(
     config: WorkerConfig, pool: KVPool, model: Decoder, drafter: DrafterModel | None
 ) -> LoadedModel:
@@ -242,6 +228,7 @@ def _assemble(
         pool,
         state,
         buffers,
+        Windows(state, page_size),
         engine,
         max_len,
         widths,

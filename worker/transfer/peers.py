@@ -148,6 +148,11 @@ class PrefillPeers:
         if known is not None:
             known.answers = True
 
+    @property
+    def num_known(self) -> int:
+        """Prefill workers that live, and links that are still to be closed."""
+        return len(self._known) + len(self._closing)
+
     def tend(self, now: float, in_use: Callable[[Link], bool]) -> None:
         """Dial the peers that are due; close links of lost peers once no pull uses them.
 
