@@ -191,7 +191,7 @@ def check(
             for i in range(2)
         ]  # fmt: skip
         with forward_context(batch, attention, plan):
-            store_kv_ref(*new, *caches, batch.slot_mapping)
+            store_kv_ref(new[0], new[1], caches, batch.slot_mapping)
             out = attention.forward(q, layer_id)
         assert out.shape == q.shape
         assert out.dtype == q.dtype
@@ -380,7 +380,7 @@ def test_a_row_that_ended_unseen_changes_no_other(backend):
     results = []
     for batch in (live, gone):
         with forward_context(batch, attention, attention.plan(batch)):
-            store_kv_ref(kv, kv, *attention.kv(0), batch.slot_mapping)
+            store_kv_ref(kv, kv, attention.kv(0), batch.slot_mapping)
             results.append(attention.forward(q, 0))
     assert torch.equal(results[0][[0, 2]], results[1][[0, 2]])
     assert results[1].isfinite().all()
@@ -397,7 +397,7 @@ def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     batch.slot_mapping.zero_()
     q, kv = torch.ones(1, 4, 32), torch.ones(1, 2, 32)
     with forward_context(batch, attention, attention.plan(batch)):
-        store_kv_ref(kv, kv, *attention.kv(0), batch.slot_mapping)
+        store_kv_ref(kv, kv, attention.kv(0), batch.slot_mapping)
         assert not attention.forward(q, 0).any()
     pool.close()
 
@@ -443,7 +443,7 @@ def test_any_backends_share_the_pages_of_one_request(monkeypatch, prefill, decod
         kv = torch.randn(2, batch.num_tokens, 2, 32, generator=generator)
         attention: Any = getattr(attentions, kind)
         with forward_context(batch, attention, attention.plan(batch)):
-            store_kv_ref(*kv, *attention.kv(0), batch.slot_mapping)
+            store_kv_ref(kv[0], kv[1], attention.kv(0), batch.slot_mapping)
             out = attention.forward(q, 0)
         start = 0
         for i, row in enumerate(rows):
@@ -469,7 +469,7 @@ def test_a_backend_serves_the_region_that_it_is_built_over(backend):
     batch = make_batch(rows, 16, 0, 0)
     q, k, v = torch.randn(24, 8, 32), *torch.randn(2, 24, 4, 32)
     with forward_context(batch, attention, attention.plan(batch)):
-        store_kv_ref(k, v, *attention.kv(0), batch.slot_mapping)
+        store_kv_ref(k, v, attention.kv(0), batch.slot_mapping)
         out = attention.forward(q, 0)
     for at in (slice(0, 21), slice(21, 24)):
         expected = dense_oracle(q[at].double(), k[at].double(), v[at].double(), 0, 0.3)

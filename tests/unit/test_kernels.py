@@ -114,7 +114,7 @@ def test_store_kv_writes_the_mapped_slots_and_no_other(page_size):
     k_cache, v_cache = memory[:, :, 1, 0], memory[:, :, 1, 1]
     slots = torch.tensor([4 * page_size + page_size - 1, page_size, 2 * page_size])
     k, v = noise(3, 2, 8), noise(3, 2, 8, seed=1)
-    store_kv_ref(k, v, k_cache, v_cache, slots)
+    store_kv_ref(k, v, (k_cache, v_cache), slots)
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(k_cache[slot // page_size, :, slot % page_size], k[i])
         assert torch.equal(v_cache[slot // page_size, :, slot % page_size], v[i])

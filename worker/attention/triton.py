@@ -134,8 +134,8 @@ class TritonAttention:
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
-        caches = self._layers[layer_id]
+        keys, values = self._layers[layer_id]
         if isinstance(plan, PromptPlan):
-            return prompt_attention(q, *caches, plan, self.scale, out)
+            return prompt_attention(q, keys, values, plan, self.scale, out)
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
-        return paged_attention(q, *caches, plan, self.scale, out)
+        return paged_attention(q, keys, values, plan, self.scale, out)

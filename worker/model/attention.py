@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from worker.attention.qk_rope_store import qk_rope_store
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
 from worker.model.norm import RMSNorm
 from worker.model.rotary import RotaryEmbedding
@@ -48,12 +48,11 @@ class Attention(nn.Module):
 
         kv: [num_tokens, 2 · num_kv_heads · head_dim]; positions: [num_tokens] i64.
         """
-        context, (q_norm, k_norm) = current(), (self.q_norm, self.k_norm)
-        qk_rope_store(
-            kv, positions, self.rotary.table, *context.attention.kv(self.layer_id),
-            context.batch.slot_mapping, None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight, 0.0 if k_norm is None else k_norm.eps,
-        )  # fmt: skip
+        context, norms = current(), None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.k_norm.eps)
+        caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
+        qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, norms)
 
 
 def attend(
@@ -72,11 +71,14 @@ def attend(
     positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
     run.
 
-    qkv .. eps: see qk_rope_store; out: [num_tokens, num_heads, head_dim], contiguous.
+    qkv .. eps: see qk_rope_store_ref; out: [num_tokens, num_heads, head_dim], contiguous.
     """
     context = current()
     caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
-    q = qk_rope_store(qkv, positions, table, *caches, slots, q_weight, k_weight, eps)
+    norms = None
+    if q_weight is not None and k_weight is not None:
+        norms = HeadNorms(q_weight, k_weight, eps)
+    q = qk_rope_store(qkv, Rotation(table, positions), caches, slots, norms)
     if context.breaks is None:
         _attend(layer_id, q, out)
     else:

@@ -167,8 +167,10 @@ class Decoder(nn.Module):
         without `layers` there are none.
         """
         taps = Taps(layers, max_tokens, self.spec.hidden_size, self.placement)
-        for number, norm in enumerate([*(layer.input_norm for layer in self.layers), self.norm]):
-            norm.tap = taps.after(number - 1)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            layer.input_norm.tap = taps.after(number - 1)
+        self.norm.tap = taps.after(len(self.layers) - 1)
         return taps
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -199,6 +201,7 @@ class Decoder(nn.Module):
         """Checkpoint name -> Shard, for every tensor that this rank needs."""
         shards = self.embedding.shards("model.embed_tokens") | self.norm.shards("model.norm")
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             shards |= layer.shards(f"model.layers.{i}")
         if self.head is not self.embedding:
             shards |= self.head.shards("lm_head")
