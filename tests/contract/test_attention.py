@@ -27,7 +27,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch, HostLengths
+from worker.forward.batch import Batch, Bounds, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
 from worker.ops.mask import CAUSAL, KeyMask
@@ -589,7 +589,7 @@ if not INTERPRETED:
         from worker.attention import paged_triton as paged
         from worker.attention.paged_tiles import choose
 
-        tiles = choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
+        tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}

@@ -10,7 +10,7 @@ from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerAttention
 from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
@@ -65,9 +65,7 @@ class AttentionBackend(LayerAttention, Protocol):
         """
         ...
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
+    def variant(self, bounds: Bounds) -> Hashable:
         """Names the kernel that a batch with such bounds is launched with; None: there is only one.
 
         The first launch of a variant may wait for a compiler.

@@ -11,7 +11,7 @@ from torch import Tensor
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionBackend, AttentionCaps, AttentionShape
 from worker.cache.pool import KVPool
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current, forward_context
 from worker.registry import resolve
 
@@ -46,16 +46,13 @@ class ByLengthAttention:
         )
 
     def plan(self, batch: Batch) -> ByLengthPlan:
-        backend = self._backend(batch.num_tokens, batch.max_query_len)
+        backend = self._backend(batch.bounds)
         if batch.host is None:  # windows: the host does not know their lengths
             backend = self._short
         return ByLengthPlan(backend, backend.plan(batch))
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
-        backend = self._backend(num_tokens, max_query_len)
-        return backend.variant(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+    def variant(self, bounds: Bounds) -> Hashable:
+        return self._backend(bounds).variant(bounds)
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
         return self._short.kv(layer_id)
@@ -67,6 +64,6 @@ class ByLengthAttention:
         with forward_context(context.batch, plan.backend, plan.plan):
             return plan.backend.forward(q, layer_id, out)
 
-    def _backend(self, num_tokens: int, max_query_len: int) -> AttentionBackend:
-        is_long = num_tokens > self.SHORT_ROWS and max_query_len > 1
+    def _backend(self, bounds: Bounds) -> AttentionBackend:
+        is_long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1
         return self._long if is_long else self._short

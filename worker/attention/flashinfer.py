@@ -12,7 +12,7 @@ from torch import Tensor
 from worker.attention.base import AttentionCaps, AttentionShape, check_caps
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.forward.batch import Batch, HostLengths
+from worker.forward.batch import Batch, Bounds, HostLengths
 from worker.forward.context import current
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
@@ -123,9 +123,7 @@ class FlashInferAttention:
         assert batch.host is not None, "planned on the host, so it cannot be captured"
         return self._plan(batch.host, batch.page_table)
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> None:
+    def variant(self, bounds: Bounds) -> None:
         """Nothing is compiled for a batch."""
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:

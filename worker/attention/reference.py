@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, check_caps
 from worker.cache.pool import KVPool
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
@@ -110,9 +110,7 @@ class ReferenceAttention:
         whole = (seq_lens - 1)[:, None].expand_as(positions)
         return first, positions if self.mask.causal else whole
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> None:
+    def variant(self, bounds: Bounds) -> None:
         """Nothing is compiled for a batch."""
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from worker.attention.prompt_triton import (
 )
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 from worker.ops.jit import HAS_TRITON, INTERPRETED
 from worker.ops.launch import power_of_two
@@ -77,33 +77,31 @@ class TritonAttention:
 
     def plan(self, batch: Batch) -> PagedPlan | PromptPlan:
         lengths = batch.query_start, batch.seq_lens, batch.page_table
-        bounds = batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
-        if batch.host is not None and self._is_long(*bounds):
+        bounds = batch.bounds
+        if batch.host is not None and self._is_long(bounds):
             room = self._room(num_rows(batch.host.seq_lens), batch.seq_lens.device)
             if room is not None:
                 return plan_prompts(*lengths, bounds, self.heads, room)
         return plan_items(
             *lengths,
-            self._tiles(batch.num_reqs, *bounds),
+            self._tiles(bounds),
             self.heads,
             self.head_dim,
             self._page_size,
             self.mask,
         )
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
-        if self._is_long(num_tokens, max_query_len, max_seq_len_ub):
+    def variant(self, bounds: Bounds) -> Hashable:
+        if self._is_long(bounds):
             return "long", *prompt_constants(self.heads, self.head_dim).values()
-        tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+        tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
         constants = constants_of(tiles, self.heads, self.head_dim, self._page_size, self.mask)
         return *constants.values(), *options
 
-    def _is_long(self, num_tokens: int, max_query_len: int, max_seq_len_ub: int) -> bool:
-        long = num_tokens > self.SHORT_ROWS and max_query_len > 1
-        return long and self._has_prompts and num_rows([max_seq_len_ub]) <= self.MAX_GATHERED
+    def _is_long(self, bounds: Bounds) -> bool:
+        long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1
+        return long and self._has_prompts and num_rows([bounds.max_seq_len]) <= self.MAX_GATHERED
 
     def _room(self, num_rows: int, device: torch.device) -> Tensor | None:
         """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order.
@@ -123,11 +121,8 @@ class TritonAttention:
                 log.warning("no memory to gather %d keys: longer prompts are slower", num_rows)
         return self._gathered
 
-    def _tiles(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> PagedTiles:
-        bounds = num_reqs, num_tokens, max_query_len, max_seq_len_ub
-        return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
+    def _tiles(self, bounds: Bounds) -> PagedTiles:
+        return choose(bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
         return self._layers[layer_id]

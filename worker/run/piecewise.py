@@ -24,7 +24,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerHook, forward_context
 from worker.observe.metrics import Progress, untold
 from worker.ops.launch import power_of_two
@@ -223,7 +223,7 @@ class PiecewiseChunks:
         counts = range(1, min(int(loaded.config.max_num_reqs), num_tokens) + 1)
         for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
             coarse, longest_ub = min(num_tokens, power_of_two(length)), max(length, bound)
-            variant = attention.variant(num_reqs, num_tokens, coarse, longest_ub)
+            variant = attention.variant(Bounds(num_reqs, num_tokens, coarse, longest_ub))
             if num_reqs - 1 > num_tokens - length or variant in self._launched_variants:
                 continue
             self._launched_variants.add(variant)
