@@ -20,7 +20,7 @@ from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.model.attention import Attention
+from worker.model.attention import SelfAttention
 from worker.observe.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
 from worker.schedule.req import Req
@@ -241,14 +241,14 @@ def test_a_step_that_fails_announces_nothing(
 
     What was stored before the error is final, and may have been announced.
     """
-    attend, num_calls = Attention.forward, Counter[str]()
+    attend, num_calls = SelfAttention.forward, Counter[str]()
 
-    def breaks(self: Attention, *args: Any) -> Any:
+    def breaks(self: SelfAttention, *args: Any) -> Any:
         num_calls["layers"] += 1
         assert num_calls["layers"] < 2, "a bug of ours"  # no group is final
         return attend(self, *args)
 
-    monkeypatch.setattr(Attention, "forward", breaks)
+    monkeypatch.setattr(SelfAttention, "forward", breaks)
     with pytest.raises(AssertionError, match="a bug of ours"):
         worker.serve([problem_ids(12)[11][:CHUNK]])  # one step, which ends the prompt
     admitted, *others = (message for message, _ in worker.sent)

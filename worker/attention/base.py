@@ -6,6 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
+from torch import Tensor
+
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
@@ -71,6 +74,29 @@ class AttentionBackend(LayerAttention, Protocol):
         The first launch of a variant may wait for a compiler.
         """
         ...
+
+
+class PoolAttention:
+    """What backends have in common that attend over a region of the pool themselves.
+
+    Raises:
+        Unsupported: see check_caps.
+    """
+
+    caps: ClassVar[AttentionCaps]
+
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        self.region = check_caps(self.caps, pool, shape)
+        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
+        self.dtype: torch.dtype = getattr(torch, self.region.dtype)
+        self._layers = pool.layers(shape.region)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._layers[layer_id]
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        """Nothing is compiled for a batch."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

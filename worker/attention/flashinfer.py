@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape, check_caps
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.forward.batch import Batch, Bounds, HostLengths
+from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
@@ -86,7 +86,7 @@ class Slot:
     fence: torch.cuda.Event
 
 
-class FlashInferAttention:
+class FlashInferAttention(PoolAttention):
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
     Batches of one row a request go to the decode wrapper, on tensor cores at every GQA ratio. Those
@@ -107,12 +107,10 @@ class FlashInferAttention:
     static_plan: ClassVar[bool] = False
 
     def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
-        region = check_caps(self.caps, pool, shape)
-        self._page_size = region.page_size
-        self._shape = shape.num_heads, shape.num_kv_heads, shape.head_dim, region.page_size
-        dtype = getattr(torch, region.dtype)
-        self._options = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": shape.scale}
-        self._layers = pool.layers(shape.region)
+        super().__init__(pool, shape)
+        self._sizes = *self.heads, shape.head_dim, self.region.page_size
+        dtypes = {"q_data_type": self.dtype, "kv_data_type": self.dtype}
+        self._options = {**dtypes, "sm_scale": shape.scale}
         self._slots = self._make_slots(pool.device)
         self._next = 0
         table = torch.zeros(1, 2, dtype=torch.int32, device=pool.device)
@@ -122,12 +120,6 @@ class FlashInferAttention:
     def plan(self, batch: Batch) -> FlashInferPlan:
         assert batch.host is not None, "planned on the host, so it cannot be captured"
         return self._plan(batch.host, batch.page_table)
-
-    def variant(self, bounds: Bounds) -> None:
-        """Nothing is compiled for a batch."""
-
-    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        return self._layers[layer_id]
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
@@ -143,16 +135,16 @@ class FlashInferAttention:
     def _plan(self, host: HostLengths, page_table: Tensor) -> FlashInferPlan:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
-        work = ragged(host, page_table, self._page_size)
+        work = ragged(host, page_table, self.region.page_size)
         paged = work.page_start, work.pages, work.last_page_len
         options = {**self._options, "seq_lens": work.seq_lens}
         slot.fence.synchronize()
         if max(host.query_lens) == 1:
             wrapper = slot.decode
-            wrapper.plan(*paged, *self._shape, **options)
+            wrapper.plan(*paged, *self._sizes, **options)
         else:
             wrapper = slot.prefill
-            wrapper.plan(work.query_start, *paged, *self._shape, causal=True, **options)
+            wrapper.plan(work.query_start, *paged, *self._sizes, causal=True, **options)
         slot.fence.record()
         return FlashInferPlan(wrapper, work.num_tokens)
 
@@ -184,7 +176,7 @@ class FlashInferAttention:
         and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each query head of one
         kv head.
         """
-        num_heads, num_kv_heads, head_dim, _ = self._shape
+        num_heads, num_kv_heads, head_dim, _ = self._sizes
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         rows = (128 if head_dim < 256 else 64) * num_heads // num_kv_heads
         return max(MIN_WORKSPACE_BYTES, 2 * num_sms * rows * (head_dim + 1) * 4 + 1024)

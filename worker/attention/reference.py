@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape, check_caps
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
-from worker.forward.batch import Batch, Bounds
+from worker.forward.batch import Batch
 from worker.forward.context import current
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
@@ -35,7 +35,7 @@ class ReferencePlan:
     width: int
 
 
-class ReferenceAttention:
+class ReferenceAttention(PoolAttention):
     """Gathers each request's keys and values, then runs one padded, masked attention.
 
     Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. For 64 × 304 tokens of 2
@@ -50,12 +50,9 @@ class ReferenceAttention:
     static_plan: ClassVar[bool] = True
 
     def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
-        region = check_caps(self.caps, pool, shape)
-        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self.head_dim, self.scale, self.mask = shape.head_dim, shape.scale, shape.mask
-        self.page_size = region.page_size
-        self.dtype: torch.dtype = getattr(torch, region.dtype)
-        self._layers = pool.layers(shape.region)
+        super().__init__(pool, shape)
+        self.num_heads, self.num_kv_heads = self.heads
+        self.head_dim, self.mask = shape.head_dim, shape.mask
         self._rows = [(_as_rows(keys), _as_rows(values)) for keys, values in self._layers]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
@@ -110,12 +107,6 @@ class ReferenceAttention:
         whole = (seq_lens - 1)[:, None].expand_as(positions)
         return first, positions if self.mask.causal else whole
 
-    def variant(self, bounds: Bounds) -> None:
-        """Nothing is compiled for a batch."""
-
-    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        return self._layers[layer_id]
-
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
@@ -129,7 +120,7 @@ class ReferenceAttention:
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
         found = F.scaled_dot_product_attention(
-            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.scale
+            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
         )
         found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
         found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
@@ -146,8 +137,8 @@ class ReferenceAttention:
         held = (keys >= first) & (keys < seq_lens[:, None])
         spare = (seq_lens - 1).clamp(0, first)[:, None]  # 0 if there is none: no row sees it then
         keys = torch.where(held, keys, spare)  # [num_reqs, num_keys]
-        pages = page_table.long().gather(1, keys // self.page_size)
-        rows = pages * self._rows_per_page + keys % self.page_size
+        pages = page_table.long().gather(1, keys // self.region.page_size)
+        rows = pages * self._rows_per_page + keys % self.region.page_size
         return (rows[:, None, :] + self._head_rows).flatten()
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape, check_caps
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_tiles import PagedTiles, choose
 from worker.attention.paged_triton import (
     PagedPlan,
@@ -36,7 +36,7 @@ from worker.ops.mask import CAUSAL
 log = logging.getLogger("kvlane.attention")
 
 
-class TritonAttention:
+class TritonAttention(PoolAttention):
     """Prefill, decode and verify windows by one split-KV kernel, long chunks over gathered keys.
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
@@ -62,12 +62,8 @@ class TritonAttention:
     def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
         if not HAS_TRITON:
             raise Unsupported("attention backend: triton is not installed")
-        region = check_caps(self.caps, pool, shape)
-        self.heads = (shape.num_heads, shape.num_kv_heads)
-        self.head_dim, self.scale, self.mask = shape.head_dim, shape.scale, shape.mask
-        self._page_size = region.page_size
-        self._item_bytes = getattr(torch, region.dtype).itemsize
-        self._layers = pool.layers(shape.region)
+        super().__init__(pool, shape)
+        self.head_dim, self.mask = shape.head_dim, shape.mask
         self._has_prompts = self.mask == CAUSAL and serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
@@ -87,7 +83,7 @@ class TritonAttention:
             self._tiles(bounds),
             self.heads,
             self.head_dim,
-            self._page_size,
+            self.region.page_size,
             self.mask,
         )
 
@@ -96,7 +92,7 @@ class TritonAttention:
             return "long", *prompt_constants(self.heads, self.head_dim).values()
         tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        constants = constants_of(tiles, self.heads, self.head_dim, self._page_size, self.mask)
+        constants = constants_of(tiles, self.heads, self.head_dim, self.region.page_size, self.mask)
         return *constants.values(), *options
 
     def _is_long(self, bounds: Bounds) -> bool:
@@ -112,25 +108,21 @@ class TritonAttention:
             return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
             shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
-            dtype = self._layers[0][0].dtype
             self._gathered = None  # before the next is taken
             try:
-                self._gathered = torch.empty(shape, dtype=dtype, device=device)
+                self._gathered = torch.empty(shape, dtype=self.dtype, device=device)
             except torch.OutOfMemoryError:
                 self._max_gathered = num_rows - 1
                 log.warning("no memory to gather %d keys: longer prompts are slower", num_rows)
         return self._gathered
 
     def _tiles(self, bounds: Bounds) -> PagedTiles:
-        return choose(bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
-
-    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        return self._layers[layer_id]
+        return choose(bounds, self.heads, self.head_dim, self.dtype.itemsize, self._num_sms)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         keys, values = self._layers[layer_id]
         if isinstance(plan, PromptPlan):
-            return prompt_attention(q, keys, values, plan, self.scale, out)
+            return prompt_attention(q, keys, values, plan, self.shape.scale, out)
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
-        return paged_attention(q, keys, values, plan, self.scale, out)
+        return paged_attention(q, keys, values, plan, self.shape.scale, out)

@@ -6,67 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from worker.model.attention import Attention
+from worker.model.attention import SelfAttention
 from worker.model.embedding import VocabParallelEmbedding
-from worker.model.linear import ColumnParallelLinear, RowParallelLinear, gate_up_rows, qkv_rows
+from worker.model.linear import ColumnParallelLinear, RowParallelLinear, gate_up_rows
 from worker.model.norm import RMSNorm
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, split_heads
+from worker.model.shard import Shard, selected, split_heads
 from worker.model.taps import Taps
 from worker.model.weights import Placement
-
-
-class SelfAttention(nn.Module):
-    """Projections, optional norms, rope and attention of one layer."""
-
-    def __init__(
-        self,
-        shape: LayerShape,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        placement: Placement,
-        in_features: int | None = None,
-    ) -> None:
-        """in_features: of q, k and v; None: the hidden size."""
-        super().__init__()
-        num_heads, head_dim, features = shape.num_heads, shape.head_dim, shape.features
-        collective = placement.collective
-        heads = split_heads(num_heads, shape.num_kv_heads, collective.rank, collective.size)
-        self.qkv = ColumnParallelLinear(
-            in_features or shape.hidden_size,
-            qkv_rows(heads, num_heads, shape.num_kv_heads, head_dim),
-            placement,
-            bias=features.qkv_bias,
-        )
-        self.output = RowParallelLinear(
-            "o_proj", num_heads * head_dim, shape.hidden_size, placement, bias=features.output_bias
-        )
-        self.q_norm = self.k_norm = None
-        if features.qk_norm:
-            self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps, placement)
-            self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps, placement)
-        self.attention = Attention(layer_id, heads.num_heads, rotary, self.q_norm, self.k_norm)
-
-    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
-
-        rows: see DecoderLayer.forward.
-        """
-        attended = self.attention(self.qkv(hidden), positions).flatten(1)
-        return self.output(_selected(attended, rows))
-
-    def store(self, hidden: Tensor, positions: Tensor) -> None:
-        """Only the keys and values of forward(), into the tokens' slots."""
-        self.attention.store(self.qkv.last(hidden, 2), positions)
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
-        shards = self.qkv.shards(prefix) | self.output.shards(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            shards |= self.q_norm.shards(f"{prefix}.q_norm")
-            shards |= self.k_norm.shards(f"{prefix}.k_norm")
-        return shards
 
 
 class FeedForward(nn.Module):
@@ -118,7 +66,7 @@ class DecoderLayer(nn.Module):
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
         part = self.attention(hidden, positions, rows)
-        hidden, residual = self.post_norm.reduce_add(part, _selected(residual, rows))
+        hidden, residual = self.post_norm.reduce_add(part, selected(residual, rows))
         return self.feed_forward(hidden), residual
 
     def shards(self, prefix: str) -> dict[str, Shard]:
@@ -212,7 +160,3 @@ class Decoder(nn.Module):
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
         return tied_head or ignored
-
-
-def _selected(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
