@@ -130,7 +130,7 @@ class LandingLoop(DecodeLoop):
         if self.digests:
             assert req.hold is not None
             found = digest(self._engine.pool, req.hold.pages, len(req.tokens) - 1)
-        self.landed.append(Landed(req.marks.landed_at, found))
+        self.landed.append(Landed(req.timeline.landed_at, found))
 
 
 class Router:

@@ -36,6 +36,7 @@ import torch
 from benchmarks.engine import Bench, add_engine_options, build, ints, profile, synchronize
 from benchmarks.load.result import machine
 from worker.api import Sampling
+from worker.draw.simulated import SimulatedAcceptance
 from worker.plan import Plan
 from worker.run.engine import Engine
 from worker.run.step import Step
@@ -155,12 +156,9 @@ def launch_behind_work(engine: Engine, plan: Plan) -> tuple[Step | None, float]:
 
 def accept(bench: Bench, mean_len: float) -> None:
     """So many tokens of a step count from now on, in graphs that were captured too; see above."""
-    simulated = bench.engine.runner.loaded.simulated
-    assert simulated is not None
-    if mean_len < 1:
-        simulated.change_share(mean_len)
-    else:
-        simulated.change(mean_len)
+    simulated = bench.engine.runner.loaded.state.accept
+    assert isinstance(simulated, SimulatedAcceptance)
+    simulated.change(mean_len)
 
 
 def parse() -> argparse.Namespace:
@@ -228,7 +226,7 @@ def with_drafter(options: argparse.Namespace, plain: dict[int, float]) -> tuple[
         for rate in rates:
             accept(bench, rate.accept)
             chosen = tuple(options.widths) if rate.width == "auto" else (int(rate.width),)
-            policy = WidthPolicy(chosen, bench.engine.step_s, simulated=True)
+            policy = WidthPolicy(chosen, bench.engine.step_s)
             run(bench, rate, policy, options)
             print(rate.line(plain[rate.rows]), flush=True)
         if options.profile:

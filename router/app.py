@@ -343,7 +343,7 @@ class RouterServer:
     def _apply_members(self) -> None:
         assert self._front is not None
         for death in self._front.members.tell(self._changes):
-            self._front.metrics.deaths[death.role].inc()
+            self._front.metrics.deaths(death.role).inc()
         self._front.dispatcher.update_members(self._members)
 
     async def _begin_drain(self, others: bool) -> None:

@@ -199,7 +199,7 @@ class Queue:
         self._members.sent(choice.decode, first, len(req.prompt), now)
         trace = ""
         if req.trace is not None:
-            req.trace.attempt("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
+            req.trace.enter("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
             trace = req.trace.carried
         generate = Generate(
             req_id=req.req_id,

@@ -45,7 +45,7 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
         metrics: of the same router.
     """
     tallies = {
-        "time_to_first_token": tuple(metrics.ttft.values()),
+        "time_to_first_token": metrics.first_tokens,
         "inter_token": (metrics.itl,),
         "end_to_end": (metrics.e2e,),
     }
@@ -54,7 +54,7 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
     return Reading(
         running=running,
         waiting=len(reqs) - running,
-        outcomes=_by_label(metrics.requests, "outcome"),
+        outcomes=_by_label(metrics.collectors["requests"], "outcome"),
         prompt_tokens=_total(metrics.prompt_tokens),
         cached_tokens=_total(metrics.cached_tokens),
         output_tokens=_total(metrics.generation_tokens) + open_tokens,

@@ -22,7 +22,7 @@ from worker.run.step import Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
-from worker.transfer.outbound import Outbound
+from worker.transfer.outbound import Outbound, OutboundContext
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
@@ -46,8 +46,7 @@ class PrefillLoop:
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
-        self._outbound = Outbound(
-            incarnation,
+        context = OutboundContext(
             self.scheduler,
             self._pace.num_groups,
             thread.send,
@@ -55,6 +54,7 @@ class PrefillLoop:
             engine.metrics,
             engine.tracer,
         )
+        self._outbound = Outbound(incarnation, context)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
@@ -67,7 +67,6 @@ class PrefillLoop:
         metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
-        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
 
     def num_peers(self) -> int:

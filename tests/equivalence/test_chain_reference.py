@@ -48,8 +48,8 @@ INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "draft vocabulary": ("eagle3", {"d2t": D2T}),
-    "head of the target": ("eagle3", {"own_head": False}),
-    "own embedding": ("eagle3", {"own_embedding": True}),
+    "head of the target": ("eagle3", {"own": ()}),
+    "own embedding": ("eagle3", {"own": ("lm_head", "embed_tokens")}),
     "norm_before_residual": ("eagle3", {"norm_before_residual": True}),
     "norm_before_fc": ("eagle3", {"norm_before_fc": True}),
     "fc_norm": ("eagle3", {"fc_norm": True}),
@@ -81,7 +81,7 @@ class Naive:
         ).eval()
         self.tensors = {
             short_name(name): each
-            for name, each in load_file(directory / "model.safetensors").items()
+            for name, each in load_file(fitted_drafters.weights_of(directory)).items()
         }
         scaling = self.config.get("rope_scaling") or {"rope_type": "default"}
         config = LlamaConfig(

@@ -296,7 +296,7 @@ def test_it_goes_out_before_the_next_step_is_launched() -> None:
     logged(loop, "turn", lambda _: "turn")
     logged(loop._engine.runner, "launch", lambda *_: "launch")
     logged(loop.scheduler, "settle", lambda *_: "settle")
-    logged(loop._replies, "_send", frame)
+    logged(loop.requests.replies, "_send", frame)
     prompt = problem_ids(2)[1]
     running_one = Ask(problem_ids(1)[0], Sampling(40, temperature=0.0, ignore_eos=True), local=True)
     workers.serve([running_one, Ask(prompt, GREEDY, at=8)])

@@ -222,7 +222,7 @@ def test_windows_pass_the_last_position_of_the_model(width: int) -> None:
     assert len(found[1][0].tokens) == 12
 
 
-# Mutants: what would go wrong in silence (SPECULATION 13.5). Each has to change a text or a trace.
+# Mutants: what would go wrong in silence. Each has to change a text or a trace.
 
 
 def same_noise_in_the_whole_window(real: Any) -> Any:
@@ -302,13 +302,14 @@ def masks_of_the_first_row_only(real: Any) -> Any:
     return masks
 
 
+ACCEPT = "accept"  # of the step state
 SLOTS = "worker.schedule.decode._num_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
-    "accept all": ("worker.draw.tail.accept_rows", accepts_without_comparing),
-    "one too many": ("worker.draw.tail.accept_rows", one_token_too_many),
-    "stops": ("worker.draw.tail.accept_rows", stops_count_in_the_first_row_only),
-    "drafts": ("worker.step.buffers.read_rows", drafts_one_place_late),
+    "accept all": (ACCEPT, accepts_without_comparing),
+    "one too many": (ACCEPT, one_token_too_many),
+    "stops": (ACCEPT, stops_count_in_the_first_row_only),
+    "drafts": ("worker.step.windows.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),
 }
@@ -326,12 +327,16 @@ def test_the_laws_fail_for_a_mutant(
     Oracle(made.engines[DECODE], known)
     if name in MUTANTS:
         target, wrong = MUTANTS[name]
-        monkeypatch.setattr(target, wrong(pkgutil.resolve_name(target)))
+        if target is ACCEPT:
+            state = made.engines[DECODE].runner.loaded.state
+            monkeypatch.setattr(state, "accept", wrong(state.accept))
+        else:
+            monkeypatch.setattr(target, wrong(pkgutil.resolve_name(target)))
     elif name == "commit":
         book = made.engines[DECODE].book
         monkeypatch.setattr(book, "commit", rejected_kv_is_committed(book.commit))
     else:
-        grammars = made.decode._grammars
+        grammars = made.decode.requests.grammars
         monkeypatch.setattr(grammars, "masks", masks_of_the_first_row_only(grammars.masks))
     with pytest.raises((AssertionError, IndexError)):
         obeys(made, asked, wanted, known)

@@ -234,7 +234,7 @@ class Lockstep:
                 router.send(DECODE, Abort(str(number), 1))
 
     def _in_chunk(self, number: int) -> bool:
-        step, req = self.decode.flight.running, self.decode.reqs.get((str(number), 1))
+        step, req = self.decode.flight.running, self.decode.requests.reqs.get((str(number), 1))
         if step is None or req is None:
             return False
         return any(chunk.row == req.row for chunk in step.plan.chunks)

@@ -8,9 +8,8 @@ import torch
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
-from worker.drafts import draft_draws, draft_draws_triton, kept_rows, kept_rows_triton
+from worker.drafts import kept_rows, kept_rows_triton
 from worker.ops.jit import HAS_TRITON
-from worker.ops.philox import gumbel_ref
 from worker.ops.rope import rope_inv_freq, rope_table
 
 CPU = torch.device("cpu")
@@ -34,36 +33,6 @@ def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
             wanted.append((at if kept else 0, slot))
     assert list(zip(positions.tolist(), slots.tolist(), strict=True)) == wanted
     assert sum(slot for _, slot in wanted) > 0
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("num", [1, 3])
-def test_drafts_of_a_block_are_drawn_each_at_its_own_position(num: int, mapped: bool) -> None:
-    generator, num_ids = torch.Generator().manual_seed(num), 97
-    rows, temperature = torch.tensor([4, 1, 2]), torch.tensor([0.0, 1.0, 0.0, 0.5, 0.25])
-    logits = 3 * torch.randn(3 * num, num_ids, generator=generator)
-    position = torch.tensor([9, 80, 33]).repeat_interleave(num) + torch.arange(num).repeat(3)
-    slots, seed = torch.arange(3 * num) + 5, torch.tensor([0, 7, 1 << 40, -3, 12])
-    slots[-1] = 0
-    ids = None
-    if mapped:
-        ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
-    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    drafts = torch.full((6, num + 2), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
-    own = list(range(num_ids)) if ids is None else ids.tolist()
-    for i, row in enumerate(rows.tolist()):
-        for j in range(num):
-            line = i * num + j
-            noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
-            scale = float(temperature[row])
-            values = logits[line] / scale + noise[0, own] if scale else logits[line]
-            wanted = own[int(values.argmax())] if slots[line] else 0
-            assert int(found[line]) == wanted
-            assert int(drafts[row, 1 + j]) == (wanted if slots[line] else -1)
-    assert (drafts[:, 0] == 5).all()
-    assert (drafts[:, -1] == 5).all()
-    assert (drafts[[0, 3, 5]] == 5).all()
 
 
 if not INTERPRETED:

@@ -16,13 +16,13 @@ from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
-from worker.drafts.dflash_config import read_dflash_spec
+from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.model.loader import fill_drafter, load_model
-from worker.model.shape import read_model_spec
+from worker.model.loader import load_model
+from worker.model.shape import read_model_shape
 from worker.peers.single import SingleCollective
 
 TARGET = shallow(4)
@@ -50,14 +50,11 @@ NUM_TEXT, BLOCK = 21, 4
 
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, Written]:
     """The drafter and what was written."""
-    target = read_model_spec(TARGET)
+    target = read_model_shape(TARGET)
     written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
-    spec, one = read_dflash_spec(directory, target), SingleCollective()
-    drafter = DFlashDrafter(
-        spec, load_model(TARGET, target, one, **KIND), one, max_positions=64, **KIND
-    )
-    fill_drafter(drafter, directory)
-    drafter.settle()
+    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
+    drafter.fill(directory)
     return drafter, written
 
 
@@ -114,12 +111,12 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
 
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    target = read_model_spec(TARGET)
+    target = read_model_shape(TARGET)
     write_dflash(tmp_path, small_spec_config(target, num_layers=3, **TAPS), target)
     config = small_spec_config(target, num_layers=2, **TAPS)
     write_dflash(tmp_path / "two", config, target)
     (tmp_path / "two" / "config.json").rename(tmp_path / "config.json")
-    one, spec = SingleCollective(), read_dflash_spec(tmp_path, target)
-    model = load_model(TARGET, target, one, **KIND)
+    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
-        fill_drafter(DFlashDrafter(spec, model, one, max_positions=64, **KIND), tmp_path)
+        drafter.fill(tmp_path)

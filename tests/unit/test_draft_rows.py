@@ -66,12 +66,14 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(wanted["tail_pages"]) > 0
 
 
-def draws_case(num_ids: int, mapped: bool) -> tuple[Any, ...]:
-    """Arguments of draw_drafts for five rows: greedy and not, one without a draft."""
+def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
+    """Arguments of draw_drafts for `num` drafts of five rows: greedy and not, two without one."""
     generator = torch.Generator().manual_seed(num_ids)
-    logits = 3 * torch.randn(5, num_ids, generator=generator)
+    logits = 3 * torch.randn(5 * num, num_ids, generator=generator)
     rows, position = torch.tensor([4, 1, 2, 0, 3]), torch.tensor([9, 80, 0, 0, 33])
-    slots = torch.tensor([5, 17, 1, 0, 0])
+    position = position.repeat_interleave(num) + torch.arange(num).repeat(5)
+    slots = torch.tensor([5, 17, 1, 0, 0]).repeat_interleave(num)
+    slots[2 * num - 1] *= num == 1  # of several the last is missing
     seed = torch.tensor([0, 7, 1 << 40, -3, 12])
     temperature = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.25])
     ids = None
@@ -81,21 +83,23 @@ def draws_case(num_ids: int, mapped: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("num_ids", [1, 97, 2500])
-def test_drafts_are_drawn_with_the_targets_noise(num_ids: int, mapped: bool) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped)
+@pytest.mark.parametrize(("num", "num_ids"), [(1, 1), (1, 97), (1, 2500), (3, 97)])
+def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
+    num: int, num_ids: int, mapped: bool
+) -> None:
+    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
     op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    drafts = torch.full((6, 3), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1:2])
+    drafts = torch.full((6, num + 2), 5)
+    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
     own = list(range(num_ids)) if ids is None else ids.tolist()
-    for i, row in enumerate(rows.tolist()):
-        noise = gumbel_ref(seed[row : row + 1], position[i : i + 1] + 1, own[-1] + 1)[0, own]
+    for line, row in enumerate(rows.repeat_interleave(num).tolist()):
+        noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
         scale = float(temperature[row])
-        values = logits[i] / scale + noise if scale else logits[i]
-        wanted = own[int(values.argmax())] if slots[i] else 0
-        assert int(found[i]) == wanted
-        assert int(drafts[row, 1]) == (wanted if slots[i] else -1)
-    assert (drafts[:, ::2] == 5).all()
+        values = logits[line] / scale + noise[0, own] if scale else logits[line]
+        wanted = own[int(values.argmax())] if slots[line] else 0
+        assert int(found[line]) == wanted
+        assert int(drafts[row, 1 + line % num]) == (wanted if slots[line] else -1)
+    assert (drafts[:, [0, -1]] == 5).all()
     assert (drafts[5] == 5).all()
 
 

@@ -45,12 +45,14 @@ class Rank:
         )
         monkeypatch.setattr("worker.rank.RankPulls", lambda *_: pulls)
         engine = SimpleNamespace(
-            runner=SimpleNamespace(launch=self.launch), local_rank=lambda: None,
-            check_ranks=lambda: None,
+            runner=SimpleNamespace(launch=self.launch, check_ranks=lambda: None),
+            local_rank=lambda: None,
             config=SimpleNamespace(engine=SimpleNamespace(strict=True)),
         )  # fmt: skip
         self.thread = SimpleNamespace(
-            stats=WorkerStats(), send=lambda _, wrapped: self.sent.append(from_rank(wrapped.body))
+            stats=WorkerStats(),
+            post=None,
+            send=lambda _, wrapped: self.sent.append(from_rank(wrapped.body)),
         )
         self.loop = RankLoop(engine, self.thread)  # type: ignore[arg-type]
 

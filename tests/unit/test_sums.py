@@ -25,7 +25,7 @@ TABLE = ((1 << 14, ONE_SHOT), (1 << 20, TWO_SHOT))
 
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics._bound | labels)
+    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics.bound | labels)
 
 
 def test_every_step_counts_the_bytes_that_its_layers_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,9 @@ def test_one_rank_counts_none() -> None:
     with running(sections("none", "never"), num_prefill=0) as cluster:
         engine = cluster.workers["decode-0"].engine
         asked(cluster)
-        assert engine.sums is None
+        assert (
+            value(engine.metrics, "all_reduce_bytes_count", kind="decode", algorithm="gloo") is None
+        )
         assert value(engine.metrics, "ranks") == 1
 
 

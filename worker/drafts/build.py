@@ -8,81 +8,71 @@ from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.drafts.base import Drafter
 from worker.drafts.chain import Chain
-from worker.drafts.chain_model import ChainDrafter, Kind
-from worker.drafts.dflash import DFlash
+from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.dflash import BlockLimits, DFlash
 from worker.drafts.dflash_model import DFlashDrafter
-from worker.drafts.dflash_spec import DFlashSpec
-from worker.drafts.drafter_spec import READERS, DrafterSpec, check_block
+from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter_config import READERS, check_block
+from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
+from worker.drafts.features import Features
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
 from worker.model.decoder import Decoder
-from worker.model.loader import DrafterModel, fill_drafter
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.model.taps import Taps
 from worker.ops.mask import KeyMask
-from worker.peers.base import Collective
 from worker.plan import max_rows
 from worker.step.state import StepState
 
 FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
-def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterSpec | None:
+def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | None:
     """Read the shape of the drafter that is configured; None: it has no weights.
 
     Raises:
-        UserError: see `read_chain_spec`, `read_dflash_spec` and `check_block`.
+        UserError: see `read_chain_shape`, `read_dflash_shape` and `check_block`.
     """
     if not config.spec.has_weights:
         return None
-    spec = READERS[config.spec.drafter](config.drafter_directory, target)
-    check_block(config.spec, spec)
-    return spec
+    shape = READERS[config.spec.drafter](config.drafter_directory, target)
+    check_block(config.spec, shape)
+    return shape
 
 
-def within_block(config: WorkerConfig, spec: DrafterSpec | None) -> WorkerConfig:
+def within_block(config: WorkerConfig, shape: DrafterShape | None) -> WorkerConfig:
     """Cut the widths that `auto` gave to what a block of the drafter holds.
 
     config: after `WorkerConfig.resolved`.
     """
-    if not isinstance(spec, DFlashSpec):
+    if not isinstance(shape, DFlashShape):
         return config
-    widths = [width for width in config.spec.chosen if width <= spec.block_size]
+    widths = [width for width in config.spec.chosen if width <= shape.block_size]
     section = config.spec.model_copy(update={"widths": widths})
     return config.model_copy(update={"spec": section})
 
 
-def regions(spec: DrafterSpec, page_size: int, dtype: str) -> tuple[KVRegion, ...]:
+def regions(shape: DrafterShape, page_size: int, dtype: str) -> tuple[KVRegion, ...]:
     """The KV regions of a drafter, see `drafts/chain.py` and `drafts/dflash.py`."""
-    heads, size = spec.num_kv_heads, spec.head_dim
-    if isinstance(spec, DFlashSpec):
-        return (KVRegion("draft", spec.num_layers, heads, size, 1, page_size, dtype),)
+    heads, size = shape.num_kv_heads, shape.head_dim
+    if isinstance(shape, DFlashShape):
+        return (KVRegion("draft", shape.num_layers, heads, size, 1, page_size, dtype),)
     draft = KVRegion("draft", 1, heads, size, 1, page_size, dtype)
-    tail = KVRegion("tail", 1, 1, spec.hidden_size, 1, page_size, dtype, parts=1, rows="page")
+    tail = KVRegion("tail", 1, 1, shape.hidden_size, 1, page_size, dtype, parts=1, rows="page")
     return draft, tail
 
 
-def load_drafter(
-    config: WorkerConfig, spec: DrafterSpec, target: Decoder, collective: Collective
-) -> DrafterModel:
+def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> DrafterModel:
     """Load the drafter's weights onto the target's device, in its dtype."""
     max_len = int(config.model.max_model_len)
-    kind: Kind = {"device": target.placement.device, "dtype": target.placement.dtype}
     model: DrafterModel
-    if isinstance(spec, DFlashSpec):
-        # The last block may pass the end of the text.
-        longest = max_len + spec.block_size
-        model = DFlashDrafter(spec, target, collective, max_positions=longest, **kind)
+    if isinstance(shape, DFlashShape):
+        model = DFlashDrafter(shape, target, max_len)
     else:
-        model = ChainDrafter(spec, target, collective, max_positions=max_len, **kind)
-    fill_drafter(
-        model,
-        config.drafter_directory,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-    )
-    if isinstance(model, DFlashDrafter):
-        model.settle()
+        assert isinstance(shape, ChainShape)
+        model = ChainDrafter(shape, target, max_len)
+    load_format, seed = config.model.load_format, config.model.seed
+    model.fill(config.drafter_directory, load_format=load_format, seed=seed)
     return model
 
 
@@ -104,16 +94,15 @@ def build_drafter(
         if state.text is None:
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
-    taps, strict = _taps(config, model, target), config.engine.strict
+    taps = _taps(config, model, target)
+    strict = config.engine.strict
     if isinstance(model, ChainDrafter):
         attention = _attention(config, model, pool, FROM_KEY_1)
-        return Chain(model, taps, attention, pool, state, poison=strict)
-    assert taps is not None
+        return Chain(Features(model, taps, poison=strict), attention, pool, state)
+    assert isinstance(model, DFlashDrafter)
     attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs()}
-    return DFlash(
-        model, taps, attentions, pool, state,
-        min_block=config.spec.block, max_len=int(config.model.max_model_len), poison=strict,
-    )  # fmt: skip
+    limits = BlockLimits(config.spec.block, int(config.model.max_model_len))
+    return DFlash(Features(model, taps, poison=strict), attentions, pool, state, limits)
 
 
 def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | None:
@@ -131,9 +120,8 @@ def _attention(
     spec, backend = model.spec, config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
-    shape = AttentionShape(*heads, mask, "draft")
     try:
-        return build_attentions(names, pool, shape).spec
+        return build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
     except UserError as refusal:
         raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
 

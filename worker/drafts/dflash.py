@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,71 +20,69 @@ from worker.attention.base import AttentionBackend
 from worker.cache.pool import KVPool
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.drafts.draft_draws import draw_drafts
+from worker.drafts.features import Features, stored_tokens
 from worker.drafts.kept_rows import kept_rows
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.model.taps import Taps
 from worker.ops.mask import KeyMask
 from worker.step.state import SampledRows, StepState
 from worker.step.step_rows import read_rows
+
+
+class BlockLimits(NamedTuple):
+    """How far blocks go."""
+
+    min_block: int  # tokens of one at least, its first included; 0: as many as a step verifies
+    max_len: int  # tokens of a request at most
 
 
 class DFlash:
     """Drafter by blocks.
 
     Args:
-        model: on the device of all else, settled.
-        taps: what the target leaves for it.
+        features: of the model, on the device of all else.
         attentions: over the region "draft", by the mask of layers.
         pool: has the region "draft".
         state: of all rows.
-        min_block: tokens of a block at least, its first included; 0: as many as a step verifies.
-        max_len: tokens of a request at most.
-        poison: make taps NaN once a step has read them, so that one that is not written is noticed.
+        limits: of blocks.
     """
 
     def __init__(
         self,
-        model: DFlashDrafter,
-        taps: Taps,
+        features: Features[DFlashDrafter],
         attentions: Mapping[KeyMask, AttentionBackend],
         pool: KVPool,
         state: StepState,
-        *,
-        min_block: int,
-        max_len: int,
-        poison: bool = False,
+        limits: BlockLimits,
     ) -> None:
-        self._model, self._taps, self._attentions, self._state = model, taps, attentions, state
-        self._min_block, self._poison = min_block, poison
+        self._features, self._attentions, self._state = features, attentions, state
+        self._model, self._min_block = features.model, limits.min_block
         self._page_size = pool.layout.page_size
         num_rows, max_width = len(state.active), state.columns.drafts.shape[1] + 1
-        longest = max(min_block, max_width)
+        longest = max(limits.min_block, max_width)
         # A block is read as a window is, with masks for drafts. It may pass the end of its text.
-        masks = torch.full((longest - 1,), model.spec.mask_token_id or 0, device=state.device)
+        mask = self._model.spec.mask_token_id or 0
         self._blocks = replace(
             state.columns,
-            max_len=torch.full_like(state.ints.max_len, max_len + longest),
-            drafts=masks.expand(num_rows, -1),
+            max_len=torch.full_like(state.ints.max_len, limits.max_len + longest),
+            drafts=torch.full((longest - 1,), mask, device=state.device).expand(num_rows, -1),
         )
         every = torch.arange(num_rows, dtype=torch.int32, device=state.device)
         self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """See Drafter.observe."""
-        features = self._features(batch.num_tokens)
+        features = self._features.of(hidden, batch.num_tokens)
         self._store(features, batch.positions, batch.slot_mapping)
 
     def seed(self, rows: Tensor) -> None:
-        """See Drafter.seed. All that a block needs is in the row's pages."""
+        """All that a block needs is in the row's pages."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """See Drafter.advance."""
         columns, width = self._state.columns, sampled.width
         positions, slots = kept_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size
         )
-        self._store(self._features(len(positions)), positions, slots)
+        self._store(self._features.of(hidden, len(positions)), positions, slots)
         if width > 1:
             self._propose(sampled, max(width, self._min_block), greedy=greedy)
 
@@ -126,28 +125,9 @@ class DFlash:
             model.head.part,
         )
 
-    def _features(self, num_tokens: int) -> Tensor:
-        rows = self._taps.rows(num_tokens)
-        features = self._model.features(rows)
-        if self._poison:
-            rows.fill_(float("nan"))
-        return features
-
     def _store(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Store tokens of text; nothing attends."""
-        none = self._starts[0][:0]
-        batch = Batch(
-            input_ids=positions,  # not read
-            positions=positions,
-            slot_mapping=slots,
-            query_start=none,
-            seq_lens=none,
-            page_table=self._state.page_table[:0],
-            num_reqs=0,
-            num_tokens=len(positions),
-            max_query_len=0,
-            max_seq_len_ub=0,
-        )
+        """Store tokens of text; nothing attends. Their ids are not read."""
+        batch = stored_tokens(self._state, positions, positions, slots)
         attention = next(iter(self._attentions.values()))  # all have the same slots
         with forward_context(batch, attention, None):
             self._model.store(features, positions)

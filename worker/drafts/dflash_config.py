@@ -1,44 +1,20 @@
-"""Read a DFlash drafter's directory into one checked record. Free of torch.
-
-Published drafters differ in flags and in names, and a wrong reading lowers acceptance without any
-error. So every field that is not known here is refused, and so is one with two readings.
-"""
+"""Read a DFlash drafter's directory into one checked record. Free of torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from worker.drafts.chain_config import FORMS as CHAIN_FORMS
-from worker.drafts.chain_fields import IRRELEVANT, SHAPE
-from worker.drafts.chain_spec import (
-    Names,
-    check_pairing,
-    check_taps,
-    check_tied,
-    read_geometry,
-    read_vocab_size,
-)
-from worker.drafts.dflash_fields import (
-    DFLASH_CONFIG,
-    FIXED_DFLASH,
-    FIXED_LAYER,
-    LAYER,
-    PARTS_OF_RELATIVES,
-    RELATIVES,
-    SPECULATORS_DFLASH,
-    ZLAB,
-)
-from worker.drafts.dflash_spec import DFlashSpec
+from worker.drafts.draft_reading import DrafterFile
+from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported
-from worker.model.fields import Fields, read_fields
-from worker.model.shape import ModelSpec, read_architecture, read_dtype
+from worker.model.fields import Fields
+from worker.model.shape import ModelShape, read_dtype
 from worker.ops.mask import KeyMask
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def read_dflash_spec(path: Path, target: ModelSpec) -> DFlashSpec:
+def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
     """The DFlash drafter in directory `path`, for `target`.
 
     Raises:
@@ -46,192 +22,38 @@ def read_dflash_spec(path: Path, target: ModelSpec) -> DFlashSpec:
             another target's; the message names file and field. Unsupported (a UserError) if it
             uses what we cannot compute, or a field has two readings or is unknown.
     """
-    fields = read_fields(path / "config.json")
-    if (kind := fields.get("speculators_model_type")) is not None:
-        _refuse_others(fields, "speculators_model_type", kind, chains=["eagle3"])
-        fields.choice("speculators_model_type", "dflash")
-        return _read_speculators(path, fields, target)
-    name = read_architecture(fields)
-    _refuse_others(fields, "architectures", name, chains=list(CHAIN_FORMS))
-    if name != "DFlashDraftModel":
-        raise fields.unsupported(
-            "architectures",
-            f"{name!r} is no DFlash drafter that we know; supported: DFlashDraftModel, and "
-            "speculators' dflash",
-        )
-    return _read_zlab(path, fields, target)
-
-
-def _refuse_others(fields: Fields, field: str, name: Any, *, chains: list[str]) -> None:
-    """Refuse drafters of other kinds by what they are."""
-    if name in chains:
-        raise fields.unsupported(
-            field, f"{name!r} drafts token by token: set spec.drafter to chain"
-        )
-    if isinstance(name, str) and name in RELATIVES:
-        raise fields.unsupported(field, f"a drafter of {name} needs {RELATIVES[name]}")
-
-
-def _read_zlab(path: Path, fields: Fields, target: ModelSpec) -> DFlashSpec:
-    """DFlash as its authors, SpecForge and ModelOpt write it."""
-    dflash = fields.inner("dflash_config")
-    _check_fields(fields, IRRELEVANT | SHAPE | ZLAB)
-    _check_fields(dflash, DFLASH_CONFIG)
-    fields.choice("model_type", "qwen3")
-    _check_depth(fields, dflash, target)
-    causal = None if fields.get("is_causal") is None else fields.flag("is_causal")
-    if dflash.get("causal") is not None:
-        if causal not in (None, dflash.flag("causal")):
-            raise fields.error("is_causal", f"{causal}, but dflash_config.causal {not causal}")
-        causal = dflash.flag("causal")
-    types, windows = _layers(fields, dflash)
-    taps = tuple(dflash.integers("target_layer_ids"))
-    if not taps:
-        taps = _default_taps(len(types), target.num_layers)
-    _check_taps(dflash, "target_layer_ids", taps, target.num_layers)
-    spec = _build(
-        path, fields, fields, target, taps=taps, windows=windows,
-        causal=[kind == SLIDING if causal is None else causal for kind in types],
-    )  # fmt: skip
-    if spec.vocab_size == target.vocab_size:  # else the head cannot be an embedding
-        check_tied(fields, target, spec.names)
-    return spec
-
-
-def _check_depth(fields: Fields, dflash: Fields, target: ModelSpec) -> None:
-    """Refuse a drafter of a target of another number of layers."""
-    name = "num_target_layers"
-    where = _one_of(fields, dflash, name)
-    if (number := where.integer(name, default=target.num_layers)) != target.num_layers:
-        raise where.error(
-            name,
-            f"{number}, but the target's is {target.num_layers}: the drafter is another target's",
-        )
-
-
-def _read_speculators(path: Path, fields: Fields, target: ModelSpec) -> DFlashSpec:
-    """DFlash as speculators writes it, for vLLM."""
-    _check_fields(fields, IRRELEVANT | SPECULATORS_DFLASH)
-    fields.inner("speculators_config").choice("algorithm", "dflash")
-    layer = fields.inner("transformer_layer_config")
-    _check_fields(layer, IRRELEVANT | LAYER)
-    layer.choice("model_type", "llama", "qwen3")  # the layers are Qwen3's either way
+    file = DrafterFile.open(path, "dflash", target)
+    fields, layer = file.fields, file.layer
+    shape = file.shape()
+    if fields.get("dtype", "torch_dtype") is not None:
+        shape["dtype"] = read_dtype(fields)
+    depth = "dflash_config.num_target_layers", "num_target_layers"
+    if fields.get(*depth) is not None:
+        fields.integer(*depth)
+        file.check_equal(*fields.place(*depth), target.num_layers)
     num_layers = layer.integer("num_hidden_layers")
     if (number := fields.integer("num_hidden_layers", default=num_layers)) != num_layers:
         raise fields.error(
-            "num_hidden_layers", f"{number}, but transformer_layer_config says {num_layers}"
+            "num_hidden_layers", f"{number}, but {file.form.layer} says {num_layers}"
         )
-    types, windows = _layers(layer, layer.inner("dflash_config"))
-    name = "sliding_window_non_causal"
-    if SLIDING in types and fields.get(name) is None:
-        raise fields.unsupported(
-            name, "missing: speculators takes it as false then, others as true; set it"
-        )
-    slides_causally = not fields.flag(name)
-    name = "aux_hidden_state_layer_ids"
-    inputs = fields.integers(name)
-    if not inputs:
-        raise fields.error(name, "missing: of which layers does the drafter take the inputs?")
-    taps = tuple(each - 1 for each in inputs)
-    _check_taps(fields, name, taps, target.num_layers)
-    return _build(
-        path, fields, layer, target, taps=taps, windows=windows,
-        causal=[kind == SLIDING and slides_causally for kind in types],
-    )  # fmt: skip
-
-
-def _check_fields(fields: Fields, known: frozenset[str]) -> None:
-    """Refuse what relatives of DFlash have by what it is, then all else that is not known."""
-    for field, value in fields.values.items():
-        for start, part in PARTS_OF_RELATIVES.items():
-            if field.startswith(start) and value is not None:
-                raise fields.unsupported(field, f"{value!r} asks for {part}")
-    fields.fixed(FIXED_DFLASH)
-    fields.only(known | set(FIXED_DFLASH))
-
-
-def _build(
-    path: Path,
-    fields: Fields,
-    layer: Fields,
-    target: ModelSpec,
-    *,
-    taps: tuple[int, ...],
-    windows: list[int | None],
-    causal: list[bool],
-) -> DFlashSpec:
-    """Both ways of writing: `layer` holds the transformer's fields, `fields` all others.
-
-    Args:
-        taps: after which of the target's layers.
-        windows: tokens, by layer; None: all.
-        causal: by layer.
-    """
-    check_pairing(layer, target, layer)
-    if fields.get("target_hidden_size") is not None:
-        check_pairing(layer, target, fields, "target_hidden_size")
-    _check_said(layer)
-    geometry = read_geometry(layer, num_layers=None, windows=True, fixed=FIXED_LAYER)
-    if fields.get("dtype") is not None or fields.get("torch_dtype") is not None:
-        geometry["dtype"] = read_dtype(fields)
-    dflash = fields.inner("dflash_config")
-    where = _one_of(fields, dflash, "block_size")
-    block_size = where.integer("block_size", least=2)  # the first is no draft
-    vocab_size = read_vocab_size(fields, target)
-    names = _names(Names(path), reduced=vocab_size != target.vocab_size)
-    return DFlashSpec(
-        architecture="DFlashDraftModel" if layer is fields else "speculators' dflash",
-        num_layers=len(windows),
-        **geometry,
-        qkv_bias=layer.flag("attention_bias"),
-        output_bias=layer.flag("attention_bias"),
-        qk_norm=True,
-        block_size=block_size,
-        masks=tuple(
-            KeyMask(causal=each, window=window)
-            for each, window in zip(causal, windows, strict=True)
-        ),
-        mask_token_id=_mask_token_id(path, fields, dflash, names, target),
-        vocab_size=vocab_size,
-        target_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        taps=taps,
+    types = _types(layer, num_layers)
+    names = file.names(shape)
+    return DFlashShape(
+        **shape,
+        num_layers=num_layers,
+        # Of these the first is no draft.
+        block_size=fields.integer("dflash_config.block_size", "block_size", least=2),
+        masks=_masks(file, types, _windows(file, types)),
+        mask_token_id=None if "mask_embedding" in names else _mask_token_id(file),
+        taps=_taps(file, num_layers),
         names=names,
     )
 
 
-def _check_said(layer: Fields) -> None:
-    """Refuse a file that leaves out what its readers take differently then."""
-    rope = (layer, layer.inner("rope_parameters"), layer.inner("rope_scaling"))
-    if all(each.get("rope_theta") is None for each in rope):
-        raise layer.unsupported(
-            "rope_theta", "missing: vLLM takes it as 1000000 then, others as 10000; set it"
-        )
-    if layer.get("head_dim") is None:
-        raise layer.unsupported(
-            "head_dim",
-            "missing: taken as 128 by some then, as hidden_size / num_attention_heads by others; "
-            "set it",
-        )
-
-
-def _one_of(fields: Fields, dflash: Fields, field: str) -> Fields:
-    """Whichever of the two has the field, which older files have at the top level."""
-    inner, outer = dflash.get(field), fields.get(field)
-    if inner is not None and outer is not None and inner != outer:
-        raise fields.error(field, f"{outer!r}, but dflash_config.{field} {inner!r}")
-    return fields if inner is None else dflash
-
-
-def _layers(layer: Fields, dflash: Fields) -> tuple[list[str], list[int | None]]:
-    """(types as the file has them, windows in tokens or None) of all layers.
-
-    `dflash_config.use_swa` gives every layer a window and leaves its type, so its causality, alone.
-    """
-    num_layers = layer.integer("num_hidden_layers")
+def _types(layer: Fields, num_layers: int) -> list[str]:
+    """Of all layers, as the file has them."""
     types = layer.get("layer_types")
-    named = types is not None
-    types = types if named else [FULL] * num_layers
+    types = [FULL] * num_layers if types is None else types
     if not isinstance(types, list) or len(types) != num_layers:
         raise layer.error(
             "layer_types", f"must be a list of {num_layers}, as there are layers, not {types!r}"
@@ -239,108 +61,108 @@ def _layers(layer: Fields, dflash: Fields) -> tuple[list[str], list[int | None]]
     for kind in types:
         if kind not in (SLIDING, FULL):
             raise layer.unsupported("layer_types", f"a layer of type {kind!r}")
+    return types
+
+
+def _windows(file: DrafterFile, types: list[str]) -> list[int | None]:
+    """Tokens of each layer's window; None: it sees all.
+
+    `dflash_config.use_swa` gives every layer a window and leaves its type, so its causality, alone.
+    """
+    fields, layer = file.fields, file.layer
+    swa_size, uses = "dflash_config.swa_window_size", layer.get("use_sliding_window")
     slides = [kind == SLIDING for kind in types]
-    if dflash.flag("use_swa"):
+    if fields.flag("dflash_config.use_swa"):
         if any(slides) and not all(slides):
-            raise dflash.unsupported(
-                "use_swa",
+            raise fields.unsupported(
+                "dflash_config.use_swa",
                 "true, but layer_types has full attention too: whose windows are meant? Leave it "
                 "out if it is only those that layer_types calls sliding",
             )
-        slides = [True] * num_layers
-    elif not named:
-        _refuse_unplaced_window(layer)
-    if any(slides):
-        window = _window(layer, dflash)
-        return types, [window if each else None for each in slides]
-    if dflash.get("swa_window_size") is not None and dflash.get("use_swa") is None:
-        raise dflash.unsupported(
-            "swa_window_size", "in which layers? Say so by use_swa, or by layer_types"
-        )
-    return types, [None] * num_layers
-
-
-def _refuse_unplaced_window(layer: Fields) -> None:
-    """Refuse windows of which nothing says whose they are."""
-    uses = layer.get("use_sliding_window") is not None and layer.flag("use_sliding_window")
-    unsaid = layer.get("use_sliding_window") is None and layer.get("sliding_window") is not None
-    if uses or unsaid:
-        raise layer.unsupported(
-            "use_sliding_window" if uses else "sliding_window",
-            f"in which layers? Say so by layer_types, {SLIDING} or {FULL} for each",
-        )
-
-
-def _window(layer: Fields, dflash: Fields) -> int:
-    """Tokens of the sliding layers' window."""
-    if dflash.get("swa_window_size") is None:
-        if layer.get("use_sliding_window") is not None and not layer.flag("use_sliding_window"):
+        slides = [True] * len(types)
+    elif layer.get("layer_types") is None:
+        unplaced = "sliding_window" if uses is None else "use_sliding_window"
+        if layer.flag("use_sliding_window") or (uses is None and layer.get(unplaced) is not None):
+            raise layer.unsupported(
+                unplaced, f"in which layers? Say so by layer_types, {SLIDING} or {FULL} for each"
+            )
+    if not any(slides):
+        if fields.get(swa_size) is not None and fields.get("dflash_config.use_swa") is None:
+            raise fields.unsupported(
+                swa_size, "in which layers? Say so by use_swa, or by layer_types"
+            )
+        return [None] * len(types)
+    if fields.get(swa_size) is not None:  # only where the layers' fields stand in the file itself
+        window = fields.integer(swa_size, "sliding_window")
+    else:
+        if uses is not None and not layer.flag("use_sliding_window"):
             raise layer.error("use_sliding_window", "false, but there are layers that slide")
-        return layer.integer("sliding_window")
-    window = dflash.integer("swa_window_size")
-    if (outer := layer.integer("sliding_window", default=window)) != window:
-        raise layer.error("sliding_window", f"{outer}, but dflash_config.swa_window_size {window}")
-    return window
+        window = layer.integer("sliding_window")
+    return [window if each else None for each in slides]
 
 
-def _default_taps(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """As many taps as the drafter has layers, evenly from 1 to the target's last but two."""
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    step = (num_target_layers - 4) / (num_layers - 1)
-    return tuple(round(1 + i * step) for i in range(num_layers))
+def _masks(file: DrafterFile, types: list[str], windows: list[int | None]) -> tuple[KeyMask, ...]:
+    """Which keys each layer's rows see. Unless the file says so, sliding layers are causal."""
+    fields, name = file.fields, "sliding_window_non_causal"
+    causal = None
+    if file.form.layer:
+        if SLIDING in types and fields.get(name) is None:
+            raise fields.unsupported(
+                name, "missing: speculators takes it as false then, others as true; set it"
+            )
+        causal = False if fields.flag(name) else None
+    elif fields.get("dflash_config.causal", "is_causal") is not None:
+        causal = fields.flag("dflash_config.causal", "is_causal")
+    both = zip(types, windows, strict=True)
+    return tuple(
+        KeyMask(causal=kind == SLIDING if causal is None else causal, window=window)
+        for kind, window in both
+    )
 
 
-def _check_taps(where: Fields, field: str, taps: tuple[int, ...], num_layers: int) -> None:
-    if num_layers - 1 in taps:
-        raise where.unsupported(
-            field,
-            f"the output of the last layer ({num_layers - 1}), before or after the final norm",
-        )
-    check_taps(where, field, taps, num_layers)
+def _taps(file: DrafterFile, num_layers: int) -> tuple[int, ...]:
+    """After which of the target's layers; by default as many as the drafter has layers, evenly from
+    1 to the target's last but two."""
+    fields, num_target_layers = file.fields, file.target.num_layers
+    if file.form.layer:
+        name = "aux_hidden_state_layer_ids"
+        if not (inputs := fields.integers(name)):
+            raise fields.error(name, "missing: of which layers does the drafter take the inputs?")
+        taps = tuple(each - 1 for each in inputs)
+    else:
+        name = "dflash_config.target_layer_ids"
+        taps = tuple(fields.integers(name))
+    if not taps and num_layers == 1:
+        taps = (num_target_layers // 2,)
+    elif not taps:
+        step = (num_target_layers - 4) / (num_layers - 1)
+        taps = tuple(round(1 + i * step) for i in range(num_layers))
+    file.check_taps(fields, name, taps, last=False)
+    return taps
 
 
-def _names(files: Names, *, reduced: bool) -> dict[str, str]:
-    """See DFlashSpec.names; `reduced`: the head has fewer ids than the target."""
-    found = {
-        "layers": files.place("layers"),
-        "fc": files.place("fc", "encoder.fc"),
-        "hidden_norm": files.place("hidden_norm", "encoder.output_norm_enc"),
-        "final_norm": files.place("norm"),
-    }
-    # The tensor's whole name: most files have it without ".weight".
-    mask = ("mask_embedding.weight", "mask_embedding")
-    found |= files.optional("mask_embedding", *mask, needed=False)
-    found |= files.optional("embedding", "embed_tokens", needed=False)
-    found |= files.optional("head", "lm_head", needed=reduced)
-    found |= files.optional("d2t", "d2t", needed=reduced)
-    return found | files.optional("t2d", "t2d", needed=False)
-
-
-def _mask_token_id(
-    path: Path, fields: Fields, dflash: Fields, names: dict[str, str], target: ModelSpec
-) -> int | None:
-    """The row of the embedding for what is not known; None: there is a tensor for it.
+def _mask_token_id(file: DrafterFile) -> int:
+    """The row of the embedding for what is not known, of a drafter without a tensor for it.
 
     Files that have such a tensor may name an id too, for readers that put the tensor in its place.
     """
-    if "mask_embedding" in names:
-        return None
-    if (pickled := path / "mask_embedding.pt").exists():
+    if (pickled := file.path / "mask_embedding.pt").exists():
         raise Unsupported(
             f"{pickled}: a pickled mask embedding; put it into the safetensors files as "
             "mask_embedding",
             "mask_embedding",
         )
-    name = "mask_token_id"
-    where = _one_of(fields, dflash, name)
-    if where.get(name) is None and dflash.get("mask_token") is not None:
-        raise dflash.unsupported(
-            "mask_token", f"{dflash.get('mask_token')!r} without mask_token_id: set the id"
+    fields, places = file.fields, ("dflash_config.mask_token_id", "mask_token_id")
+    text = fields.get("dflash_config.mask_token")
+    if fields.get(*places) is None and text is not None:
+        raise fields.unsupported(
+            "dflash_config.mask_token", f"{text!r} without mask_token_id: set the id"
         )
-    token_id = where.integer(name, least=0)
-    if token_id >= target.vocab_size:
+    token_id = fields.integer(*places, least=0)
+    if token_id >= file.target.vocab_size:
+        where, field = fields.place(*places)
         raise where.error(
-            name, f"{token_id} is outside of the target's vocabulary, {target.vocab_size} ids"
+            field,
+            f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids",
         )
     return token_id

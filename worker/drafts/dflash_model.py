@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from worker.attention.layers_rope_store import layers_rope_store
-from worker.drafts.dflash_spec import DFlashSpec
-from worker.drafts.draft_ids import DraftIds
+from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
 from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
-from worker.model.embedding import VocabParallelEmbedding
 from worker.model.linear import ReplicatedLinear
+from worker.model.loader import LoadFormat
 from worker.model.norm import RMSNorm
-from worker.model.rotary import RotaryEmbedding
-from worker.model.shard import Shard, split_heads, whole
-from worker.model.weights import Placement
+from worker.model.shard import Shard, whole
 from worker.ops.mask import KeyMask
 from worker.ops.product import product
-from worker.peers.base import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,61 +46,33 @@ class Stacked:
         )
 
 
-class DFlashDrafter(nn.Module):
+class DFlashDrafter(DrafterModel):
     """One rank of a drafter. Its layers read and write those of the attention's region.
 
     Text that the target has verified is there as keys and values of all layers, made of the
-    target's features alone (`store`). A block of tokens attends to it and to itself (`block`).
-
-    Raises:
-        Unsupported: the drafter cannot be divided among the collective's ranks.
+    target's features alone (`store`). A block of tokens attends to it and to itself (`run`).
     """
 
-    def __init__(
-        self,
-        spec: DFlashSpec,
-        target: Decoder,
-        collective: Collective,
-        *,
-        max_positions: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """max_positions: of the served length, whatever the drafter was trained for."""
-        super().__init__()
-        self.spec = spec
-        size, eps = spec.hidden_size, spec.rms_norm_eps
-        placement = Placement(collective, dtype, device)
-        self.heads = split_heads(
-            spec.num_heads, spec.num_kv_heads, collective.rank, collective.size
-        )
+    spec: DFlashShape
 
-        def rows(part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
-            own = part in spec.names
-            return VocabParallelEmbedding(num, size, placement) if own else shared
-
+    def __init__(self, spec: DFlashShape, target: Decoder, max_positions: int) -> None:
+        """The last block may pass `max_positions`."""
+        super().__init__(spec, target, max_positions + spec.block_size)
+        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
         tapped = spec.num_features * spec.target_hidden_size
         self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
         self.hidden_norm = RMSNorm(size, eps, placement)
-        rotary = RotaryEmbedding(spec, max_positions, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, i, rotary, placement) for i in range(spec.num_layers)
+            DecoderLayer(spec, i, self.rotary, placement) for i in range(spec.num_layers)
         )
         self.final_norm = RMSNorm(size, eps, placement)
-        self.embedding = rows("embedding", spec.target_vocab_size, target.embedding)
-        self.head = rows("head", spec.vocab_size, target.head)
-        self.ids = DraftIds(spec, device)
-        self._rope, self._stacked = rotary.table, None
         masked = spec.mask_token_id is None
         self.mask_embedding = placement.empty(size) if masked else None
+        self._stacked: Stacked | None = None
 
-    @property
-    def id_map(self) -> Tensor | None:
-        """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
-        return self.ids.targets
-
-    def settle(self) -> None:
-        """Stack what makes keys and values in all layers, once the weights are loaded."""
+    def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
+        """As for every drafter; then stack what makes keys and values in all layers."""
+        super().fill(path, load_format=load_format, seed=seed)
         self._stacked = Stacked.of([layer.attention for layer in self._layers()])
 
     def features(self, taps: Tensor) -> Tensor:
@@ -119,11 +89,11 @@ class DFlashDrafter(nn.Module):
         features: [n, hidden_size]; positions: [n] i64.
         """
         context, stacked = current(), self._stacked
-        assert stacked is not None, "settle() comes first"
+        assert stacked is not None, "fill() comes first"
         caches = [context.attention.kv(layer) for layer in range(self.spec.num_layers)]
         kv = product(features, stacked.weight, stacked.bias)
         slots, eps = context.batch.slot_mapping, self.spec.rms_norm_eps
-        layers_rope_store(kv, positions, self._rope, caches, slots, stacked.k_norm, eps)
+        layers_rope_store(kv, positions, self.rotary.table, caches, slots, stacked.k_norm, eps)
 
     def embed(self, input_ids: Tensor, block: int) -> Tensor:
         """Embed blocks of one token and masks behind it.
@@ -173,7 +143,6 @@ class DFlashDrafter(nn.Module):
             yield layer
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
         found, names = self.ids.shards(), self.spec.names
         for number, layer in enumerate(self._layers()):
             found |= layer.shards(f"{names['layers']}.{number}")
@@ -185,7 +154,3 @@ class DFlashDrafter(nn.Module):
             if part in names:
                 found |= module.shards(names[part])
         return found
-
-    def ignores(self, name: str) -> bool:
-        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
-        return name.endswith(Decoder.ignored_suffixes)

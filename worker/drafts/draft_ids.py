@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from worker.drafts.drafter_spec import DrafterSpec
+from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import UserError
 from worker.model.shard import Shard, whole
 
@@ -18,7 +18,7 @@ class DraftIds(nn.Module):
     offsets: Tensor  # [vocab_size] i64, d2t as the checkpoint has it
     used: Tensor  # [target_vocab_size] bool, t2d as the checkpoint has it
 
-    def __init__(self, spec: DrafterSpec, device: torch.device) -> None:
+    def __init__(self, spec: DrafterShape, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
         self.targets: Tensor | None = None  # [vocab_size] i64; None: the ids are the target's

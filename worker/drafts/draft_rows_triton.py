@@ -65,7 +65,6 @@ def draft_rows_triton(
     page_size: int,
     num_drafts: int,
 ) -> DraftSteps:
-    """See draft_rows_ref; one launch."""
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
     n, num_tokens = len(rows), len(position)
     width = num_tokens // n

@@ -42,7 +42,6 @@ def kept_rows_triton(
     columns: RowColumns,
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See kept_rows_ref; one launch."""
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
     n, num_tokens = len(rows), len(position)
     width = num_tokens // n

@@ -28,10 +28,10 @@ class Ngram:
         self._shortest, self._longest = shortest, longest
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """See Drafter.observe. Rows start with their text."""
+        """Rows start with their text."""
 
     def seed(self, rows: Tensor) -> None:
-        """See Drafter.seed: the last token may have been drawn behind a chunk."""
+        """Append the last token, which may have been drawn behind a chunk."""
         columns = self._columns
         active = columns.active.index_select(0, rows)
         position = columns.seq_len.index_select(0, rows)
@@ -40,7 +40,6 @@ class Ngram:
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """See Drafter.advance."""
         ngram_drafts(
             sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
             sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,

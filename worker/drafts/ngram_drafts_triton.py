@@ -63,7 +63,6 @@ def ngram_drafts_triton(
     rows: Tensor, position: Tensor, valid: Tensor, drawn: Tensor, columns: RowColumns, text: Tensor,
     num_drafts: int, shortest: int, longest: int, max_seq_len_ub: int,
 ) -> None:  # fmt: skip
-    """See ngram_drafts_ref; one launch."""
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
     width = len(position) // len(rows)
     _ngram_drafts_kernel[(len(rows),)](

@@ -11,11 +11,10 @@ from torch import Tensor
 from worker.api import TokenLogprob
 from worker.draw.logprobs import logprobs
 from worker.draw.sampler import SamplingRows, sample
-from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Drawn, Tail
-from worker.step.accept_rows import NUM_COUNTS, accept_rows
+from worker.step.accept_rows import NUM_COUNTS
 from worker.step.state import SampledRows, StepState
 
 
@@ -106,7 +105,6 @@ def draw(
     sampled: SampledRows,
     hidden: Tensor,
     draws: Draws,
-    simulated: SimulatedAcceptance | None = None,
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 
@@ -118,7 +116,6 @@ def draw(
         sampled: rows to draw for, with their positions.
         hidden: [n * width, hidden] after the final norm.
         draws: how.
-        simulated: says how many drafts are accepted, instead of the draws.
     """
     tail, penalized, num_logprobs, masks = draws
     width, position = sampled.width, sampled.position
@@ -135,12 +132,8 @@ def draw(
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
     ids = sample(logits, params, tail, changes, part)
-    forced = None
-    if simulated is not None and width > 1:
-        forced = simulated.num_accepted(position, params.seed)
-    drawn = accept_rows(
-        sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len,
-        state.columns, forced,
+    drawn = state.accept(
+        sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len, state.columns
     )  # fmt: skip
     if penalized:
         # No two rows share a slot but 0, whose counts are never read.

@@ -1,9 +1,13 @@
-"""Typed access to a model directory's JSON files; every complaint names the file and the field."""
+"""Typed access to a model directory's JSON files; every complaint names the file and the field.
+
+A field that may stand in several places is read by all their names: "outer.field" lies in the
+object `outer`. Values that differ are refused. A field that is null counts as absent.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from worker.errors import Unsupported, UserError
 
 
 class Fields:
-    """One JSON object of a file. A field that is null counts as absent."""
+    """One JSON object of a file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -26,71 +30,91 @@ class Fields:
         """The field asks for something that we cannot compute."""
         return Unsupported(f"{self.path}: {self.prefix}{field}: {problem}", self.prefix + field)
 
-    def get(self, field: str) -> Any:
-        """The value, None if it is absent or null."""
-        return self.values.get(field)
+    def get(self, *places: str) -> Any:
+        """The value of the first place that has one, whatever its type; None if none has."""
+        held = self._held(places)
+        return held[0][2] if held else None
 
-    def integer(self, field: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
-        value = self._value(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            raise self.error(field, f"must be {wanted}, not {value!r}")
-        return value
+    def integer(self, *places: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`; without a default it must be there."""
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        return self._read(places, default, wanted, lambda value: _is_integer(value, least))
 
-    def number(self, field: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._value(field, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.error(field, f"must be a positive number, not {value!r}")
-        return float(value)
+    def number(self, *places: str, default: float | None = None) -> float:
+        """A positive number; without a default it must be there."""
+        return float(self._read(places, default, "a positive number", _is_positive))
 
-    def flag(self, field: str, default: bool | None = False) -> bool:
+    def flag(self, *places: str, default: bool | None = False) -> bool:
         """A boolean, `default` if absent; None: it must be there."""
-        value = self._value(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, f"must be true or false, not {value!r}")
-        return value
+        return self._read(places, default, "true or false", lambda value: isinstance(value, bool))
 
-    def integers(self, field: str) -> list[int]:
+    def integers(self, *places: str) -> list[int]:
         """A list of integers of zero and more, empty if absent."""
-        value = self._value(field, [])
-        if not isinstance(value, list) or any(
-            not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in value
-        ):
-            raise self.error(field, f"must be a list of integers from 0 on, not {value!r}")
-        return value
+        return self._read(places, [], "a list of integers from 0 on", _are_integers)
 
     def inner(self, field: str) -> Fields:
         """The object that the field holds, without fields if it is absent."""
-        value = self._value(field, {})
-        if not isinstance(value, dict):
-            raise self.error(field, f"must be an object, not {value!r}")
+        value = self._read([field], {}, "an object", lambda value: isinstance(value, dict))
         return Fields(self.path, value, f"{self.prefix}{field}.")
 
-    def only(self, known: Collection[str]) -> None:
-        """Refuse the first field that is not among `known`."""
-        for field, value in self.values.items():
-            if field not in known and value is not None:
-                raise self.unsupported(field, f"an unknown field, of value {value!r}")
-
-    def choice(self, field: str, *supported: str) -> None:
+    def choice(self, field: str, supported: tuple[Any, ...]) -> None:
         """Refuse a field that is none of `supported`; it may be absent."""
-        if (value := self.values.get(field)) is not None and value not in supported:
-            raise self.unsupported(field, f"{value!r}; supported: {', '.join(supported)}")
+        if (value := self.get(field)) is not None and value not in supported:
+            names = ", ".join(map(str, supported))
+            raise self.unsupported(field, f"{value!r}; supported: {names}")
 
-    def fixed(self, values: Mapping[str, Any]) -> None:
-        """Refuse a field of another value than that of `values`."""
-        for field, only in values.items():
-            if (value := self.values.get(field)) is not None and value != only:
-                raise self.unsupported(field, f"{value!r}; supported: {only!r}")
+    def place(self, *places: str) -> tuple[Fields, str]:
+        """Where the first of `places` that has a value stands, or the last if none has: the object
+        and the field.
 
-    def _value(self, field: str, default: Any) -> Any:
-        value = self.values.get(field)
+        Raises:
+            UserError: two of them differ.
+        """
+        held = self._held(places)
+        for where, field, value in held[1:]:
+            first, name, other = held[0]
+            if not _same(value, other):
+                raise where.error(field, f"{value!r}, but {first.prefix}{name} {other!r}")
+        return held[0][:2] if held else self._at(places[-1])
+
+    def _at(self, place: str) -> tuple[Fields, str]:
+        outer, _, field = place.rpartition(".")
+        return (self.inner(outer) if outer else self), field
+
+    def _held(self, places: Sequence[str]) -> list[tuple[Fields, str, Any]]:
+        """(object, field, value) of those places that have a value."""
+        at = map(self._at, places)
+        return [(o, f, v) for o, f in at if (v := o.values.get(f)) is not None]
+
+    def _read(
+        self, places: Sequence[str], default: Any, wanted: str, is_valid: Callable[[Any], bool]
+    ) -> Any:
+        for where, field, value in self._held(places):
+            if not is_valid(value):
+                raise where.error(field, f"must be {wanted}, not {value!r}")
+        where, field = self.place(*places)
+        value = where.values.get(field)
         value = default if value is None else value
         if value is None:
-            raise self.error(field, "missing")
+            raise where.error(field, "missing")
         return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    """As JSON has it, where true is not 1."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _is_integer(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def read_fields(path: Path) -> Fields:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker.drafts.chain_model import ChainDrafter
-from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
-from worker.model.shape import ModelShape
+from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
 from worker.model.weights import Placement
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import Collective
 
 LoadFormat = Literal["safetensors", "dummy"]
-DrafterModel: TypeAlias = ChainDrafter | DFlashDrafter
+
+
+class Loadable(Protocol):
+    """One rank of a model, a drafter too, that waits for its weights."""
+
+    @property
+    def spec(self) -> LayerShape:
+        """Of the whole model."""
+        ...
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
+        ...
 
 
 def load_model(
@@ -47,51 +61,28 @@ def load_model(
         ValueError: unknown format; a file is missing or broken; tensors are
             missing, unexpected or of another shape (all of them are named, up to eight).
     """
-    _check(load_format)
+    check_format(load_format)
     model = Decoder(shape, Placement(collective, dtype, device))
     if load_format == "dummy":
-        _fill(model.shards(), seed, progress)
+        fill_with_noise(model.shards(), seed, progress)
     else:
-        _read(model, Path(path), progress)
+        read_weights(model, Path(path), progress)
     return model.eval()
 
 
-def fill_drafter(
-    drafter: DrafterModel,
-    path: Path,
-    *,
-    load_format: LoadFormat = "safetensors",
-    seed: int = 0,
-    progress: Progress = untold,
-) -> None:
-    """Fill a drafter that is built from directory `path`, in eval mode; see load_model.
-
-    "dummy" gives a reduced vocabulary evenly spread ids.
-
-    Raises:
-        ValueError: as load_model; or the drafter's ids do not fit the target's.
-    """
-    _check(load_format)
-    if load_format == "dummy":
-        tables = drafter.ids.shards()
-        # Names of its own: a part that is called as one of the target's is not to equal it.
-        own = {
-            f"draft.{name}": each for name, each in drafter.shards().items() if name not in tables
-        }
-        _fill(own, seed, progress)
-        drafter.ids.spread()
-    else:
-        _read(drafter, Path(path), progress)
-    drafter.ids.settle(Path(path))
-    drafter.eval()
-
-
-def _check(load_format: str) -> None:
+def check_format(load_format: str) -> None:
+    """Raise a UserError for a format that is not one of LoadFormat."""
     if load_format not in ("safetensors", "dummy"):
         raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
 
 
-def _read(model: Decoder | DrafterModel, path: Path, progress: Progress) -> None:
+def read_weights(model: Loadable, path: Path, progress: Progress = untold) -> None:
+    """Fill `model` from the safetensors files of directory `path`.
+
+    Raises:
+        ValueError: a file is missing or broken; tensors are missing, unexpected or of another
+            shape (all of them are named, up to eight).
+    """
     shards = model.shards()
     missing = set(shards)
     unexpected: list[str] = []
@@ -133,7 +124,7 @@ def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
 
-def _fill(shards: dict[str, Shard], seed: int, progress: Progress) -> None:
+def fill_with_noise(shards: Mapping[str, Shard], seed: int, progress: Progress = untold) -> None:
     """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
     for i, (name, shard) in enumerate(shards.items()):
         progress("load", i, len(shards))

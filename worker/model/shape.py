@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from worker.model.families import FAMILIES, Features
 from worker.model.fields import Fields, read_fields
@@ -68,27 +69,17 @@ def read_model_shape(path: Path) -> ModelShape:
             f"{architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}",
         )
     refuse_what_we_cannot_compute(fields)
-    num_heads, num_kv_heads, head_dim = read_heads(fields)
-    rope_theta, rope_scaling = read_rope(fields)
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
-        hidden_size=fields.integer("hidden_size"),
+        **read_layer_shape(fields),
         num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
         qk_norm=fields.flag("qk_norm"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        dtype=read_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, generates),
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
@@ -127,7 +118,24 @@ def _refuse_windows(fields: Fields) -> None:
         raise fields.unsupported("layer_types", f"layers of type {', '.join(others)}")
 
 
-def read_heads(fields: Fields) -> tuple[int, int, int]:
+def read_layer_shape(fields: Fields) -> dict[str, Any]:
+    """The fields of a LayerShape but for its architecture and its vocabulary."""
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    rope_theta, rope_scaling = _rope(fields)
+    return {
+        "hidden_size": fields.integer("hidden_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "dtype": read_dtype(fields),
+    }
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
     """(heads, kv heads, head_dim) of the attention."""
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
@@ -141,7 +149,7 @@ def read_heads(fields: Fields) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def read_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     inner = fields.inner(name)
@@ -191,5 +199,4 @@ def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:
     return tuple(found)
 
 
-ModelSpec = ModelShape
-read_model_spec = read_model_shape
+ModelSpec, read_model_spec = ModelShape, read_model_shape  # until cluster/ says shape

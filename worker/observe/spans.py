@@ -20,6 +20,7 @@ Attributes = Mapping[str, AttributeValue]
 W3C = TraceContextTextMapPropagator()
 PARENT_CHARS = 55  # of a traceparent; what follows it in `Trace.carried` is the tracestate
 STEP_NS = 1_000_000  # a clock that was set by less is not noticed
+RETRIED = ("prefill", "dispatch")  # stages that are entered again where they fail
 ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
 NO_ATTRIBUTES: Attributes = {}
 
@@ -81,7 +82,7 @@ class Trace:
 
     __slots__ = (
         "_attempts", "_attributes", "_cause", "_parent", "_serves", "_span", "_tracer", "at",
-        "inner", "stage",
+        "inner",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +94,6 @@ class Trace:
         *,
         serves: bool = False,
     ) -> None:
-        self.stage = ""  # the present one
         self.at = at  # up to when stages have ended
         self.inner: Trace | None = None  # stages within the present one, which end with it
         self._tracer = tracer
@@ -131,29 +131,21 @@ class Trace:
         *,
         asks: bool = False,
     ) -> None:
-        """Begin a stage; the present one ends at `at`. asks: it waits for another process."""
+        """Begin a stage; the present one ends at `at`. asks: it waits for another process.
+
+        One of RETRIED says which attempt it is, and what has cut off the one before.
+        """
         self.leave(at)
-        self.stage = stage
-        both = {**self._attributes, **attributes}
+        all_of_it = {**self._attributes, **attributes}
+        if stage in RETRIED:
+            self._attempts += 1
+            all_of_it["kvlane.attempt"] = self._attempts
+            if self._cause:
+                all_of_it["kvlane.cause"], self._cause = self._cause, ""
         kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
         if self._serves and not asks:
             kind, self._serves = SpanKind.SERVER, False
-        self._span = self._tracer.begin(stage, self._parent, self.at, both, kind)
-
-    def attempt(
-        self,
-        stage: str,
-        at: float,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        asks: bool = False,
-    ) -> None:
-        """`enter` a stage that may be tried again: it says which time it is, and why again."""
-        cause, self._cause = self._cause, ""
-        self._attempts += 1
-        self.enter(stage, at, {**attributes, "kvlane.attempt": self._attempts}, asks=asks)
-        if cause and self._span is not None:
-            self._span.set_attribute("kvlane.cause", cause)
+        self._span = self._tracer.begin(stage, self._parent, self.at, all_of_it, kind)
 
     def note(self, attributes: Attributes) -> None:
         """Add to the present stage."""
@@ -190,7 +182,7 @@ class Trace:
                 span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
         self._tracer.end(span, self.at)
-        self.stage, self._span = "", None
+        self._span = None
 
     def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:
         """Stages within the present one, from `at` on."""

@@ -88,7 +88,6 @@ def _best_ids_kernel(pairs, out, n, RANKS: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 def best_ids_triton(pairs: Tensor) -> Tensor:
-    """See best_ids_ref; one launch."""
     assert pairs.is_contiguous()
     ranks, n = pairs.shape
     out = torch.empty(n, dtype=torch.int64, device=pairs.device)

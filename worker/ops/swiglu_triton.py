@@ -38,7 +38,6 @@ def _swiglu_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr, PDL: tl.con
 
 
 def swiglu_triton(gate_up: Tensor) -> Tensor:
-    """See swiglu_ref."""
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width)
     assert rows.stride(1) == 1

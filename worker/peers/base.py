@@ -1,4 +1,4 @@
-"""The contract of collectives among the ranks of one worker, and their implementations."""
+"""The contract of collectives among the ranks of one worker, and the table of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from worker.ops.rms_norm import add_rms_norm
 
 COLLECTIVES: Mapping[str, str] = {
     "single": "worker.peers.single:SingleCollective",
@@ -19,6 +21,8 @@ COLLECTIVES: Mapping[str, str] = {
 class Collective(Protocol):
     """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
 
+    What a body here does is right for a group that has nothing of its own to do there.
+
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
     alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet.
 
@@ -29,6 +33,7 @@ class Collective(Protocol):
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
     rank: int
     size: int
+    device: torch.device
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, equal to the last bit on all; may be `x` itself.
@@ -51,7 +56,7 @@ class Collective(Protocol):
         residual: [num_tokens, hidden], equal on all ranks; weight: [hidden].
         total: [num_tokens, hidden], where the new residual goes; None: to new memory.
         """
-        ...
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's `x`, in rank order, joined along `dim`; `x` is kept."""
@@ -71,14 +76,13 @@ class Collective(Protocol):
         not keep it over three calls, nor carry it from a graph into eager code or back: graphs have
         the buffers of their capture.
         """
-        ...
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def calibrate(self) -> None:
         """Choose algorithms by what is fastest here: all ranks at once, at the start.
 
         Before any graph is captured: those keep what they were captured with.
         """
-        ...
 
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
@@ -86,14 +90,12 @@ class Collective(Protocol):
         For calls that the host does not wait for: after its own wait for a step. What such calls
         left is of no use.
         """
-        ...
 
     def close(self) -> None:
         """Leave the group and free its sockets and memory; idempotent.
 
         Graphs that hold its calls have to be gone.
         """
-        ...
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from worker.errors import PeerLost, Unsupported, WorldError
-from worker.ops.rms_norm import add_rms_norm
 from worker.peers.all_reduce_triton import DTYPES, gather, one_shot, one_shot_rms_norm, two_shot
-from worker.peers.base import join_parts
+from worker.peers.base import Collective, join_parts
 from worker.peers.mapped import PeerRegions
 from worker.peers.nccl import NcclCollective
 from worker.peers.peer_layout import (
@@ -54,7 +53,7 @@ def synchronize(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-class CustomCollective:
+class CustomCollective(Collective):
     """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (all_reduce_triton.py).
 
     All calls go to the current stream of the current device; a rank has one stream. Launched by
@@ -76,14 +75,13 @@ class CustomCollective:
     def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
         if not 2 <= size <= MAX_SIZE:
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self._store = open_store("custom", rank, size, init_method)
-        self._device = torch.device(device)
-        self._nccl = NcclCollective(rank, size, self._device, init_method, self._store)
+        self.device = torch.device(device)
+        self._nccl = NcclCollective(rank, size, self.device, init_method, self._store)
         layout = PeerLayout(size)
         try:
-            self._regions = PeerRegions(rank, size, layout, self._device, self._store)
+            self._regions = PeerRegions(rank, size, layout, self.device, self._store)
         except (WorldError, Unsupported):
             self._nccl.close()
             raise
@@ -105,7 +103,6 @@ class CustomCollective:
         self._control[LIMIT_NS] = int(seconds * 1e9)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """See Collective.algorithm."""
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
         found = choose(self.table, num_bytes)
@@ -116,7 +113,6 @@ class CustomCollective:
         return found
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective.all_reduce."""
         return self.all_reduce_by(self.algorithm(x.nbytes, x.dtype), x) if x.nbytes else x
 
     def all_reduce_by(self, algorithm: str, x: Tensor) -> Tensor:
@@ -137,31 +133,30 @@ class CustomCollective:
         eps: float,
         total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See Collective.all_reduce_rms_norm; one kernel where all_reduce is one shot."""
+        """One kernel where all_reduce is one shot."""
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
         fused = fits_fused(self.memory.layout, num_rows, row_bytes)
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
             return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
+        return super().all_reduce_rms_norm(x, residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """See Collective.all_gather; our kernel for small parts, which keeps every bit."""
+        """Our kernel for small parts, which keeps every bit."""
         x = x.contiguous()
         if not fits_gather(self.memory.layout, x.nbytes):
             return self._nccl.all_gather(x, dim)
         return join_parts(gather(self.memory, x), dim)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Collective.buffer; of memory that peers have mapped, if it is not too large."""
+        """Of memory that peers have mapped, if it is not too large."""
         layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
         if num_bytes > layout.buffer_bytes:
-            return torch.empty(shape, dtype=dtype, device=self._device)
+            return super().buffer(shape, dtype)
         start = layout.buffers + self._next_buffer * layout.buffer_bytes
         self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
         return self._regions.region[start : start + num_bytes].view(dtype).view(shape)
 
     def check(self) -> None:
-        """See Collective.check."""
         if self._control[FAULT]:
             raise PeerLost(f"custom rank {self.rank} of {self.size}: a peer did not come in time")
         self._nccl.check()
@@ -172,11 +167,11 @@ class CustomCollective:
         self._nccl.abort()
 
     def close(self) -> None:
-        """See Collective.close. Waits for the device, and a little for peers that are not lost."""
+        """Waits for the device, and a little for peers that are not lost."""
         if self._closed:
             return
         self._closed = True
-        synchronize(self._device)
+        synchronize(self.device)
         if not self._control[FAULT]:
             self._part()
         self._nccl.close()
@@ -194,12 +189,12 @@ class CustomCollective:
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
-        """See Collective.calibrate; what rank 0 has measured holds for all.
+        """What rank 0 has measured holds for all.
 
         Raises:
             PeerLost: a rank did not come in time.
         """
-        times = measure(self, self.memory.layout, self._device)
+        times = measure(self, self.memory.layout, self.device)
         self.check()
         self._num_calibrations += 1
         key = f"table {self._num_calibrations}"

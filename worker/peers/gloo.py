@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worker.errors import PeerLost, UserError
-from worker.ops.rms_norm import add_rms_norm
+from worker.peers.base import Collective
 from worker.peers.rendezvous import own_address
 from worker.peers.store import TIMEOUT_S, open_store
 
 
-class GlooCollective:
+class GlooCollective(Collective):
     """A gloo group of its own; torch.distributed's default group is neither used nor needed.
 
     Raises:
@@ -28,8 +28,7 @@ class GlooCollective:
     def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
         if torch.device(device).type != "cpu":
             raise UserError(f"collective 'gloo' is for the CPU, not for {device}")
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
@@ -43,38 +42,17 @@ class GlooCollective:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective.all_reduce; in place."""
         self._wait(self._group.allreduce([x]))
         return x
 
-    def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See Collective.all_reduce_rms_norm."""
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
-
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """See Collective.all_gather."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._wait(self._group.allgather([parts], [x]))
         return torch.cat(parts, dim=dim)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """There is one."""
         return "gloo"
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Collective.buffer."""
-        return torch.empty(shape, dtype=dtype)
-
-    def calibrate(self) -> None:
-        """There is one algorithm, or the library chooses."""
 
     def check(self) -> None:
         """See Collective.check; every call here has ended when it returns."""
@@ -82,7 +60,6 @@ class GlooCollective:
             raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
 
     def close(self) -> None:
-        """See Collective.close."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None

@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import (
 )
 
 from worker.errors import PeerLost, UserError
-from worker.ops.rms_norm import add_rms_norm
-from worker.peers.base import join_parts
+from worker.peers.base import Collective, join_parts
 from worker.peers.store import TIMEOUT_S, open_store
 from worker.peers.table import NCCL
 
@@ -33,7 +32,7 @@ ENVIRONMENT = {
 }
 
 
-class NcclCollective:
+class NcclCollective(Collective):
     """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
@@ -55,12 +54,11 @@ class NcclCollective:
         init_method: str,
         store: Store | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        if self._device.type != "cuda" or not dist.is_nccl_available():
+        self.device = torch.device(device)
+        if self.device.type != "cuda" or not dist.is_nccl_available():
             raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
         os.environ.update(ENVIRONMENT)
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self._lost = ""
         store = store or open_store("nccl", rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
@@ -70,33 +68,20 @@ class NcclCollective:
             prefixed = PrefixStore("nccl", store)
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             # The communicator has to be there before a capture begins.
-            with torch.cuda.device(self._device):
-                self.all_reduce(torch.zeros(1, device=self._device))
+            with torch.cuda.device(self.device):
+                self.all_reduce(torch.zeros(1, device=self.device))
                 torch.cuda.synchronize()
         except RuntimeError as e:
             raise PeerLost(f"nccl rank {rank} of {size}: no group: {e}") from e
         self.check()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective.all_reduce; in place."""
         options = AllreduceOptions()
         options.asyncOp = False
         self._call("allreduce", [x], options)
         return x
 
-    def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See Collective.all_reduce_rms_norm."""
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
-
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """See Collective.all_gather."""
         x = x.contiguous()
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         options = AllgatherOptions()
@@ -105,18 +90,9 @@ class NcclCollective:
         return join_parts(parts, dim)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """There is one."""
         return NCCL
 
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Collective.buffer."""
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def calibrate(self) -> None:
-        """There is one algorithm, or the library chooses."""
-
     def check(self) -> None:
-        """See Collective.check."""
         if not self._lost and self._group is not None:
             found = self._group.get_error()
             if found != ErrorType.SUCCESS:
@@ -131,7 +107,6 @@ class NcclCollective:
             self._group.abort()
 
     def close(self) -> None:
-        """See Collective.close."""
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()  # shutdown() waits for all ranks, and those of a worker end in turn

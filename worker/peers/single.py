@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from worker.errors import UserError
-from worker.ops.rms_norm import add_rms_norm
+from worker.peers.base import Collective
 
 
-class SingleCollective:
+class SingleCollective(Collective):
     """A worker without tensor parallelism: every call is what it is on one rank.
 
     Raises:
@@ -29,42 +29,13 @@ class SingleCollective:
     ) -> None:
         if size != 1 or rank != 0:
             raise UserError(f"collective 'single' is for one rank, not rank {rank} of {size}")
-        self.rank = rank
-        self.size = size
-        self._device = torch.device(device)
+        self.rank, self.size, self.device = rank, size, torch.device(device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x."""
         return x
 
-    def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See Collective.all_reduce_rms_norm."""
-        return add_rms_norm(x, residual, weight, eps, total)
-
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """x."""
         return x
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """Nothing is summed."""
         return "none"
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Collective.buffer."""
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def calibrate(self) -> None:
-        """There is one algorithm, or the library chooses."""
-
-    def check(self) -> None:
-        """There is no peer."""
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -12,7 +12,6 @@ from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
-from worker.draw.simulated import SimulatedAcceptance
 from worker.draw.tail import Result
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
@@ -40,7 +39,6 @@ class LoadedModel:
     widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first
     decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
     always_hooked: bool  # the loop passes a layer hook with every prefill step
-    simulated: SimulatedAcceptance | None = None
     drafter: Drafter | None = None  # takes part in every step
 
 

@@ -75,7 +75,7 @@ def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
     """Draw for the rows of a forward, and advance them."""
     assert forwarded.sampled is not None
     head, hidden = loaded.model.head, forwarded.hidden
-    return draw(head, loaded.state, forwarded.sampled, hidden, draws, loaded.simulated)
+    return draw(head, loaded.state, forwarded.sampled, hidden, draws)
 
 
 class _Eager:
@@ -104,11 +104,9 @@ class EagerChunks(_Eager):
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        """See ChunkGraphs.padded."""
         return PaddedShape()
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch."""
         hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
         if self._loaded.drafter is not None:
             self._loaded.drafter.observe(batch, hidden)

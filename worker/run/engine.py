@@ -14,7 +14,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.meeting import Meeting
@@ -34,7 +34,7 @@ class Engine:
     """The parts of one worker. Filled by `build_engine`."""
 
     config: WorkerConfig  # resolved
-    spec: ModelSpec
+    spec: ModelShape
     model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity
@@ -79,7 +79,7 @@ class Engine:
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
         return LocalRank(
-            self.transport, self.model_layout, self.pool.num_pages,
+            self.transport, self.model_layout, self.identity, self.pool.num_pages,
             self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
         )  # fmt: skip
 

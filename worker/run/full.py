@@ -91,7 +91,6 @@ class FullDecode:
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
-        """See StepGraphs.run_buckets."""
         for bucket, width in self._shapes:
             forwarded = self._eager_step(self._rows[:bucket], "none", width)
             for tail in _tails(width)[1:]:
@@ -101,7 +100,6 @@ class FullDecode:
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        """See StepGraphs.capture_largest."""
         self._capture_shape(*self._shapes[0])
 
     @torch.inference_mode()
@@ -146,7 +144,6 @@ class FullDecode:
         return result.first(num_rows, plan.num_logprobs)
 
     def close(self) -> None:
-        """See StepGraphs.close."""
         self._captured.clear()
         self._tails.clear()
 

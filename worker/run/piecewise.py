@@ -110,7 +110,6 @@ class PiecewiseChunks:
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        """See StepGraphs.capture_largest."""
         self._capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
@@ -140,7 +139,6 @@ class PiecewiseChunks:
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        """See ChunkGraphs.padded."""
         buffers = self._loaded.buffers
         fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
         shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
@@ -168,7 +166,6 @@ class PiecewiseChunks:
         return Forward(captured.hidden, "piecewise")
 
     def close(self) -> None:
-        """See StepGraphs.close."""
         self._piecewise.clear()
         self._full.clear()
 

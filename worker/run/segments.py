@@ -167,7 +167,6 @@ class Cuts:
         self._num_breaks = 0
 
     def at(self, body: Body, x: Tensor, out: Tensor) -> Tensor:
-        """See Breaks.at."""
         body(x, out)
         self._num_breaks += 1
         if self._num_breaks in self._after:

@@ -90,7 +90,7 @@ class CpuStream:
         return _CpuHandle(self._thread.submit(self._run, work))
 
     def event(self) -> Event:
-        return _HostEvent()
+        return HostEvent()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -105,7 +105,9 @@ class CpuStream:
             raise
 
 
-class _HostEvent(threading.Event):
+class HostEvent(threading.Event):
+    """Event on the CPU."""
+
     record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
 
 

@@ -116,7 +116,7 @@ class DecodeScheduler:
         """Return the next step, or None if nothing can run now.
 
         None may be due to preemption: the victim's pages become free when its step settles.
-        now: stored in req.marks.row_at when a request gets its first row.
+        now: noted in the timeline of a request that gets a row.
         """
         for req in list(self.ready):
             if not self._rows.num_free:
@@ -228,7 +228,7 @@ class DecodeScheduler:
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
-        width = self.widths.choose(len(self.running))
+        width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
         found = self._with_slots(width) if width > 1 else None
         if found is None:
             width, found = 1, self._with_slots(1)

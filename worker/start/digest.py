@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.drafts.drafter_spec import DrafterSpec
-from worker.model.shape import ModelShape
+from worker.model.shape import LayerShape
 from worker.model.shard import Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
@@ -81,7 +80,7 @@ def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
     return _sha256(["noise 1", seed, str(dtype), device.type])
 
 
-def model_digest(spec: ModelShape | DrafterSpec, weights: str) -> str:
+def model_digest(spec: LayerShape, weights: str) -> str:
     """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(spec).items() if name not in NOT_OF_KV}
     return _sha256([fields, weights])

@@ -14,12 +14,12 @@ from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.drafts.build import build_drafter, load_drafter, poison
-from worker.drafts.chain_spec import ChainSpec
-from worker.drafts.drafter_spec import DrafterSpec
+from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.loader import DrafterModel, load_model
+from worker.model.loader import load_model
 from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import COLLECTIVES, Collective
@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(
     config: WorkerConfig,
     spec: ModelShape,
-    drafter_spec: DrafterSpec | None,
+    drafter_spec: DrafterShape | None,
     layout: KVLayout,
     configured_len: int | str,
     meeting: Meeting,
@@ -142,7 +142,7 @@ def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) ->
 def _load_models(
     config: WorkerConfig,
     spec: ModelShape,
-    drafter_spec: DrafterSpec | None,
+    drafter_spec: DrafterShape | None,
     meeting: Meeting,
     device: torch.device,
     progress: Progress,
@@ -160,7 +160,7 @@ def _load_models(
     )
     if drafter_spec is None:
         return model, None
-    return model, load_drafter(config, drafter_spec, model, collective)
+    return model, load_drafter(config, drafter_spec, model)
 
 
 def _digest(
@@ -214,11 +214,13 @@ def _assemble(
         max_width=max_width,
         max_text=max_len + 1 if decodes and config.spec.reads_text else 0,
     )
+    if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
+        state.accept = SimulatedAcceptance(state.ints.seed, kept)
     buffers = BatchBuffers(
         state,
         page_size,
         int(engine.max_prefill_tokens),
-        drafts=drafter is not None and isinstance(drafter.spec, ChainSpec),
+        drafts=drafter is not None and isinstance(drafter.spec, ChainShape),
         # Long steps end the last layer for last tokens alone; a drafter that taps it needs all.
         all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
     )
@@ -234,21 +236,8 @@ def _assemble(
         widths,
         decodes=decodes,
         always_hooked=not decodes and config.kv.num_groups not in ("auto", 1),
-        simulated=_simulated(config, pool.device) if decodes else None,
         drafter=build_drafter(config, drafter, model, pool, state),
     )
-
-
-def _simulated(config: WorkerConfig, device: torch.device) -> SimulatedAcceptance | None:
-    asked = config.spec
-    if not asked.simulated_len:
-        return None
-    found = SimulatedAcceptance(device)
-    if asked.simulate_accept_share:
-        found.change_share(asked.simulate_accept_share)
-    else:
-        found.change(asked.simulate_accept_len)
-    return found
 
 
 def run_largest_steps(

@@ -90,7 +90,6 @@ def _chunk_rows_kernel(
 def chunk_rows_triton(
     sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
-    """See chunk_rows_ref; one launch."""
     num_reqs, num_pages = tables.shape
     assert page_table.stride(1) == out.stride(1) == 1
     assert tables.is_contiguous()

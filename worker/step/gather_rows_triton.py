@@ -42,7 +42,6 @@ def _gather_rows_kernel(
 
 
 def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
-    """See gather_rows_ref; one launch."""
     assert all(each.is_contiguous() for each in (*ints, *floats, table, rows))
     n, width = len(rows), table.shape[1]
     stride = aligned(n)

@@ -7,7 +7,7 @@ replaced by it, so whatever they write is harmless.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.plan import Plan, RowPages, RowStart
+from worker.step.accept_rows import accept_rows
 from worker.step.penalties import PenaltyTables
 from worker.step.step_rows import RowColumns
 
@@ -141,6 +142,7 @@ class StepState:
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
         self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
+        self.accept: Callable[..., Tensor] = accept_rows
         self.reset()
 
     def reset(self) -> None:

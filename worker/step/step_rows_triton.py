@@ -60,7 +60,6 @@ def _read_rows_kernel(
 def read_rows_triton(
     rows: Tensor, columns: RowColumns, page_size: int, num_pages: int, width: int = 1
 ) -> StepRows:
-    """See read_rows_ref; one launch."""
     assert num_pages <= columns.page_table.shape[1]
     n, device = len(rows), rows.device
     start, stride = aligned(n), aligned(n * width)
