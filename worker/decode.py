@@ -84,7 +84,7 @@ class DecodeLoop:
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: requests.num_waiting)
+        metrics.on_scrape(metrics.waiting, lambda: len(requests.reqs) - len(scheduler.running))
         metrics.on_scrape(metrics.leases, lambda: len(self._inbound.fetches))
         metrics.on_scrape(metrics.queued("fetch"), lambda: len(self._inbound.fetches))
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
@@ -116,7 +116,8 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        self.requests.resume()
+        if self.requests.siblings.waiting or self.scheduler.preempted:
+            self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
             began_at = time.monotonic()
@@ -130,7 +131,8 @@ class DecodeLoop:
             runner.launch_tail(step, self.requests.grammars.masks(matchers, step.drafts()))
         if self._peers.known or self._peers.closing:
             self._peers.tend(now, self._inbound.uses)
-        self.requests.sweep(now)
+        if now >= self.requests.sweep_at:
+            self.requests.sweep(now)
         replies.flush(time.monotonic(), read_at=now)
         self._thread.stats = self._stats()
         idle_s = flight.idle_s(num_arriving)
@@ -210,7 +212,7 @@ class DecodeLoop:
         book, meter = engine.book, engine.meter
         return WorkerStats(
             num_running=len(scheduler.running),
-            num_waiting=self.requests.num_waiting,
+            num_waiting=len(self.requests.reqs) - len(scheduler.running),
             max_num_reqs=int(engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,

@@ -35,7 +35,7 @@ from worker.start.build import build_engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
 
 if TYPE_CHECKING:
-    from worker.run.step import Step
+    from worker.run.flight import Step
 
 log = logging.getLogger("kvlane.rank")
 

@@ -24,8 +24,8 @@ from worker.model.decoder import Decoder
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.model.weights import Placement
+from worker.peers.base import SingleCollective
 from worker.peers.gloo import GlooCollective
-from worker.peers.single import SingleCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -309,7 +309,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "accept all": (ACCEPT, accepts_without_comparing),
     "one too many": (ACCEPT, one_token_too_many),
     "stops": (ACCEPT, stops_count_in_the_first_row_only),
-    "drafts": ("worker.step.windows.read_rows", drafts_one_place_late),
+    "drafts": ("worker.step.state.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),
 }

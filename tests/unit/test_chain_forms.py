@@ -31,7 +31,7 @@ from worker.model.decoder import Decoder
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.model.weights import Placement
-from worker.peers.single import SingleCollective
+from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
