@@ -182,8 +182,8 @@ def feeds_back_the_raw_output(real: Any) -> Any:
         norm = model.final_norm
         kept = {}
 
-        def reduce_add(part: Tensor, residual: Tensor, total: Any = None) -> Any:
-            normed, kept["raw"] = type(norm).reduce_add(norm, part, residual, total)
+        def reduce_add(part: Tensor, residual: Tensor) -> Any:
+            normed, kept["raw"] = type(norm).reduce_add(norm, part, residual)
             return normed, kept["raw"]
 
         norm.reduce_add = reduce_add
