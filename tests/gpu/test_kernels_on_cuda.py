@@ -131,7 +131,7 @@ def test_qk_rope_store_matches_its_twin(
     slots[-4:] = positions[-4:] = 0
     table = rope_table(rope_inv_freq(head_dim, 1e6, None), 4096, torch.device("cuda"))
     weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
-    norms = HeadNorms(*weights, 1e-6) if normed else None
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
     results = []
     for op in (qk_rope_store, qk_rope_store_ref):
         shape = num_pages, kv_heads, 2, 2, page_size, head_dim

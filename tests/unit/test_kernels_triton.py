@@ -352,7 +352,7 @@ else:
         slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
         table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
         weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
-        norms = HeadNorms(*weights, 1e-6) if normed else None
+        norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
         results = []
         for op in (qk_rope_store_triton.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):
             memory = torch.full((5, kv_heads, 2, 2, page_size, head_dim), 7.0, dtype=dtype)

@@ -32,6 +32,7 @@ class DrafterShape(LayerShape):
 
     @property
     def features(self) -> Features:
+        """What the layers are made of."""
         return Features(self.qkv_bias, self.output_bias, self.qk_norm)
 
     @property

@@ -49,6 +49,7 @@ class ModelShape(LayerShape):
 
     @property
     def features(self) -> Features:
+        """What the layers are made of, by architecture and flags."""
         family = FAMILIES[self.architecture]
         return family.features(attention_bias=self.attention_bias, qk_norm=self.qk_norm)
 
