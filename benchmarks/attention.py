@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.attention.backends import ATTENTION
+from worker.attention.base import AttentionShape
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
@@ -116,14 +117,15 @@ def backend_pass(scene: Scene, name: str) -> Pass:
     """A backend: one plan, then every layer, as in a step."""
     shape, batch = scene.shape, scene.batch
     attention: Any = resolve("attention backend", name, ATTENTION)(
-        scene.pool, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5
+        scene.pool,
+        AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5),
     )
     planned = None if attention.static_plan else attention.plan(batch)
 
     def run() -> Tensor:
         with forward_context(batch, attention, planned or attention.plan(batch)):
             for layer_id in range(shape.layers):
-                out = attention.forward(scene.q, None, None, layer_id)
+                out = attention.forward(scene.q, layer_id)
         return out
 
     return run

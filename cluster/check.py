@@ -37,7 +37,6 @@ PACKAGES = {  # of attention backends
     "triton": "triton",
     "by_length": "flashinfer",
     "flashinfer": "flashinfer",
-    "flashinfer_fa2": "flashinfer",
 }
 
 
