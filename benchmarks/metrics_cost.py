@@ -28,9 +28,9 @@ import torch
 from benchmarks import turn
 from benchmarks.calibration import CALIBRATION_S, calibration_s
 from benchmarks.router import parties
-from router.mailbox import Spent
-from router.metrics import ITL_BUCKETS, RouterMetrics
-from router.tally import Tally
+from router.dispatch.mailbox import Spent
+from router.observe.metrics import ITL_BUCKETS, RouterMetrics
+from router.observe.tally import Tally
 from worker.api import Stages
 from worker.comm.single import SingleCollective
 from worker.comm.table import choose, default_table

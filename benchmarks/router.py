@@ -1,6 +1,6 @@
 """What one router process costs and how much passes through it: `python -m benchmarks.router`.
 
-A real router (`router.app.RouterServer`) stands in a process of its own between a decode worker
+A real router (`RouterServer`) stands in a process of its own between a decode worker
 without an engine, which speaks the wire and sends one frame of chunks a step, and clients that do
 little more than count bytes. Everything is on loopback. CPU is user and system time of the router's
 process, all threads, divided by chunks or requests, and scaled by the time that a fixed loop of
@@ -36,9 +36,9 @@ from typing import Any
 from benchmarks.calibration import CALIBRATION_S, calibration_s
 from benchmarks.counting import MARK, Clients
 from benchmarks.train.problems import held_out_problems
-from router.app import RouterServer
 from router.config import RouterConfig
-from router.text import Text
+from router.http.app import RouterServer
+from router.text.tokenizer import Text
 from worker.api import Chunks, FinishReason, Generate, Member, TokenChunk, WorkerStats
 from worker.config import ModelConfig, PingConfig
 from worker.wire import Event, Wire

@@ -166,7 +166,9 @@ class RouterActor(ProcessActor):
     def load(self) -> None:
         """Load tokenizer and template."""
         with no_collections():
-            from router.app import RouterServer  # its libraries are needed in this process only
+            from router.http.app import (
+                RouterServer,  # its libraries are needed in this process only
+            )
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
         node = RAY.util.get_node_ip_address()

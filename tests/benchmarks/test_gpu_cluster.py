@@ -16,7 +16,7 @@ from benchmarks.judges.served import make_model
 from benchmarks.load.words import Words
 from cluster.config import load
 from cluster.resolve import with_devices
-from router.text import Text
+from router.text.tokenizer import Text
 
 QWEN3 = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-8b.json"
 

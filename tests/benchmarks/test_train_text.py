@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from benchmarks.train import chats, problems
 from benchmarks.train.arithmetic import Inexact, evaluate, expand
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
-from router.text import ChatTemplate
+from router.text.tokenizer import ChatTemplate
 from tests.support.patience import HANG_S
 
 ASSETS = Path(__file__).parents[2] / "worker" / "assets" / "tiny"

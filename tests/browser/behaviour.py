@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from router.text import Text
+from router.text.tokenizer import Text
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats

@@ -14,8 +14,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import steps
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import RouterServer
 from tests.fault.router_doubles import num_live, wait_until
 from tests.support.engines import running
 from tests.support.patience import HANG_S

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import httpx
 import pytest
 
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import RouterServer
 from tests.support.collector import Collector, Span, collecting
 from tests.support.engines import HANG_S, Running, running
 from tests.support.prompts import problem_ids

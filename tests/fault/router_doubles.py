@@ -21,9 +21,9 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.app import RouterServer
 from router.config import RouterConfig
-from router.text import Text
+from router.http.app import RouterServer
+from router.text.tokenizer import Text
 from tests.support.patience import HANG_S
 from worker.api import (
     Chunks,

@@ -21,8 +21,8 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask
 
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import RouterServer
 from tests.fault.router_doubles import HANG_S, num_live, wait_until
 from tests.support.engines import Running, running
 from tests.support.odd_models import raising, unknown_decoder
@@ -183,8 +183,8 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
     [
         "worker.sampling.grammar.LLMatcher",
         "worker.sampling.grammar.bitmask.fill_next_token_bitmask",
-        "router.structured.LLMatcher.validate_grammar",
-        "router.structured.LLMatcher",
+        "router.text.grammar.LLMatcher.validate_grammar",
+        "router.text.grammar.LLMatcher",
     ],
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
@@ -198,7 +198,7 @@ def test_whatever_llguidance_raises_ends_one_request(
     with mock.patch(target, side_effect=raised):
         [found] = beside_others(usual, [body])
     assert error_of(found) == (500, "internal_error", None)
-    is_class = target == "router.structured.LLMatcher"  # then a value of its mock is what fails
+    is_class = target == "router.text.grammar.LLMatcher"  # then a value of its mock is what fails
     assert_logged(caplog, found, "MagicMock" if is_class else str(raised))
     assert len(text_of(ask(usual[1], FORMED))) >= 10
 
@@ -208,9 +208,9 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(
     usual: Served, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = {
-        "encode": "router.text.Text.encode",
-        "decode": "router.output.OutputText.feed",
-        "render": "router.text.ChatTemplate.render",
+        "encode": "router.text.tokenizer.Text.encode",
+        "decode": "router.text.output.OutputText.feed",
+        "render": "router.text.tokenizer.ChatTemplate.render",
     }[method]
     cluster, url, _ = usual
     expected = text_of(ask(url, FREE))

@@ -20,7 +20,7 @@ import yaml
 
 from cluster import cli
 from cluster.config import load
-from router.exchange import PROBES
+from router.http.exchange import PROBES
 from tests.helm import metrics
 from tests.helm.charts import NAMESPACE, Document
 from worker.errors import UserError

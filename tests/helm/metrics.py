@@ -10,8 +10,8 @@ from typing import Any
 
 from router import errors
 from router.errors import STATUS
-from router.metrics import RETRY_CAUSES, RouterMetrics
-from router.tally import Tallies
+from router.observe.metrics import RETRY_CAUSES, RouterMetrics
+from router.observe.tally import Tallies
 from tests.helm.dashboards import queries
 from worker.metrics import PLACES, WorkerMetrics
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helm.dashboards import OBJECTIVES
-from router.metrics import ITL_BUCKETS, TTFT_BUCKETS
+from router.observe.metrics import ITL_BUCKETS, TTFT_BUCKETS
 from tests.helm import metrics
 from tests.helm.charts import documents
 from tests.helm.dashboards import boards, filled, panels, queries, variables

@@ -6,9 +6,9 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from router import siblings
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import RouterServer
+from router.show import siblings
 from worker.config import ModelConfig, PingConfig
 
 PING = PingConfig(interval_s=0.1, max_misses=50)

@@ -20,8 +20,8 @@ from tokenizers import (
     trainers,
 )
 
-from router.encoder import Encoder
-from router.encoding import Encode, encode_of
+from router.text.backend import Encode, encode_of
+from router.text.encoder import Encoder
 from tests.support.prompts import TINY
 
 START, END = "<|start|>", "<|end|>"

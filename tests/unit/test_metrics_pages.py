@@ -7,7 +7,7 @@ import shutil
 import pytest
 from prometheus_client import generate_latest
 
-from router.metrics import RouterMetrics
+from router.observe.metrics import RouterMetrics
 from tests.support.metrics_pages import (
     DOCUMENT,
     complaints,

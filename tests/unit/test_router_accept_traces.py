@@ -13,7 +13,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router import sse
+from router.http import answer as sse
 from tests.fault.router_doubles import HANG_S, DecodeDouble, letter_ids, make_model, serving
 from worker.api import Chunks, FinishReason, Generate, TokenChunk, Window
 

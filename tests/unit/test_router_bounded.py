@@ -10,9 +10,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from router.bounded import Bounds
 from router.errors import ApiError
-from router.structured import composed, schema_part
+from router.text.bounded import Bounds
+from router.text.grammar import composed, schema_part
 from tests.support.prompts import TINY
 
 BOUNDS = Bounds(max_string_chars=12, max_integer=10**6)

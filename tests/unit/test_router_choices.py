@@ -14,9 +14,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ValidationError
 
-from router import reply
-from router.schema import ChatBody, CompletionBody, GenerationBody, seed_of
-from router.text import Text
+from router.openai import reply
+from router.openai.schema import ChatBody, CompletionBody, GenerationBody, seed_of
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
 from worker.api import FinishReason, Generate
 
@@ -120,7 +120,7 @@ def test_many_logprobs_are_written_off_the_loop(
         threads.add(threading.current_thread().name)
         return reply.to_json(body)
 
-    monkeypatch.setattr("router.body.to_json", to_json)
+    monkeypatch.setattr("router.openai.body.to_json", to_json)
     for size in (100, 300):
         served[0].script = speak([64] * size, sizes=[size])
         threads.clear()

@@ -1,4 +1,4 @@
-"""What `router.connection` adds to httptools, seen through a raw socket."""
+"""What `router.http.connection` adds to httptools, seen through a raw socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from router.connection import MAX_AHEAD, MAX_HEAD_BYTES
-from router.sse import Answer
+from router.http.answer import Answer
+from router.http.connection import MAX_AHEAD, MAX_HEAD_BYTES
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,

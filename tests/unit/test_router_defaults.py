@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from router.config import RouterConfig
-from router.defaults import Defaults, defaults_of
+from router.openai.defaults import Defaults, defaults_of
 from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving
 from tests.support.prompts import TINY
 from worker.api import FinishReason, Generate, Sampling

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from router.body import Body
-from router.completions import TextWriter
-from router.connection import Outlet
-from router.mailbox import Delta
-from router.metrics import ITL_BUCKETS
-from router.output import ByteDetokenizer
-from router.prepared import Said
-from router.tally import Tallies
-from router.text import Text
+from router.dispatch.mailbox import Delta
+from router.http.connection import Outlet
+from router.observe.metrics import ITL_BUCKETS
+from router.observe.tally import Tallies
+from router.openai.body import Body
+from router.openai.completions import TextWriter
+from router.openai.prepared import Said
+from router.text.output import ByteDetokenizer
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,

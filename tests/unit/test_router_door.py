@@ -15,7 +15,7 @@ import pytest
 
 from cluster.config import load
 from router.config import RouterConfig
-from router.origins import origins
+from router.http.origins import origins
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
-from router import encoder
-from router.encoder import Encoder
-from router.metrics import RouterMetrics
-from router.text import Text
+from router.observe.metrics import RouterMetrics
+from router.text import encoder
+from router.text.encoder import Encoder
+from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from tests.support.tokenizer_kinds import END, MAKERS, START, encode_by, made, texts
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer, models
 
-from router import encoder, encoding
-from router.encoder import Encoder
-from router.encoding import ALL_COMPARED, COMPARED_EVERY, MOST_REFUSED, Checked
-from router.text import Text
+from router.text import backend as encoding
+from router.text import encoder
+from router.text.backend import ALL_COMPARED, COMPARED_EVERY, MOST_REFUSED, Checked
+from router.text.encoder import Encoder
+from router.text.tokenizer import Text
 from tests.support.pairwise import whole
 from tests.support.prompts import TINY
 from tests.support.tokenizer_kinds import MAKERS, SLOW, START, encode_by, made, texts

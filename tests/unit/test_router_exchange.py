@@ -15,8 +15,8 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from router.exchange import Exchanges
-from router.metrics import STAGES
+from router.http.exchange import Exchanges
+from router.observe.metrics import STAGES
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,

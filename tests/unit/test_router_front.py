@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from cluster.cli import main
-from router.keys import read_keys
-from router.routes import is_slow
-from router.text import Text
+from router.http.keys import read_keys
+from router.http.routes import is_slow
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.errors import UserError
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.members import Members
-from router.metrics import RouterMetrics
-from router.policy import policy
-from router.routes import application
-from router.siblings import Siblings
-from router.status import Front
-from router.text import Text
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.members import Members
+from router.dispatch.policy import policy
+from router.http.routes import application
+from router.observe.metrics import RouterMetrics
+from router.show.siblings import Siblings
+from router.show.status import Front
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import make_model, scores
 from tests.support.mutants import judge, mutants, seeds
 from tests.unit.test_router_tools import QWEN

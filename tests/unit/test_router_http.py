@@ -13,8 +13,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.schema import NOT_BUILT
-from router.text import Text
+from router.openai.schema import NOT_BUILT
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     MAX_MODEL_LEN,

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from router.prepare import Preparer
-from router.prepared import Prepared
+from router.openai.prepare import Preparer
+from router.openai.prepared import Prepared
 from tests.fault.router_doubles import (
     HANG_S,
     Ask,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.members import Members
+from router.dispatch.members import Members
 from worker.api import Change, Member, Role, WorkerStats
 
 DECODE = Member("d", "decode", "1", "tcp://x:1")

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from cluster.top import lines
-from router.app import RouterServer
-from router.board import Board
-from router.pages import STATIC
+from router.http.app import RouterServer
+from router.observe.board import Board
+from router.show.pages import STATIC
 from tests.fault.router_doubles import (
     DecodeDouble,
     asking,

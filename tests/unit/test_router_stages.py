@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import STAGES
+from router.observe.metrics import STAGES
 from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
 from worker.api import Stages
 

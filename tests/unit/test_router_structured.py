@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from router.structured import MAX_GRAMMAR_CHARS
-from router.text import Text
+from router.text.grammar import MAX_GRAMMAR_CHARS
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
 from worker.api import FinishReason, Generate
 

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from router.output import OutputText, StopMatcher, WindowDetokenizer
-from router.text import ChatTemplate, Text, joined
+from router.text.output import OutputText, StopMatcher, WindowDetokenizer
+from router.text.tokenizer import ChatTemplate, Text, joined
 from tests.fault.router_doubles import make_model
 from tests.support.prompts import TINY
 from worker.config import ModelConfig

@@ -14,8 +14,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.text import Text
-from router.tools import detected
+from router.openai.tools import detected
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from router import tracing
+from router.show import tracing
 from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
 from tests.support.collector import Collector, Span, collecting
 from tests.support.made_spans import Made

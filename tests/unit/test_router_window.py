@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router import board
-from router.board import History, Part, Rates, RouterRow, Spread, WorkerRow
-from router.metrics import TTFT_BUCKETS
-from router.tally import Tallies
-from router.window import NUM_STEPS, RATE_S, STEP_S, Reading, Window
+from router.observe import board
+from router.observe.board import History, Part, Rates, RouterRow, Spread, WorkerRow
+from router.observe.metrics import TTFT_BUCKETS
+from router.observe.tally import Tallies
+from router.show.window import NUM_STEPS, RATE_S, STEP_S, Reading, Window
 
 NOTHING = Spread((1.0, 2.0), (0, 0, 0))
 ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {"end_to_end": NOTHING}, at=0.0)

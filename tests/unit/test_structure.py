@@ -307,4 +307,8 @@ def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
         "worker.kernels.gemm.x": "kernels",
     }
     assert {name: room_of(name) for name in named} == named
-    assert [room_of(name) for name in ("worker", "router.app", "cluster")] == [None, None, None]
+    assert [room_of(name) for name in ("worker", "router.http.app", "cluster")] == [
+        None,
+        None,
+        None,
+    ]

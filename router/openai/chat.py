@@ -1,0 +1,200 @@
+"""POST /v1/chat/completions: messages to a prompt, answers to chat choices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from router.dispatch.mailbox import Delta
+from router.errors import invalid
+from router.openai.logprobs import BytesOf, chat_logprobs
+from router.openai.prepared import Said
+from router.openai.reply import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    Choice,
+    ChunkChoice,
+    DeltaMessage,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
+)
+from router.openai.schema import Message
+from router.text.parsers import Parsed, Parser, Plain
+from router.text.tokenizer import Text, joined
+from worker.api import FinishReason
+from worker.errors import UserError
+
+
+class ChatWriter:
+    """Chat completions and their chunks.
+
+    Args:
+        parser: makes the parser of one answer.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, parser: Callable[[], Parser], bytes_of: BytesOf | None) -> None:
+        self._parser = parser
+        self._bytes_of = bytes_of
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()  # choices with a tool call
+
+    def opening(self, index: int) -> Said | None:
+        """The role comes first, in a chunk of its own."""
+        return Said("role")
+
+    def chunk(self, delta: Delta) -> Choice | Said | None:
+        """See `router.openai.prepared.AnswerWriter`."""
+        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
+            return Said("content", delta.text)
+        parsed = self._parsed(delta)
+        reason = self._reason(delta)
+        if not delta.scored and not parsed.calls and not (parsed.reasoning and parsed.content):
+            if parsed.content:
+                return Said("content", parsed.content, reason)
+            if parsed.reasoning:
+                return Said("reasoning", parsed.reasoning, reason)
+            return None if reason is None else Said("", "", reason)
+        return ChunkChoice(
+            index=delta.index,
+            delta=_delta(parsed),
+            logprobs=self._logprobs(delta),
+            finish_reason=reason,
+        )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.openai.prepared.AnswerWriter`."""
+        match said.field:
+            case "role":
+                delta = DeltaMessage(role="assistant", content="", refusal=None)
+            case "content":
+                delta = DeltaMessage(content=said.text)
+            case "reasoning":
+                delta = DeltaMessage(reasoning_content=said.text)
+            case _:
+                delta = DeltaMessage()
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=said.reason)
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        """See `router.openai.prepared.AnswerWriter`."""
+        parsed = self._parsed(delta)
+        content = parsed.content if parsed.content or not parsed.calls else None
+        message = AssistantMessage(role="assistant", content=content, refusal=None)
+        if parsed.reasoning:
+            message.reasoning_content = parsed.reasoning
+        if parsed.calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=call.id,
+                    type="function",
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for call in parsed.calls
+            ]
+        reason = self._reason(delta)
+        assert reason is not None
+        return ChatChoice(
+            index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
+        )
+
+    def _parsed(self, delta: Delta) -> Parsed:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._parser()
+        parsed = parser.feed(delta.text) if delta.text else Parsed()
+        if delta.finish_reason is not None:
+            parsed += parser.finish()
+        if parsed.calls:
+            self._called.add(delta.index)
+        return parsed
+
+    def _reason(self, delta: Delta) -> str | None:
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._bytes_of is None or not delta.scored:
+            return None
+        return chat_logprobs(delta.scored, self._bytes_of)
+
+
+def _delta(parsed: Parsed) -> DeltaMessage:
+    """Only fields with something new are set, so only these are written."""
+    delta = DeltaMessage()
+    if parsed.content:
+        delta.content = parsed.content
+    if parsed.reasoning:
+        delta.reasoning_content = parsed.reasoning
+    if parsed.calls:
+        delta.tool_calls = [
+            ToolCallDelta(
+                index=part.index,
+                id=part.id,
+                type="function",
+                function=FunctionCall(name=part.name, arguments=part.arguments),
+            )
+            if part.id
+            else ToolCallDelta(index=part.index, function=FunctionCall(arguments=part.arguments))
+            for part in parsed.calls
+        ]
+    return delta
+
+
+def rendered(
+    messages: Sequence[Message],
+    text: Text,
+    *,
+    add_generation_prompt: bool,
+    extra: dict[str, Any],
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The prompt of a chat, special tokens written out.
+
+    Raises:
+        UserError: a content part is not text, or the template refuses the messages.
+        ApiError: a tool call of an earlier answer is malformed.
+    """
+    knows_developer = "developer" in text.template_source
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        content = message.content
+        try:
+            shown = content if isinstance(content, str) else joined(content)
+        except UserError as error:
+            raise UserError(str(error), f"messages.{i}.content") from None
+        role = message.role
+        role = "system" if role == "developer" and not knows_developer else role
+        one = {"role": role, "content": shown, **(message.model_extra or {})}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                _earlier_call(call, f"messages.{i}.tool_calls.{j}")
+                for j, call in enumerate(message.tool_calls)
+            ]
+        plain.append(one)
+    return text.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+
+
+def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates expect."""
+    function = call.get("function")
+    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    if not isinstance(fields.get("name"), str):
+        raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
+    arguments: Any = fields.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise invalid(f"{path}: must be a JSON object, as text", path)
+    return call | {"function": fields | {"arguments": arguments}}

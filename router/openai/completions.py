@@ -1,0 +1,97 @@
+"""POST /v1/completions: prompts as text or token ids, answers to text choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.dispatch.mailbox import Delta
+from router.openai.logprobs import BytesOf, text_logprobs
+from router.openai.prepared import Said
+from router.openai.reply import Choice, TextChoice, TextLogprobs
+from router.openai.schema import CompletionBody
+from router.text.tokenizer import Text
+from worker.errors import UserError
+
+
+class TextWriter:
+    """Text completions; chunks have the same form.
+
+    Args:
+        echoes: the prompt that each choice repeats before its own text; empty without echo.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
+
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
+        self._echoes = echoes
+        self._bytes_of = bytes_of
+        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
+
+    def opening(self, index: int) -> Said | None:
+        """The prompt, if it is to be echoed."""
+        return Said("text", self._echoes[index]) if self._echoes else None
+
+    def chunk(self, delta: Delta) -> Choice | Said | None:
+        """See `router.openai.prepared.AnswerWriter`."""
+        if not delta.scored:
+            return Said("text", delta.text, delta.finish_reason)
+        return TextChoice(
+            index=delta.index,
+            text=delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+        )
+
+    def saying(self, index: int, said: Said) -> Choice:
+        """See `router.openai.prepared.AnswerWriter`."""
+        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=said.reason)
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        """See `router.openai.prepared.AnswerWriter`."""
+        echo = self._echoes[delta.index] if self._echoes else ""
+        return TextChoice(
+            index=index,
+            text=echo + delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+        )
+
+    def _logprobs(self, delta: Delta) -> TextLogprobs | None:
+        if self._bytes_of is None or not delta.scored:
+            return None
+        offset = self._offsets.get(delta.index, 0)
+        found = text_logprobs(delta.scored, self._bytes_of, offset)
+        self._offsets[delta.index] = found.text_offset[-1] + len(found.tokens[-1])
+        return found
+
+
+def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
+    """Every prompt of the request.
+
+    Raises:
+        UserError: a token id does not exist.
+    """
+    add_special = body.add_special_tokens is not False
+    found: list[tuple[int, ...]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            found.append(text.encode(prompt, add_special_tokens=add_special))
+        elif all(0 <= token < text.vocab_size for token in prompt):
+            found.append(tuple(prompt))
+        else:
+            raise UserError(f"prompt: token ids must be in [0, {text.vocab_size})", "prompt")
+    return found
+
+
+def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
+    """The prompt that each choice repeats before its own text; empty without echo."""
+    if not body.echo:
+        return []
+    shown = [
+        prompt if isinstance(prompt, str) else text.decode(tokens)
+        for prompt, tokens in zip(body.prompt, prompts, strict=True)
+    ]
+    return [prompt for prompt in shown for _ in range(body.num_samples)]

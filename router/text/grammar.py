@@ -1,0 +1,225 @@
+"""Structured output: the constraints of a request as one llguidance grammar for the worker.
+
+A grammar is checked here against the model's own tokenizer, so that a schema that no output can
+meet is the client's error (400) and never a worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLTokenizer
+
+from router.errors import ApiError, invalid, unsupported
+from router.openai.schema import GenerationBody
+from router.text.bounded import Bounds, bounded
+from worker.errors import contained
+
+MAX_GRAMMAR_CHARS = 1 << 18
+FIELDS = ("json", "regex", "choice", "grammar")
+NOT_BUILT = "structural_tag"  # of structured_outputs
+THOUGHT = r"(?s:.*)"
+
+Part = dict[str, Any]  # an entry of llguidance's list of grammars
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One constraint of the output, and the field that asks for it."""
+
+    part: Part
+    param: str
+
+
+def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
+    """A JSON schema, closed and bounded.
+
+    JSON is compact: a model that may add white space sometimes adds it without end.
+
+    Raises:
+        ApiError: this is no schema.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(f"{param}: not a JSON schema", param) from None
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}: a JSON schema is an object", param)
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
+    try:
+        found = bounded(cast("dict[str, Any]", schema), bounds)
+    except RecursionError:
+        raise invalid(f"{param}: nested too deeply", param) from None
+    return {"json_schema": found | {"x-guidance": options}}
+
+
+def quoted(text: str) -> str:
+    """A string of a lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _choice_part(choice: Any, param: str) -> Part:
+    items = cast("list[Any]", choice) if isinstance(choice, list) else []
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise invalid(f"{param}: must be a list of strings, none empty", param)
+    return {"lark_grammar": "start: " + " | ".join(quoted(item) for item in items)}
+
+
+def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
+    if kind == "json":
+        return schema_part(value, param, bounds)
+    if kind == "choice":
+        return _choice_part(value, param)
+    if not isinstance(value, str) or not value:
+        raise invalid(f"{param}: must be a string that is not empty", param)
+    if kind == "regex":
+        found = json.loads(LLMatcher.grammar_from_regex(value))
+        return {"lark_grammar": found["grammars"][0]["lark_grammar"]}
+    return {"lark_grammar": value}
+
+
+def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None:
+    param = "response_format"
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(schema_part({"type": "object"}, param, bounds), param)
+    if kind != "json_schema":
+        raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
+    wrapped = value.get("json_schema")
+    fields = cast("dict[str, Any]", wrapped) if isinstance(wrapped, dict) else {}
+    schema = fields.get("schema")
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
+    lenient = fields.get("strict") is not True
+    return Constraint(schema_part(schema, param, bounds, lenient=lenient), param)
+
+
+def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
+    """The constraint of a request's output; None if there is none.
+
+    Raises:
+        ApiError: a constraint is malformed, or there is more than one.
+    """
+    found: list[Constraint] = []
+    if body.response_format is not None:
+        formed = _response_format(body.response_format, bounds)
+        found += [] if formed is None else [formed]
+    for kind in FIELDS:
+        value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
+        if value is not None:
+            found.append(Constraint(_part(kind, value, param, bounds), param))
+    asked = body.structured_outputs or {}
+    for kind in FIELDS:
+        value, param = asked.get(kind), f"structured_outputs.{kind}"
+        if value is not None:
+            found.append(Constraint(_part(kind, value, param, bounds), param))
+    if asked.get("json_object"):
+        param = "structured_outputs.json_object"
+        found.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
+    if asked.get(NOT_BUILT) is not None:
+        param = f"structured_outputs.{NOT_BUILT}"
+        raise unsupported(f"{param} is not supported yet", param)
+    if len(found) > 1:
+        message = f"{found[1].param} contradicts {found[0].param}: only one constraint is allowed"
+        raise invalid(message, found[1].param)
+    return found[0] if found else None
+
+
+def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
+    """One grammar made of several.
+
+    Args:
+        parts: named grammars, which `rules` refer to as @name.
+        rules: lark rules; `body` is the answer.
+        think: lark rules of `think`, the reasoning before the answer; empty: there is none.
+    """
+    start = "start: think body" if think else "start: body"
+    lark = "\n".join([start, *([think] if think else []), *rules])
+    named = [{"name": name, **part} for name, part in parts]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+
+
+def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
+    """The lark rules of reasoning before an answer.
+
+    Args:
+        begin: the text that opens it.
+        end: the text that closes it.
+        opened: the prompt has opened it. If not, the answer may begin with it.
+        as_tokens: both texts are special tokens, which no text of a grammar matches.
+    """
+    space = r"space: /[ \n]{0,4}/"
+    if as_tokens:
+        inner = f"{'' if opened else begin} thought {end} space"
+        think = f"think: {inner}" if opened else f"think: ({inner})?"
+        return "\n".join([think, f"thought: /{THOUGHT}/", space])
+    close = THOUGHT + re.escape(end).replace("/", r"\/")
+    text = close if opened else re.escape(begin).replace("/", r"\/") + close
+    think = "think: thought space" if opened else "think: (thought space)?"
+    return "\n".join([think, f"thought[lazy]: /{text}/", space])
+
+
+class Validator:
+    """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._path = directory / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._error = lru_cache(maxsize=256)(self._validate)
+
+    def require(self, param: str) -> None:
+        """Refuse a request for a grammar if llguidance cannot use this model's tokenizer.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self._loaded()
+        except (OSError, ValueError) as error:
+            raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
+    def check(self, grammar: str, param: str) -> None:
+        """Refuse a grammar that is malformed or that no output can satisfy.
+
+        Raises:
+            ApiError: 400.
+        """
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
+        with contained("llguidance"):
+            error = self._error(grammar)
+        if error:
+            raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a grammar has to name a token, because no text of a grammar matches it."""
+        return self._loaded().is_special_token(token)
+
+    def _validate(self, grammar: str) -> str:
+        tokenizer = self._loaded()
+        found = LLMatcher.validate_grammar(grammar, tokenizer)
+        if found:
+            return found
+        matcher = LLMatcher(tokenizer, grammar)
+        return matcher.get_error() if matcher.is_error() else ""
+
+    def _loaded(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                text = self._path.read_text(encoding="utf-8")
+                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
+            return self._tokenizer
