@@ -28,8 +28,8 @@ import torch
 from benchmarks import turn
 from benchmarks.calibration import CALIBRATION_S, calibration_s
 from benchmarks.router import parties
-from router.dispatch.mailbox import Spent
 from router.observe.metrics import ITL_BUCKETS, RouterMetrics
+from router.observe.spent import Spent
 from router.observe.tally import Tally
 from worker.api import Stages
 from worker.comm.single import SingleCollective

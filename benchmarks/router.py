@@ -37,7 +37,7 @@ from benchmarks.calibration import CALIBRATION_S, calibration_s
 from benchmarks.counting import MARK, Clients
 from benchmarks.train.problems import held_out_problems
 from router.config import RouterConfig
-from router.http.app import RouterServer
+from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
 from worker.api import Chunks, FinishReason, Generate, Member, TokenChunk, WorkerStats
 from worker.config import ModelConfig, PingConfig
@@ -122,9 +122,7 @@ class Worker:
 def route(pipe: Connection, directory: Path) -> None:
     """The router's process: the router's own threads, and this one for commands."""
     config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
-    router = RouterServer(
-        config, model, PING, port=0, shown={}, name="router-0", incarnation="1", host="127.0.0.1"
-    )
+    router = RouterServer(Settings(config, model, PING), Place("router-0", "1"))
     member = router.start()
     gc.collect()
     gc.freeze()  # as in a cluster

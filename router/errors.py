@@ -63,7 +63,6 @@ class ApiError(KvlaneError):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
-        retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -71,7 +70,7 @@ class ApiError(KvlaneError):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-        self.retry = retry
+        self.retry = True  # False: the client shall not try again by itself
 
     @classmethod
     def of(cls, code: str, message: str, *, retry_after_s: float | None = None) -> ApiError:

@@ -23,7 +23,6 @@ from router.dispatch.policy.base import Policy
 from router.dispatch.queue import Queue, Req
 from router.errors import STATUS, ApiError
 from router.observe.metrics import RouterMetrics, prefilled
-from router.text.output import OutputText
 from worker.api import (
     Abort,
     Ack,
@@ -35,7 +34,6 @@ from worker.api import (
     PeerId,
     Pong,
     Refused,
-    Sampling,
     Stop,
     TokenChunk,
     TokenLogprob,
@@ -105,37 +103,22 @@ class Dispatcher:
         if len(self._reqs) + num_choices > self._config.max_inflight:
             raise ApiError.of("busy", "this router is at its limit of requests", retry_after_s=1)
 
-    def submit(
-        self,
-        req_id: str,
-        index: int,
-        prompt: tuple[int, ...],
-        sampling: Sampling,
-        output: OutputText,
-        mailbox: Mailbox,
-        leader: Req | None = None,
-        server: Trace | None = None,
-        trace_id: str = "",
-    ) -> Req:
-        """Take a request; its deltas go to `mailbox`, the last of them with a finish reason.
+    def submit(self, req: Req, server: Trace | None = None) -> None:
+        """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
 
-        It goes to the worker of `leader`, a choice with the same prompt, if there is one. Workers
-        know it by `req_id`, so no other request of the cluster may have that. Its stages are below
-        the present one of `server`, and exemplars name `trace_id`.
+        Its stages are below the present one of `server`.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
-        req = Req(req_id, index, prompt, sampling, output, mailbox, now, now + timeout_s, leader)
-        req.trace_id = trace_id
+        req.arrived_at, req.deadline = now, now + timeout_s
         if server is not None:
-            req.trace = server.below(now, {"kvlane.choice": index})
+            req.trace = server.below(now, {"kvlane.choice": req.index})
         self._reqs[req.req_id] = req
         if self._closed:
             self._end(req, FinishReason.ERROR, error=_stopping())
-            return req
+            return
         late = ApiError.of("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
         self._queue.add(req)
-        return req
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
         """End a request from this side, with an error or because its client is gone.
@@ -291,7 +274,8 @@ class Dispatcher:
         req.num_losses += 1
         if req.num_losses >= MAX_LOSSES:
             message = "the request was present when two workers were lost; it is not tried again"
-            error = ApiError(500, "internal_error", message, retry=False)
+            error = ApiError(500, "internal_error", message)
+            error.retry = False
             self._end(req, FinishReason.ERROR, error=error)
         elif req.tokens:
             error = ApiError.of("worker_lost", "the worker that had the request is lost")

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from router.errors import ApiError
-from worker.api import FinishReason, PeerId, Stages, TokenLogprob, Window
+from router.observe.spent import Spent
+from worker.api import FinishReason, TokenLogprob, Window
 
 Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens with their logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Where the time of one choice went; durations in seconds."""
-
-    router_queue_s: float  # in the router's queue
-    stages: Stages  # at the workers, until the first token
-    decode_s: float  # from the first token to the last
-    first_token_s: float  # from arrival to the first token, by the router's clock
-    decoded_by: PeerId
 
 
 class Delta(msgspec.Struct, gc=False):

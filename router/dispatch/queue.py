@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from router.dispatch.mailbox import Mailbox, Spent
+from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
 from router.dispatch.policy.base import Asked, Choice, Policy
+from router.observe.spent import Spent
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
@@ -36,15 +37,15 @@ MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 class Req:
     """One choice of an HTTP request, with all that is needed to send it again."""
 
-    req_id: str  # unique in the cluster
+    req_id: str  # unique in the cluster: workers know it by this
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
     output: OutputText
     mailbox: Mailbox
-    arrived_at: float
-    deadline: float
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
+    arrived_at: float = 0.0  # monotonic, set by `Dispatcher.submit`
+    deadline: float = 0.0  # as well
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     choice: Choice | None = None  # the workers it was sent to; None while it waits

@@ -16,8 +16,10 @@ from contextlib import suppress
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.mailbox import Delta, Mailbox
+from router.dispatch.queue import Req
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
@@ -47,8 +49,7 @@ class Answer(Response):
         prepared: the request.
         dispatcher: runs its choices.
         exchange: the HTTP request; the choices are added to it.
-        ping_s: a stream that is silent for so long gets a comment line.
-        patience_s: a client that reads nothing for so long counts as gone.
+        config: has the limits of silence, of ours (`sse_ping_s`) and of a client (`keep_alive_s`).
         closed: called once, when nothing of the request is left.
     """
 
@@ -57,8 +58,7 @@ class Answer(Response):
         prepared: Prepared,
         dispatcher: Dispatcher,
         exchange: Exchange,
-        ping_s: float,
-        patience_s: float,
+        config: RouterConfig,
         closed: Callable[[], None],
     ) -> None:
         self.background = None
@@ -66,8 +66,8 @@ class Answer(Response):
         self._prepared = prepared
         self._dispatcher = dispatcher
         self._exchange = exchange
-        self._ping_s = ping_s
-        self._patience_s = patience_s
+        self._ping_s = config.sse_ping_s
+        self._read_timeout_s = config.keep_alive_s
         self._closed = closed
         self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
         self._reqs, exchange.n = exchange.reqs, prepared.num_kept
@@ -76,28 +76,14 @@ class Answer(Response):
         self._started = False
         self._wrote_at = 0.0  # the last part of a stream
         self._pinger: asyncio.TimerHandle | None = None
-        self._body = Body(prepared, exchange)
+        self._body = Body(prepared, exchange.unique_id, exchange.reqs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request from submission to the last byte, as an ASGI application."""
         self._outlet: Outlet = scope["outlet"]
         self._outlet.watch(self._leave)
         try:
-            for index, choice in enumerate(self._prepared.choices):
-                leader = None if choice.leader is None else self._reqs[choice.leader]
-                self._reqs.append(
-                    self._dispatcher.submit(
-                        f"{self._exchange.unique_id}-{index}",
-                        index,
-                        choice.prompt,
-                        choice.sampling,
-                        choice.output,
-                        self._mailbox,
-                        leader,
-                        self._exchange.trace,
-                        self._exchange.trace_id,
-                    )
-                )
+            self._submit()
             if self._outlet.is_gone:  # it has left before it was watched
                 self._leave()
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
@@ -113,6 +99,22 @@ class Answer(Response):
             self._mailbox.close()
             self._leave()
             self._closed()
+
+    def _submit(self) -> None:
+        exchange = self._exchange
+        for index, choice in enumerate(self._prepared.choices):
+            req = Req(
+                req_id=f"{exchange.unique_id}-{index}",
+                index=index,
+                prompt=choice.prompt,
+                sampling=choice.sampling,
+                output=choice.output,
+                mailbox=self._mailbox,
+                leader=None if choice.leader is None else self._reqs[choice.leader],
+                trace_id=exchange.trace_id,
+            )
+            self._dispatcher.submit(req, exchange.trace)
+            self._reqs.append(req)
 
     def _leave(self) -> None:
         """The client is gone, or has all that it will get."""
@@ -232,7 +234,7 @@ class Answer(Response):
         message = {"type": "http.response.body", "body": body, "more_body": more}
         if self._outlet.is_full:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self._read_timeout_s):
                     await send(message)
             except TimeoutError:
                 raise _Gone from None

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -25,8 +26,9 @@ from router.http.port import accept_all, listen
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
+from router.openai.served import Served
+from router.show.front import Front
 from router.show.siblings import Siblings
-from router.show.status import Front
 from router.text.tokenizer import Text
 from worker.api import Change, Member
 from worker.config import ModelConfig, PingConfig
@@ -104,65 +106,84 @@ class _Arrivals:
         self._deliver([self._events.popleft() for _ in range(len(self._events))])
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sections of the configuration that a router follows."""
+
+    router: RouterConfig
+    model: ModelConfig  # whose tokenizer, template and limits apply
+    ping: PingConfig  # how the wire pings
+    shown: Mapping[str, object] = field(default_factory=dict[str, object])  # for GET /config
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which router this is, and where it listens."""
+
+    name: str  # stays the same when the router is started again
+    incarnation: str  # new with every start
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 takes a free one
+    node: str = ""  # this node's address for other nodes; used where `host` is any address
+    shared: bool = False
+    """Other routers may join the port. Then this one also has a port of its own, for what is asked
+    of this very router."""
+
+    def reachable_at(self, port: int) -> str:
+        """host:port, as other nodes reach it."""
+        any_host = self.host in ("0.0.0.0", "::")
+        host = (self.node or socket.gethostname()) if any_host else self.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def listeners(self, port: int, *, joins: bool) -> list[socket.socket]:
+        """The sockets: of the port, and of the router's own where the port is shared.
+
+        Raises:
+            UserError: the address cannot be bound.
+        """
+        try:
+            first = listen(self.host, port, shared=self.shared, joins=joins)
+            return [first, listen(self.host, 0)] if self.shared else [first]
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            message = f"cannot listen on {self.host}:{port}: {reason}"
+            raise UserError(message, "cluster.port") from error
+
+
 class RouterServer:
     """One router: serves HTTP in a thread of its own until it is stopped.
 
     All methods may be called from any thread; what they change is changed on the router's loop.
 
     Args:
-        config: the router's section.
-        model: the model whose tokenizer, template and limits apply.
-        ping: how the wire pings.
-        name: stays the same when the router is started again.
-        incarnation: new with every start.
-        host: to listen on.
-        port: to listen on; 0 takes a free one.
-        node: address of this node, as others reach it; told where `host` is any address.
-        shared: other routers may join it there. Then it also has a port of its own, for what
-            is asked of this very router.
-        shown: the resolved configuration, for GET /config.
+        settings: resolved.
+        place: which router this is, and where it listens.
         tracer: makes the spans of requests, and is closed at the end; None: nobody wants them.
 
     Raises:
         UserError: the model directory or the file of API keys is unfit, or no policy has the name.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        model: ModelConfig,
-        ping: PingConfig,
-        *,
-        name: str,
-        incarnation: str,
-        host: str,
-        port: int,
-        shown: Mapping[str, object],
-        node: str = "",
-        shared: bool = False,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._ping = ping
-        self._name = name
-        self._incarnation = incarnation
-        self._host = host
-        self._port = port
-        self._node = node or socket.gethostname()
-        self._shared = shared
-        self._shown = shown
-        self._policy = policy(config.policy)
-        self._text = Text(
-            model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend
-        )
-        follows = config.generation_config == "auto"
-        self._defaults = defaults_of(model.directory) if follows else Defaults()
-        self._api_keys = read_keys(config.api_key_file)
+    def __init__(self, settings: Settings, place: Place, *, tracer: Tracer | None = None) -> None:
+        self._settings = settings
+        self._place = place
         self._tracer = tracer
-        self._max_model_len = _max_model_len(model, self._text)
-        # What was told last, also from before the start.
-        self._members: tuple[Member, ...] = ()
+        self._members = Members()
+        config, model = settings.router, settings.model
+        self._policy = policy(config.policy)
+        self._api_keys = read_keys(config.api_key_file)
+        text = Text(model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend)
+        follows = config.generation_config == "auto"
+        self._served = Served(
+            model=model.name,
+            text=text,
+            config=config,
+            members=self._members,
+            model_max_len=_max_model_len(model, text),
+            defaults=defaults_of(model.directory) if follows else Defaults(),
+        )
+        # The last that the controller has sent, also from before the start.
+        self.listed: tuple[Member, ...] = ()
         self._changes: tuple[Change, ...] = ()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -185,25 +206,16 @@ class RouterServer:
         Raises:
             UserError: the address cannot be bound.
         """
-        port = self._port if port is None else port
-        try:
-            listeners = [listen(self._host, port, shared=self._shared, joins=joins)]
-            if self._shared:
-                listeners.append(listen(self._host, 0))
-        except OSError as error:
-            reason = (error.strerror or str(error)).partition(" (while")[0]
-            message = f"cannot listen on {self._host}:{port}: {reason}"
-            raise UserError(message, "cluster.port") from error
-        reachable = self._node if self._host in ("0.0.0.0", "::") else self._host
-        reachable = f"[{reachable}]" if ":" in reachable else reachable
-        addresses = [f"{reachable}:{each.getsockname()[1]}" for each in listeners]
+        place = self._place
+        listeners = place.listeners(place.port if port is None else port, joins=joins)
+        addresses = [place.reachable_at(each.getsockname()[1]) for each in listeners]
         member = Member(
-            name=self._name,
+            name=place.name,
             role="router",
-            incarnation=self._incarnation,
+            incarnation=place.incarnation,
             address=f"http://{addresses[0]}",
             metrics_address=addresses[-1],
-            model=self._model.name,
+            model=self._served.model,
             node=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -223,7 +235,7 @@ class RouterServer:
             members: the list.
             changes: what has happened to members, for the dashboard.
         """
-        self._members, self._changes = tuple(members), tuple(changes)
+        self.listed, self._changes = tuple(members), tuple(changes)
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:
@@ -282,25 +294,21 @@ class RouterServer:
     async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
         arrivals = _Arrivals(loop, self._deliver)
-        wire = Wire(f"{self._name}/{self._incarnation}", self._ping, arrivals.put)
+        place, settings = self._place, self._settings
+        wire = Wire(f"{place.name}/{place.incarnation}", settings.ping, arrivals.put)
         wire.start()
         try:
-            members = Members()
-            metrics = RouterMetrics(self._model.name, self._name, vllm=self._config.vllm_metrics)
-            metrics.watch_encoder(self._text.encoder)
-            siblings = Siblings(members, member)
+            config = settings.router
+            metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
+            metrics.watch_encoder(self._served.text.encoder)
+            siblings = Siblings(self._members, member)
             self._front = Front(
-                config=self._config,
-                text=self._text,
-                model=self._model.name,
-                model_max_len=self._max_model_len,
-                dispatcher=Dispatcher(self._config, wire, members, self._policy, metrics),
-                members=members,
+                served=self._served,
+                dispatcher=Dispatcher(config, wire, self._members, self._policy, metrics),
                 metrics=metrics,
-                shown=self._shown,
                 siblings=siblings,
-                defaults=self._defaults,
-                cors_origins=origins(self._config, self._host),
+                shown=settings.shown,
+                cors_origins=origins(config, place.host),
                 api_keys=self._api_keys,
                 tracer=self._tracer,
             )
@@ -316,9 +324,10 @@ class RouterServer:
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self._front is not None
+        limits = self._settings.router
         config = uvicorn.Config(
             application(self._front),
-            http=limited(self._config),
+            http=limited(limits),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address
@@ -326,8 +335,8 @@ class RouterServer:
             server_header=False,
             lifespan="off",
             ws="none",
-            timeout_keep_alive=max(1, round(self._config.keep_alive_s)),
-            timeout_graceful_shutdown=max(1, round(self._config.stop_timeout_s)),
+            timeout_keep_alive=max(1, round(limits.keep_alive_s)),
+            timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
         )
         self._server = _Server(config, self._ready)
         await self._server.serve(sockets=listeners)
@@ -342,9 +351,9 @@ class RouterServer:
 
     def _apply_members(self) -> None:
         assert self._front is not None
-        for death in self._front.members.tell(self._changes):
+        for death in self._members.tell(self._changes):
             self._front.metrics.deaths[death.role].inc()
-        self._front.dispatcher.update_members(self._members)
+        self._front.dispatcher.update_members(self.listed)
 
     async def _begin_drain(self, others: bool) -> None:
         front, server = self._front, self._server

@@ -145,5 +145,12 @@ class Exchanges:
                 exchange.write(scope, level)
 
     def _end_trace(self, exchange: Exchange, trace: Trace) -> None:
-        about = exchange.request_id, self._model, exchange.reqs, exchange.n
-        tracing.end(trace, *about, exchange.status, exchange.failure, time.monotonic())
+        ended = tracing.Ended(
+            exchange.request_id,
+            self._model,
+            exchange.reqs,
+            exchange.n,
+            exchange.status,
+            exchange.failure,
+        )
+        tracing.end(trace, ended, time.monotonic())

@@ -25,8 +25,9 @@ from router.http.origins import with_cors
 from router.openai.prepare import Preparer
 from router.openai.prepared import Prepared
 from router.openai.tokens import Tokens
+from router.show.front import Front
 from router.show.pages import Pages
-from router.show.status import Front, StatusRoutes, version
+from router.show.status import StatusRoutes, version
 from router.text.grammar import Validator
 from worker.errors import KvlaneError, LibraryError, UserError, contained
 
@@ -55,10 +56,10 @@ class Routes:
     """Generation, models and tokenization."""
 
     def __init__(self, front: Front) -> None:
-        self._front = front
-        validator = Validator(front.text.directory, front.text.vocab_size)
-        self._preparer = Preparer(front, validator)
-        self._tokens = Tokens(front, self._preparer)
+        self._front, self._served = front, front.served
+        text = front.served.text
+        self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
+        self._tokens = Tokens(front.served, self._preparer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -114,13 +115,11 @@ class Routes:
             front.metrics.refused(error.code)
             raise
         front.num_open += 1
-        config = front.config
         return Answer(
             prepared,
             front.dispatcher,
             Exchange.of(request.scope),
-            config.sse_ping_s,
-            config.keep_alive_s,
+            self._served.config,
             self._closed,
         )
 
@@ -128,7 +127,7 @@ class Routes:
         self._front.num_open -= 1
 
     async def _body(self, request: Request) -> bytes:
-        config = self._front.config
+        config = self._served.config
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             message = f"Content-Encoding {encoding[:40]}: send the body as it is"
@@ -151,14 +150,14 @@ class Routes:
         return bytes(body.removeprefix(BOM_UTF8))
 
     def _model(self) -> dict[str, Any]:
-        simulated = self._front.simulated_accept_len
+        simulated = self._served.simulated_accept_len
         return {
-            "id": self._front.model,
+            "id": self._served.model,
             "object": "model",
-            "created": self._front.started_at,
+            "created": self._served.started_at,
             "owned_by": "kvlane",
-            "max_model_len": self._front.max_model_len,
-            "default_sampling_params": self._front.defaults.model_dump(),
+            "max_model_len": self._served.max_model_len,
+            "default_sampling_params": self._served.defaults.model_dump(),
             **({"simulated_accept_len": simulated} if simulated else {}),
         }
 
@@ -195,7 +194,7 @@ def application(front: Front) -> ASGIApp:
     routes, status = Routes(front), StatusRoutes(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    shown = document(version(), front.model, keys=bool(front.api_keys))
+    shown = document(version(), front.served.model, keys=bool(front.api_keys))
     app.openapi = lambda: shown
     for path, endpoint in (
         ("/v1/chat/completions", routes.chat),
@@ -228,5 +227,5 @@ def application(front: Front) -> ASGIApp:
         app.add_exception_handler(kind, _on_error)
     layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
-    level = logging.INFO if front.config.access_log else logging.DEBUG
-    return Exchanges(layers, level, model=front.model, tracer=front.tracer)
+    level = logging.INFO if front.served.config.access_log else logging.DEBUG
+    return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

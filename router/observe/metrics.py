@@ -13,8 +13,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from router.dispatch.mailbox import Spent
 from router.observe.exposition import text
+from router.observe.spent import Spent
 from router.observe.tally import Tallies, Tally
 from router.observe.vllm import Shared, VllmMetrics
 from router.text.encoder import Encoder

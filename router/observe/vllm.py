@@ -28,7 +28,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.dispatch.mailbox import Spent
+from router.observe.spent import Spent
 from router.observe.tally import Tally
 from worker.api import WorkerStats
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from router.dispatch.mailbox import Delta
-from router.dispatch.queue import counted
-from router.http.exchange import Exchange
+from router.dispatch.queue import Req, counted
 from router.observe.metrics import by_stage
 from router.openai.prepared import Prepared, Said
 from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage, to_json
@@ -25,13 +24,14 @@ class Body:
 
     Args:
         prepared: the request.
-        exchange: has its choices once they are submitted.
+        unique_id: of the request.
+        reqs: gets its choices as they are submitted.
     """
 
-    def __init__(self, prepared: Prepared, exchange: Exchange) -> None:
+    def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared
-        self._reqs = exchange.reqs
-        self._id = f"{prepared.writer.prefix}-{exchange.unique_id}"
+        self._reqs = reqs
+        self._id = f"{prepared.writer.prefix}-{unique_id}"
         self._created = int(time.time())
         self._opened = set[int]()  # choices that have their first event
         self._frames: dict[tuple[int, str, str | None], tuple[bytes, bytes]] = {}  # see `_said`

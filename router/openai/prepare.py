@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -11,12 +12,13 @@ import msgspec
 from router.config import RouterConfig
 from router.errors import ApiError, invalid
 from router.openai import chat, completions
+from router.openai.constraints import constraint_of
 from router.openai.prepared import AnswerWriter, Prepared, PreparedChoice
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
+from router.openai.served import Served
 from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
-from router.show.status import Front
 from router.text.bounded import Bounds
-from router.text.grammar import Validator, composed, constraint_of, think_rules
+from router.text.grammar import Validator, composed, think_rules
 from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
 from router.text.reasoning import Reasoning
 
@@ -32,21 +34,33 @@ class Think(Enum):
     OPENED = "opened"  # the prompt has opened it
 
 
+@dataclass(slots=True)
+class _Job:
+    """What one endpoint makes of a body, beside its prompts."""
+
+    writer: AnswerWriter
+    param: str  # the field with the prompts
+    grammar: str = ""
+    grammar_param: str = ""  # the field that asks for the grammar
+    markers: Sequence[str] = ()  # written out although they may be special tokens
+    over: Callable[[], Callable[[str], bool] | None] = lambda: None  # see `OutputText`
+
+
 class Preparer:
     """Turns bodies into prepared requests.
 
     Args:
-        front: tokenizer, limits and configuration.
+        served: tokenizer, limits and configuration.
         validator: of grammars.
     """
 
-    def __init__(self, front: Front, validator: Validator) -> None:
-        self._front = front
+    def __init__(self, served: Served, validator: Validator) -> None:
+        self._served = served
         self._validator = validator
-        template, config = front.text.template_source, front.config
+        template, config = served.text.template_source, served.config
         asked = config.tool_parser
         self._format: CallFormat = detected(template) if asked == "auto" else asked
-        self._bounds = _bounds(config, front.model_max_len)
+        self._bounds = _bounds(config, served.model_max_len)
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
@@ -58,7 +72,7 @@ class Preparer:
         """
         body = parse(ChatBody, raw)
         self.check_model(body.model)
-        text, tools = self._front.text, tools_of(body)
+        text, tools = self._served.text, tools_of(body)
         prompt = chat.rendered(
             body.messages,
             text,
@@ -67,43 +81,38 @@ class Preparer:
             tools=tools.given,
         )
         think = self._think(prompt)
-        check_size(prompt, self._front, "messages")
+        check_size(prompt, self._served, "messages")
         tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         writer = chat.ChatWriter(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
-        return self._prepared(
-            body,
-            [tokens],
-            writer,
-            "messages",
-            self._grammar(body, tools, think),
-            MARKERS if tools.functions or think is not Think.NEVER else (),
-            partial(self._end_of_calls, tools, think),
-        )
+        job = _Job(writer, "messages", *self._grammar(body, tools, think))
+        if tools.functions or think is not Think.NEVER:
+            job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
+        return self._prepared(body, [tokens], job)
 
     def completion(self, raw: bytes) -> Prepared:
         """POST /v1/completions."""
         body = parse(CompletionBody, raw)
         self.check_model(body.model)
-        limit = self._front.config.max_inflight
+        limit = self._served.config.max_inflight
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
-        text = self._front.text
+        text = self._served.text
         for prompt in body.prompt:
-            check_size(prompt, self._front, "prompt")
+            check_size(prompt, self._served, "prompt")
         prompts = completions.prompts(body, text)
         writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, writer, "prompt", grammar)
+        return self._prepared(body, prompts, _Job(writer, "prompt", *grammar))
 
     def check_model(self, name: str) -> None:
         """Refuse the name of another model; an empty name means this one."""
-        if name and name != self._front.model:
-            message = f"the model {name!r} does not exist; {self._front.model!r} is served here"
+        if name and name != self._served.model:
+            message = f"the model {name!r} does not exist; {self._served.model!r} is served here"
             raise ApiError(404, "model_not_found", message, param="model")
 
     def _think(self, prompt: str) -> Think:
@@ -135,7 +144,7 @@ class Preparer:
         return over
 
     def _is_token(self, mark: str) -> bool:
-        token = self._front.text.token_of(mark)
+        token = self._served.text.token_of(mark)
         return token is not None and self._validator.is_special(token)
 
     def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
@@ -169,19 +178,14 @@ class Preparer:
         return grammar, param
 
     def _prepared(
-        self,
-        body: GenerationBody,
-        prompts: Sequence[tuple[int, ...]],
-        writer: AnswerWriter,
-        param: str,
-        grammar: tuple[str, str],
-        markers: Sequence[str] = (),
-        end: Callable[[], Callable[[str], bool] | None] = lambda: None,
+        self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job
     ) -> Prepared:
-        text, choices = self._front.text, list[PreparedChoice]()
+        served, choices = self._served, list[PreparedChoice]()
+        text = served.text
+        skip = text.special_ids_but(job.markers) if body.skip_special_tokens else frozenset[int]()
         for prompt in prompts:
-            max_tokens = allowed_tokens(len(prompt), body, self._front, param)
-            sampling = body.sampling(max_tokens, text.vocab_size, self._front.defaults, grammar[0])
+            max_tokens = allowed_tokens(len(prompt), body, served, job.param)
+            sampling = body.sampling(max_tokens, text.vocab_size, served.defaults, job.grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)
@@ -190,16 +194,15 @@ class Preparer:
                     prompt,
                     stop=body.stop,
                     min_tokens=body.min_tokens,
-                    skip_special_tokens=body.skip_special_tokens,
-                    shown=markers,
-                    over=end(),
+                    over=job.over(),
+                    skip=skip,
                 )
                 own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
         options = body.stream_options
         return Prepared(
-            writer=writer,
-            model=self._front.model,
+            writer=job.writer,
+            model=self._served.model,
             choices=choices,
             streamed=body.stream,
             num_samples=body.num_samples,
@@ -207,7 +210,7 @@ class Preparer:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
-            grammar_param=grammar[1],
+            grammar_param=job.grammar_param,
         )
 
 
@@ -215,31 +218,31 @@ def _thinking(inner: Parser, think: Think) -> Parser:
     return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
 
 
-def check_size(prompt: str | list[int], front: Front, param: str) -> None:
+def check_size(prompt: str | list[int], served: Served, param: str) -> None:
     """Refuse, before it is tokenized, a text that has too many tokens however it is tokenized.
 
     Raises:
         ApiError: 400.
     """
-    limit = front.max_model_len
-    if isinstance(prompt, str) and len(prompt) > limit * front.text.max_token_chars:
+    limit = served.max_model_len
+    if isinstance(prompt, str) and len(prompt) > limit * served.text.max_token_chars:
         message = f"the model's context is {limit} tokens; the prompt has {len(prompt)} characters"
         raise ApiError(400, "context_length_exceeded", message, param=param)
 
 
-def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, front: Front, param: str) -> int:
+def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:
     """How many tokens the output may have.
 
     Args:
         num_prompt_tokens: of this choice.
         body: may name a limit.
-        front: has the limit of prompt and output together.
+        served: has the limit of prompt and output together.
         param: the field that holds the prompt.
 
     Raises:
         ApiError: 400, the prompt is empty or leaves less room than the body asks for.
     """
-    limit = front.max_model_len
+    limit = served.max_model_len
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty", param)
     room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens

@@ -10,7 +10,7 @@ from router.errors import invalid
 from router.openai import chat
 from router.openai.prepare import Preparer, check_size
 from router.openai.schema import Many, Message, RequestModel, read
-from router.show.status import Front
+from router.openai.served import Served
 
 
 class TokenizeBody(RequestModel):
@@ -36,8 +36,8 @@ class DetokenizeBody(RequestModel):
 class Tokens:
     """Both endpoints; their methods run on any thread."""
 
-    def __init__(self, front: Front, preparer: Preparer) -> None:
-        self._front = front
+    def __init__(self, served: Served, preparer: Preparer) -> None:
+        self._served = served
         self._preparer = preparer
 
     def tokenize(self, raw: bytes) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Tokens:
             ApiError: a field is wrong.
             UserError: the template refuses the messages.
         """
-        body, text = read(TokenizeBody, raw), self._front.text
+        body, text = read(TokenizeBody, raw), self._served.text
         self._preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("either prompt or messages is needed", "prompt")
@@ -59,15 +59,15 @@ class Tokens:
                 extra=body.chat_template_kwargs,
                 tools=body.tools,
             )
-            check_size(prompt, self._front, "messages")
+            check_size(prompt, self._served, "messages")
             tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
         else:
-            check_size(body.prompt or "", self._front, "prompt")
+            check_size(body.prompt or "", self._served, "prompt")
             add_special = body.add_special_tokens is not False
             tokens = text.encode(body.prompt or "", add_special_tokens=add_special)
         return {
             "count": len(tokens),
-            "max_model_len": self._front.max_model_len,
+            "max_model_len": self._served.max_model_len,
             "tokens": tokens,
             "token_strs": [text.piece(i) for i in tokens] if body.return_token_strs else None,
         }
@@ -78,7 +78,7 @@ class Tokens:
         Raises:
             ApiError: a field is wrong or an id does not exist.
         """
-        body, text = read(DetokenizeBody, raw), self._front.text
+        body, text = read(DetokenizeBody, raw), self._served.text
         self._preparer.check_model(body.model)
         if any(not 0 <= token < text.vocab_size for token in body.tokens):
             raise invalid(f"tokens must be in [0, {text.vocab_size})", "tokens")

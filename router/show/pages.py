@@ -20,7 +20,8 @@ from router.dispatch.members import Known
 from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
-from router.show.status import Front, version
+from router.show.front import Front
+from router.show.status import version
 from router.show.window import STEP_S
 from worker.api import Change
 
@@ -95,7 +96,7 @@ class Pages:
         """Put together what the routers say, this one first; others[name] is None: no answer."""
         front, own = self._front, self._own()
         parts = [own, *(part for part in others.values() if part is not None)]
-        changes = front.members.changes()
+        changes = front.served.members.changes()
         routers = _sorted(self._routers({own.name: own, **others}, changes))
         workers = _sorted(self._workers(changes))
         state, summary = board.verdict(workers, routers)
@@ -103,7 +104,7 @@ class Pages:
         return Board(
             state=state,
             summary=summary,
-            model=front.model,
+            model=front.served.model,
             version=version(),
             told_by=own.name,
             window_s=round(max(part.window_s for part in parts), 1),
@@ -123,7 +124,7 @@ class Pages:
         )
 
     def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
-        nodes = {known.member.name: known.member.node for known in self._front.members.all()}
+        nodes = {known.member.name: known.member.node for known in self._front.served.members.all()}
         for name, part in parts.items():
             node = nodes.get(name, "")
             if part is None:
@@ -136,7 +137,7 @@ class Pages:
                 yield RouterRow(change.name, "lost", reason=change.text)
 
     def _workers(self, changes: list[Change]) -> Iterator[WorkerRow]:
-        listed = self._front.members.all()
+        listed = self._front.served.members.all()
         for known in listed:
             if known.member.role in ("prefill", "decode"):
                 yield _worker(known)

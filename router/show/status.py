@@ -1,29 +1,16 @@
-"""What all routes share, and the routes for probes, Prometheus and operators."""
+"""The routes for probes, Prometheus and operators."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
-from router.config import RouterConfig
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.members import Known, Members
+from router.dispatch.members import Known
 from router.observe.exposition import encoder
-from router.observe.metrics import RouterMetrics
-from router.openai.defaults import Defaults
-from router.show.siblings import Siblings
-from router.show.window import Window, read
-from router.text.tokenizer import Text
-
-if TYPE_CHECKING:
-    from worker.tracing.spans import Tracer
+from router.show.front import Front
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are junk"
@@ -47,51 +34,16 @@ at <code>/v1</code>.</p>
 """
 
 
-@dataclass(slots=True)
-class Front:
-    """What all routes share. Only `draining` and `num_open` change, on the router's loop."""
-
-    config: RouterConfig
-    text: Text
-    model: str
-    model_max_len: int  # by the configuration; a worker's KV pool may hold less
-    dispatcher: Dispatcher
-    members: Members
-    metrics: RouterMetrics
-    shown: Mapping[str, object]
-    siblings: Siblings
-    defaults: Defaults = field(default_factory=Defaults)  # of sampling
-    started_at: int = field(default_factory=lambda: int(time.time()))
-    cors_origins: Sequence[str] = ()  # whose pages may read answers
-    api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
-    tracer: Tracer | None = None
-    draining: bool = False
-    num_open: int = 0  # HTTP generation requests that have not ended
-    window: Window = field(init=False)  # of what it has done
-
-    def __post_init__(self) -> None:
-        self.window = Window(lambda: read(self.dispatcher.reqs, self.metrics))
-
-    @property
-    def max_model_len(self) -> int:
-        """Prompt + output tokens that every live decode worker can serve."""
-        return min([self.model_max_len, *self.members.max_model_lens()])
-
-    @property
-    def simulated_accept_len(self) -> float:
-        """The most of any decode worker; above 0, answers are junk (`Member`)."""
-        return max((k.member.simulated_accept_len for k in self.members.all()), default=0.0)
-
-
 class StatusRoutes:
     """Endpoints for probes, Prometheus and operators."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._served = front.served
 
     async def index(self, request: Request) -> Response:
         """GET /: what this is, as a page for browsers and as JSON for everyone else."""
-        model = self._front.model
+        model = self._served.model
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(PAGE.format(model=escape(model), version=escape(version())))
         links = {name: f"/{name}" for name in LINKS}
@@ -99,7 +51,7 @@ class StatusRoutes:
 
     async def health(self) -> Response:
         """GET /health: some decode worker answers, so this server generates; it may be draining."""
-        if not self._front.members.live("decode"):
+        if not self._served.members.live("decode"):
             reason = "no decode worker answers"
             return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
@@ -120,7 +72,7 @@ class StatusRoutes:
         """GET /ready: requests can be served now."""
         if self._front.draining:
             return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
-        decodes = self._front.members.live("decode")
+        decodes = self._served.members.live("decode")
         if all(known.stats.draining for known in decodes):
             reason = "every decode worker is draining" if decodes else "no decode worker answers"
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
@@ -166,11 +118,11 @@ class StatusRoutes:
             for known in self._by_name()
         ]
         notes = [RDMA_NOTE]
-        if self._front.simulated_accept_len:
+        if self._served.simulated_accept_len:
             notes.append(SIMULATED_NOTE)
         body = {
             "config": dict(self._front.shown),
-            "default_sampling_params": self._front.defaults.model_dump(),
+            "default_sampling_params": self._served.defaults.model_dump(),
             "members": members,
             "version": version(),
             "notes": notes,
@@ -179,7 +131,7 @@ class StatusRoutes:
 
     def _by_name(self) -> list[Known]:
         """All members, in the order in which every router of the cluster shows them."""
-        return sorted(self._front.members.all(), key=lambda known: known.member.name)
+        return sorted(self._served.members.all(), key=lambda known: known.member.name)
 
 
 def version() -> str:

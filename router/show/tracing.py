@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.types import Scope
 
-from router.dispatch.mailbox import Spent
 from router.dispatch.queue import Req, counted
+from router.observe.spent import Spent
 from router.observe.vllm import times_of
 
 if TYPE_CHECKING:
@@ -70,34 +70,29 @@ def begin(
     return trace if trace.is_recorded else None
 
 
-def end(
-    trace: Trace,
-    request_id: str,
-    model: str,
-    reqs: Sequence[Req],
-    n: int,
-    status: int,
-    failure: str,
-    now: float,
-) -> None:
-    """End the server's span: the last byte of the answer has left, or its client is gone.
+class Ended(NamedTuple):
+    """An HTTP request whose answer has left, or whose client is gone."""
 
-    Args:
-        trace: from `begin`.
-        request_id: that the client was told.
-        model: the served one.
-        reqs: the choices, of all prompts; none if the request was refused.
-        n: choices of each prompt that the client gets.
-        status: of HTTP.
-        failure: how the answer ended if it did not end well.
-        now: monotonic.
-    """
-    told: dict[str, Any] = {"http.response.status_code": status, "gen_ai.request.id": request_id}
+    request_id: str  # that the client knows
+    model: str  # the served one
+    reqs: Sequence[Req]  # the choices, of all prompts; none if the request was refused
+    n: int  # choices of each prompt that the client gets
+    status: int  # of HTTP
+    failure: str  # how the answer ended if it did not end well
+
+
+def end(trace: Trace, ended: Ended, now: float) -> None:
+    """End the server's span, which `begin` made; `now` is monotonic."""
+    reqs, status, failure = ended.reqs, ended.status, ended.failure
+    attributes: dict[str, Any] = {
+        "http.response.status_code": status,
+        "gen_ai.request.id": ended.request_id,
+    }
     if reqs:
         stages = trace.below(trace.at)
         stages.enter("prepare", trace.at)
         stages.leave(reqs[0].arrived_at)
-        told |= _generated(model, reqs, n, trace.at, now)
+        attributes |= _generated(ended, trace.at, now)
         ended_at = max(req.trace.at for req in reqs if req.trace is not None)
         stages = trace.below(ended_at)
         stages.enter("respond", ended_at)
@@ -105,25 +100,24 @@ def end(
     if status >= 500:
         failure = failure or str(status)
     if failure:
-        told["error.type"] = failure
+        attributes["error.type"] = failure
     # By OpenTelemetry's rules a client's mistake is no error of the server's span.
     failed = status >= 500 or (bool(failure) and status < 400 and failure != CLIENT_GONE)
-    trace.leave(now, told, failure if failed else "")
+    trace.leave(now, attributes, failure if failed else "")
 
 
-def _generated(
-    model: str, reqs: Sequence[Req], n: int, arrived_at: float, now: float
-) -> dict[str, Any]:
+def _generated(ended: Ended, arrived_at: float, now: float) -> dict[str, Any]:
     """Attributes `gen_ai.*`, those of vLLM and SGLang; latencies are the first choice's."""
+    reqs = ended.reqs
     first, sampling = reqs[0], reqs[0].sampling
     num_prompt_tokens, num_tokens, num_cached_tokens = counted(reqs)
-    told: dict[str, Any] = {
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+    attributes: dict[str, Any] = {
+        "gen_ai.request.model": ended.model,
+        "gen_ai.response.model": ended.model,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.n": n,
+        "gen_ai.request.n": ended.n,
         "gen_ai.usage.prompt_tokens": num_prompt_tokens,
         "gen_ai.usage.completion_tokens": num_tokens,
         "gen_ai.usage.cached_tokens": num_cached_tokens,
@@ -131,8 +125,8 @@ def _generated(
         "gen_ai.latency.e2e": now - arrived_at,
     }
     if first.first_token_at:
-        told["gen_ai.latency.time_to_first_token"] = first.first_token_at - arrived_at
-    return told | _latencies(first.spent)
+        attributes["gen_ai.latency.time_to_first_token"] = first.first_token_at - arrived_at
+    return attributes | _latencies(first.spent)
 
 
 def _latencies(spent: Spent | None) -> dict[str, float]:

@@ -170,7 +170,7 @@ class Text:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._added_ids = {content: i for i, content in self._added.items()}
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         described = _json(directory / "tokenizer.json")
         decoder: dict[str, Any] = described.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
@@ -214,17 +214,19 @@ class Text:
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        shown: Sequence[str] = (),
         over: Callable[[str], bool] | None = None,
+        skip: frozenset[int] | None = None,
     ) -> OutputText:
         """The detokenizer and stop strings of one answer to `prompt`.
 
-        Special tokens in `shown` are written out even with `skip_special_tokens`.
+        Tokens in `skip` leave no text; None: all special ones.
         """
-        skip = self._special_ids if skip_special_tokens else frozenset[int]()
-        skip = frozenset(token for token in skip if self._added[token] not in shown)
+        skip = self.special_ids if skip is None else skip
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
+
+    def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
+        """The special tokens, without those of these contents."""
+        return frozenset(i for i in self.special_ids if self._added[i] not in contents)
 
     def token_of(self, content: str) -> int | None:
         """The added token with this content."""

@@ -216,7 +216,7 @@ def states_are_told(browser: Any, stand: Stand) -> None:
     why = "its process died (a long reason that says much and is shown in full)"
     changes = [Change(f"prefill-{i}", "prefill", "abc", "lost", why, 100.0 - i) for i in range(30)]
     with serving(stand.directory, double) as (router, url):
-        router.update_members(router._members, changes)
+        router.update_members(router.listed, changes)
         for size in (NARROW, WIDE):
             for scheme in ("light", "dark"):
                 with visiting(browser, url, size, scheme) as visit:

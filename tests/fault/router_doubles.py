@@ -22,7 +22,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.config import RouterConfig
-from router.http.app import RouterServer
+from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
 from tests.support.patience import HANG_S
 from worker.api import (
@@ -266,14 +266,13 @@ def serving(
 ) -> Iterator[tuple[RouterServer, str]]:
     """A started router that knows `doubles`; yields it and its base URL; all end with it."""
     router = RouterServer(
-        RouterConfig(**config),
-        ModelConfig(path=str(directory), served_name="small"),
-        ping,
-        name="router-0",
-        incarnation=uuid.uuid4().hex[:8],
-        host="127.0.0.1",
-        port=port,
-        shown={"router": config},
+        Settings(
+            RouterConfig(**config),
+            ModelConfig(path=str(directory), served_name="small"),
+            ping,
+            {"router": config},
+        ),
+        Place("router-0", uuid.uuid4().hex[:8], port=port),
         tracer=tracer,
     )
     member = router.start()

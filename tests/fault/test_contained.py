@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask
 
 from router.config import RouterConfig
-from router.http.app import RouterServer
+from router.http.app import Place, RouterServer, Settings
 from tests.fault.router_doubles import HANG_S, num_live, wait_until
 from tests.support.engines import Running, running
 from tests.support.odd_models import raising, unknown_decoder
@@ -57,9 +57,13 @@ def served(path: Path) -> Iterator[Served]:
     engine = {"threads": 1, "num_pages": 400, "max_num_reqs": 8}
     with running({"model": model, "engine": engine}, num_prefill=0) as cluster:
         router = RouterServer(
-            RouterConfig(), ModelConfig(path=str(path)), PingConfig(interval_s=0.1, max_misses=50),
-            name="router-0", incarnation=uuid.uuid4().hex[:8], host="127.0.0.1", port=0, shown={},
-        )  # fmt: skip
+            Settings(
+                RouterConfig(),
+                ModelConfig(path=str(path)),
+                PingConfig(interval_s=0.1, max_misses=50),
+            ),
+            Place("router-0", uuid.uuid4().hex[:8]),
+        )
         member = router.start()
         try:
             router.update_members([member, *cluster.members])

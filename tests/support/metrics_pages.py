@@ -14,9 +14,9 @@ from pathlib import Path
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.dispatch.mailbox import Spent
 from router.dispatch.members import Members
 from router.observe.metrics import PREFILLS, RouterMetrics
+from router.observe.spent import Spent
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY

@@ -21,8 +21,9 @@ from router.dispatch.members import Members
 from router.dispatch.policy import policy
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
+from router.openai.served import Served
+from router.show.front import Front
 from router.show.siblings import Siblings
-from router.show.status import Front
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import make_model, scores
 from tests.support.mutants import judge, mutants, seeds
@@ -148,10 +149,8 @@ def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
     dispatcher.update_members([WORKER])
     stats = WorkerStats(max_num_reqs=10_000, num_free_pages=100_000, num_pages=100_000)
     dispatcher.deliver([(WORKER.peer, Pong(WORKER.peer, stats))])
-    text = Text(directory)
-    return Front(
-        config, text, "small", 1024, dispatcher, members, metrics, {}, Siblings(members, WORKER)
-    )
+    served = Served("small", Text(directory), config, members, 1024)
+    return Front(served, dispatcher, metrics, Siblings(members, WORKER), {})
 
 
 async def rounds(

@@ -155,7 +155,7 @@ def test_deaths_and_replacements_are_shown_with_reasons(
     served: tuple[RouterServer, str],
 ) -> None:
     router, url = served
-    before = router._members
+    before = router.listed
     changes = (
         told("decode-1", "ready", "after 3.0 s", 90.0),
         told("prefill-0", "lost", "its process died", 20.0),

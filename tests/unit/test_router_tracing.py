@@ -108,7 +108,7 @@ def test_an_answer_of_5xx_is_an_error_even_if_nobody_says_why() -> None:
     for status, failure in ((500, ""), (503, "busy"), (404, ""), (200, "")):
         trace = tracing.begin(made.tracer, scope, headers, 0.0)
         assert trace is not None
-        tracing.end(trace, "id", "model", [], 1, status, failure, 1.0)
+        tracing.end(trace, tracing.Ended("id", "model", [], 1, status, failure), 1.0)
     made.tracer.close()
     spans = made.raw()
     assert [(each.attributes or {}).get("error.type") for each in spans] == [

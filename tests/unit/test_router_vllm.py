@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.dispatch.mailbox import Spent
 from router.dispatch.members import Members, drafting
 from router.observe.metrics import RouterMetrics
+from router.observe.spent import Spent
 from router.show.siblings import merged
 from tests.support.public_queries import MODEL, PICKED, QUERIES, asked
 from worker.api import Member, Stages, WorkerStats
