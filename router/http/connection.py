@@ -1,12 +1,10 @@
 """uvicorn's HTTP protocol, with what serving streams needs beside it.
 
-- Limits on how long a request may take to arrive. uvicorn limits only how long a connection may be
-  idle between two requests. Without more a client that sends half a request, or a byte now and
-  then, keeps its connection and our memory for ever.
+- Limits on how long a request may take to arrive, and on the size of its head. uvicorn limits only
+  how long a connection may be idle between two requests: a client that sends half a request, or a
+  byte now and then, would keep its connection and our memory for ever.
 - `Outlet`: the head leaves with the first part of the body, and further parts leave without ASGI.
-- What h11 does and httptools leaves to others: HTTP/1.0 without chunks, one `Host` header, limits
-  for heads, trailers and requests that are sent ahead, requests that ask for an upgrade, and no 400
-  into the middle of an answer.
+- One `Host` header, trailers apart from headers, and no 400 into the middle of an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import httptools
-from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -36,7 +33,6 @@ GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers
 # Of a head, of trailers, or of whatever else brings a request no further, beyond the segment in
 # which it began; as in h11.
 MAX_HEAD_BYTES = 16 << 10
-MAX_AHEAD = 16  # requests sent before the one before them was answered; more are refused
 INVALID = "Invalid HTTP request received."
 UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
@@ -85,7 +81,7 @@ class Outlet:
             or cycle.flow.write_paused
             or self.is_gone
             or cycle.response_complete
-            or not cycle.chunked_encoding  # to HTTP/1.0, or not begun
+            or not cycle.chunked_encoding  # it has not begun
         )
 
     @property
@@ -102,7 +98,9 @@ class Outlet:
     def watch(self, leave: Callable[[], None] | None) -> None:
         """Call `leave` when the client closes the connection; None: no more."""
         self._connection.leave = leave
-        if leave is not None:  # a large body may have left it paused, and then nobody notices
+        # A large body may have left reading paused, and then nobody notices. Where further requests
+        # wait it stays so: uvicorn reads no more of them than came at once.
+        if leave is not None and not self._connection.pipeline:
             self._cycle.flow.resume_reading()
 
     def write_now(self, part: bytes) -> None:
@@ -190,16 +188,11 @@ class LimitedProtocol(HttpToolsProtocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if version != "1.0" and (version != "1.1" or num_hosts != 1):
             raise ValueError("another version, or not one Host")  # the parser makes it a 400
-        if len(self.pipeline) >= MAX_AHEAD:
-            raise ValueError("too many requests ahead")
         self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
         super().on_headers_complete()
         self._state, self._moved = _Awaited.BODY, True
         cycle: Any = self.cycle
-        cycle.keep_alive = cycle.keep_alive and self.parser.should_keep_alive()
         cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
-        if version == "1.0":
-            cycle.send = _without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """A part of a body is here."""
@@ -226,21 +219,19 @@ class LimitedProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
 
     def _declined(self, rest: bytes) -> bytes:
-        """A request that asks for another protocol, such as h2c, as one that does not.
-
-        The parser takes nothing after such a head for HTTP, so a new one gets the head without it,
-        and then `rest`.
+        """A request that asks for another protocol, as one that does not: Java's client asks for
+        h2c every time. The parser drops the body of such a request, so a new one gets its head
+        without the question, and then `rest`.
         """
         method = self.parser.get_method()
-        version = self.parser.get_http_version().encode()
-        kept = [(name, value) for name, value in self.headers if name not in UPGRADING]
-        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
-        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines)
-        self.parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":
             self.send_400_response(INVALID)
             return b""
-        return head + rest
+        version = self.parser.get_http_version().encode()
+        kept = [header for header in self.headers if header[0] not in UPGRADING]
+        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+        self.parser = httptools.HttpRequestParser(self)
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines) + rest
 
     def _watch(self) -> None:
         """Start the timer of what is awaited now, if that is something else than before."""
@@ -274,22 +265,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
         self.transport.close()
         self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either
-
-
-def _without_chunks(cycle: RequestResponseCycle) -> Send:
-    """`cycle.send` for HTTP/1.0: a body of unknown length ends with the connection."""
-    unknown = False
-
-    async def send(message: Any) -> None:
-        nonlocal unknown
-        if message["type"] == "http.response.start":
-            unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            cycle.chunked_encoding = False if unknown else None
-        elif unknown:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await RequestResponseCycle.send(cycle, message)
-
-    return send
 
 
 def limited(config: RouterConfig) -> type[LimitedProtocol]:
