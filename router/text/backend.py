@@ -2,15 +2,15 @@
 
 fastokens takes a seventh of the CPU or less (benchmarks/results/router.md). What a model was
 trained on are the ids of tokenizers, and a wrong id is a worse answer that nobody notices. So both
-encode PROBES at the start and, later, some of the texts that come. Once they differ, fastokens is
-not asked again.
+encode PROBES at the start, and CI compares them over every kind of tokenizer
+(`test_router_encoding.py`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +24,6 @@ log = logging.getLogger("kvlane.tokenizer")
 Encode = Callable[[str, bool], Sequence[int]]
 """(text, whether tokens are added that the tokenizer itself adds) -> ids."""
 
-ALL_COMPARED = 32  # of the first texts of a process
-COMPARED_EVERY = (
-    257  # of later ones; a prime, as a request may always have the same number of parts
-)
-MOST_REFUSED = 16  # one after another, then it is not asked again
 FIELD = "router.tokenizer_backend"
 PROBES = (
     "",
@@ -44,14 +39,21 @@ PROBES = (
 )
 
 
-def encode_of(
-    path: Path, tokenizer: Tokenizer, described: Mapping[str, Any], backend: TokenizerBackend
-) -> Encode:
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer.json; all that reads it gets the same text."""
+
+    path: Path
+    text: str
+    fields: Mapping[str, Any]
+
+
+def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBackend) -> Encode:
     """What encodes texts.
 
     Args:
-        path: of the tokenizer.json that `tokenizer` is from.
-        described: what stands in it.
+        file: what `tokenizer` was made from.
+        tokenizer: of Hugging Face.
         backend: auto: fastokens where it can read this file and agrees, else tokenizers.
 
     Raises:
@@ -66,27 +68,19 @@ def encode_of(
     if backend == "huggingface":
         return right
     try:
-        fast = _fastokens(path, described)
+        fast = _fastokens(file)
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         for probe in (*PROBES, "".join(added), " x ".join(added)):
             for adds in (False, True):
-                difference = differs(fast(probe, adds), right(probe, adds))
-                if difference:
-                    raise _Declined(difference)
+                if list(fast(probe, adds)) != list(right(probe, adds)):
+                    raise _Declined("the ids of fastokens and tokenizers differ")
     except (_Declined, LibraryError) as reason:
         if backend == "fastokens":
-            raise UserError(f"fastokens cannot encode for {path}: {reason}", FIELD) from reason
+            raise UserError(f"fastokens cannot encode for {file.path}: {reason}", FIELD) from reason
         log.info("encoding by tokenizers: %s", reason)
         return right
     log.info("encoding by fastokens, which agrees with tokenizers")
-    return Checked(right, fast)
-
-
-def differs(found: Sequence[int], right: Sequence[int]) -> str:
-    """In which way, without the text; empty: they are equal."""
-    if list(found) == list(right):
-        return ""
-    return f"the ids of fastokens and tokenizers differ ({len(found)} and {len(right)} tokens)"
+    return FastFirst(fast, right)
 
 
 def needs_all(described: Mapping[str, Any]) -> bool:
@@ -99,53 +93,24 @@ class _Declined(Exception):
     """Why fastokens is not asked."""
 
 
-class Checked:
-    """An Encode that asks `fast`, and `right` as well now and then; safe to use from any thread.
+class FastFirst:
+    """An Encode that asks `fast`, and `right` for texts that `fast` refuses. For any thread."""
 
-    `when_wrong` is called when what `fast` gave was wrong, so that others forget what it gave.
-    """
-
-    def __init__(self, right: Encode, fast: Encode) -> None:
-        self._right = right
-        self._fast: Encode | None = fast
-        self._numbers = count()  # of texts
-        self._num_refused = 0  # in a row, about
-        self.when_wrong: Callable[[], None] = lambda: None
+    def __init__(self, fast: Encode, right: Encode) -> None:
+        self.fast = fast
+        self.right = right
 
     def __call__(self, text: str, adds: bool) -> Sequence[int]:
-        """The ids of `text`; those of `right` if the two differ, or `fast` refuses it."""
-        fast, number = self._fast, next(self._numbers)
-        if fast is None:
-            return self._right(text, adds)
+        """The ids of `text`."""
         try:
-            found = fast(text, adds)
+            return self.fast(text, adds)
         except LibraryError as error:  # its patterns have limits that those of `right` have not
-            self._note_refused(len(text), error)
-            return self._right(text, adds)
-        self._num_refused = 0
-        if number >= ALL_COMPARED and number % COMPARED_EVERY:
-            return found
-        right = self._right(text, adds)
-        difference = differs(found, right)
-        if difference:
-            self._give_up(f"{difference}; please tell kvlane and fastokens")
-            self.when_wrong()
-        return right
-
-    def _note_refused(self, num_chars: int, error: LibraryError) -> None:
-        log.debug("a text of %d characters: %s", num_chars, error)
-        self._num_refused += 1
-        if self._num_refused >= MOST_REFUSED:  # two threads may count as one, or both at once
-            self._give_up(f"{error}, {MOST_REFUSED} times one after another")
-
-    def _give_up(self, why: str) -> None:
-        if self._fast is not None:
-            self._fast = None
-            log.warning("encoding by tokenizers from now on: %s", why)
+            log.debug("a text of %d characters: %s", len(text), error)
+            return self.right(text, adds)
 
 
-def _fastokens(path: Path, described: Mapping[str, Any]) -> Encode:
-    if needs_all(described):
+def _fastokens(file: TokenizerFile) -> Encode:
+    if needs_all(file.fields):
         raise _Declined("the tokenizer truncates, pads or draws by chance")
     try:
         from fastokens import Tokenizer as Fast  # pyright: ignore[reportMissingTypeStubs]
@@ -153,7 +118,7 @@ def _fastokens(path: Path, described: Mapping[str, Any]) -> Encode:
         raise _Declined(str(error)) from error
     try:
         with contained("fastokens"):
-            fast = Fast.from_file(str(path))
+            fast = Fast.from_json_str(file.text)
     except LibraryError as error:
         raise _Declined(str(error.__cause__)) from error
 

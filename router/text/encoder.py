@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from router.text.backend import Checked, Encode, needs_all
+from router.text.backend import Encode, needs_all
 
 MIN_CHARS = 1024  # of a text that is cut: tokenizers takes 0.3 ms at most for a shorter one
 LARGEST_SHARE = 16  # of the bytes: a larger piece is not kept, as it would push out many
@@ -52,9 +52,7 @@ class Encoder:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._pieces: OrderedDict[str, array[int]] = OrderedDict()
-        self._num_bytes = self._num_forgotten = 0
-        if isinstance(encode, Checked):
-            encode.when_wrong = self._forget
+        self._num_bytes = 0
         self.num_chars = self.num_known = 0  # of texts that were cut; of those in known pieces
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -74,26 +72,16 @@ class Encoder:
                 self._pieces.move_to_end(piece)
                 self.num_known += len(piece)
                 return ids
-            num_forgotten = self._num_forgotten
         ids = array("I", self._encode(piece, False))
         if _size(piece, ids) > self._max_bytes // LARGEST_SHARE:
             return ids
         with self._lock:
-            if num_forgotten != self._num_forgotten:
-                return ids  # they may be of those that were wrong
             if piece not in self._pieces:
                 self._num_bytes += _size(piece, ids)
             self._pieces[piece] = ids
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _size(*self._pieces.popitem(last=False))
         return ids
-
-    def _forget(self) -> None:
-        """All pieces: some of their ids may be wrong."""
-        with self._lock:
-            self._pieces.clear()
-            self._num_bytes = 0
-            self._num_forgotten += 1
 
 
 def _size(piece: str, ids: array[int]) -> int:

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.config import TokenizerBackend
-from router.text.backend import encode_of
+from router.text.backend import TokenizerFile, encode_of
 from router.text.encoder import Encoder
 from router.text.output import (
     ByteDetokenizer,
@@ -154,7 +154,8 @@ class Text:
         config = _json(directory / "config.json")
         config |= config.get("text_config") or {}
         named = _json(directory / "tokenizer_config.json")
-        self._tokenizer = _tokenizer(directory / "tokenizer.json")
+        file = _tokenizer_file(directory / "tokenizer.json")
+        self._tokenizer = _tokenizer(file)
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.vocab_size: int = config.get("vocab_size") or size
@@ -171,13 +172,12 @@ class Text:
         self._added = {i: token.content for i, token in added.items()}
         self._added_ids = {content: i for i, content in self._added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        described = _json(directory / "tokenizer.json")
-        decoder: dict[str, Any] = described.get("decoder") or {}
+        decoder: dict[str, Any] = file.fields.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         begins = {each for each in self._added_ids if each in self.template_source}
         begins |= set(special.values())
-        encode = encode_of(directory / "tokenizer.json", self._tokenizer, described, backend)
-        self.encoder = Encoder(encode, self._tokenizer, described, begins, known_bytes)
+        encode = encode_of(file, self._tokenizer, backend)
+        self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
@@ -275,22 +275,29 @@ class Text:
 
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    if not path.is_file():
-        return {}
+    return _object(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}", "model.path") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object", "model.path")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", value)
 
 
-def _tokenizer(path: Path) -> Tokenizer:
+def _tokenizer_file(path: Path) -> TokenizerFile:
+    text = path.read_text(encoding="utf-8")
+    return TokenizerFile(path, text, _object(path, text))
+
+
+def _tokenizer(file: TokenizerFile) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(file.text)
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{path}: not a tokenizer: {error}", "model.path") from error
+        raise UserError(f"{file.path}: not a tokenizer: {error}", "model.path") from error
 
 
 def _content(token: Any) -> str:
