@@ -1,41 +1,49 @@
 """The document at /openapi.json: what is served, with the schemas that bodies are checked against.
 
-Routes read their bodies themselves, so FastAPI knows nothing of them. This table does.
+Routes read their bodies themselves, and answers are msgspec's, so FastAPI knows of neither. This
+table does; pydantic describes what comes in, msgspec what goes out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import msgspec
+from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.http.auth import GUARDED
-from router.openai.reply import ChatChoice, ChunkChoice, Completion, TextChoice
+from router.openai.reply import (
+    ChatChoice,
+    ChunkChoice,
+    Completion,
+    DetokenizeReply,
+    TextChoice,
+    TokenizeReply,
+)
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.tokens import DetokenizeBody, TokenizeBody
 
-REF = "#/components/schemas/{model}"
+REF = "#/components/schemas/"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-Example = Any
 
 
-class ChatCompletion(Completion[ChatChoice]):
+class ChatCompletion(Completion[ChatChoice], kw_only=True):
     """A whole answer."""
 
 
-class ChatCompletionChunk(Completion[ChunkChoice]):
+class ChatCompletionChunk(Completion[ChunkChoice], kw_only=True):
     """One event of a stream; the event after the last one is `[DONE]`."""
 
 
-class TextCompletion(Completion[TextChoice]):
+class TextCompletion(Completion[TextChoice], kw_only=True):
     """A whole answer, or one event of a stream; the event after the last one is `[DONE]`."""
 
 
-class Model(BaseModel):
+class Model(Struct):
     """The model that is served."""
 
     id: str
@@ -46,29 +54,14 @@ class Model(BaseModel):
     simulated_accept_len: float = 0.0  # above 0, answers are junk: acceptance is simulated
 
 
-class ModelList(BaseModel):
+class ModelList(Struct):
     """All models: one."""
 
     object: str
     data: list[Model]
 
 
-class TokenizeReply(BaseModel):
-    """Token ids, and the text of each if it was asked for."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeReply(BaseModel):
-    """A text."""
-
-    prompt: str
-
-
-class Status(BaseModel):
+class Status(Struct):
     """The answer to a probe."""
 
     status: str
@@ -76,7 +69,7 @@ class Status(BaseModel):
     workers: dict[str, str] = {}
 
 
-class ErrorObject(BaseModel):
+class ErrorObject(Struct):
     """Why a request failed; `param` is the field that is wrong."""
 
     message: str
@@ -85,21 +78,35 @@ class ErrorObject(BaseModel):
     code: str
 
 
-class ErrorReply(BaseModel):
+class ErrorReply(Struct):
     """The body of every response whose status is 400 or more."""
 
     error: ErrorObject
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Content(NamedTuple):
+    """A body of one media type."""
+
+    media: str
+    schema: type[Struct] | type[BaseModel] | None
+    example: Any
+
+    def shown(self, model: str) -> dict[str, Any]:
+        """As it stands in the document, with an example that names the served model."""
+        example = self.example
+        if isinstance(example, dict) and "model" in example:
+            example = {**cast("dict[str, Any]", example), "model": model}
+        reference = {"$ref": REF + self.schema.__name__} if self.schema else {}
+        return {self.media: {"schema": reference, "example": example}}
+
+
+class Operation(NamedTuple):
     """One method of a path; POST if it has a body."""
 
     path: str
     summary: str
-    replies: Sequence[tuple[str, type[BaseModel] | None, Example]]  # media type, schema, example
-    body: type[BaseModel] | None = None
-    example: Example = None
+    replies: Sequence[Content]
+    body: Content | None = None
 
 
 USAGE = {
@@ -143,76 +150,68 @@ CHAT_STREAM = _events(
     _answer(CHUNK, delta={"content": "Hello!"}, finish_reason="stop"),
 )
 CONTINUED = _answer("text_completion", text=" there was", finish_reason="length")
+TARGETS = [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]
+TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
+HELLO = [{"role": "user", "content": "Hello"}]
 OPERATIONS = (
     Operation(
         "/v1/chat/completions",
         "Answer a chat",
-        ((JSON, ChatCompletion, CHAT), (EVENTS, ChatCompletionChunk, CHAT_STREAM)),
-        ChatBody,
-        {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+        (Content(JSON, ChatCompletion, CHAT), Content(EVENTS, ChatCompletionChunk, CHAT_STREAM)),
+        Content(JSON, ChatBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}),
     ),
     Operation(
         "/v1/completions",
         "Continue a text",
         (
-            (JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
-            (EVENTS, TextCompletion, _events(CONTINUED)),
+            Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
+            Content(EVENTS, TextCompletion, _events(CONTINUED)),
         ),
-        CompletionBody,
-        {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16},
+        Content(
+            JSON, CompletionBody, {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}
+        ),
     ),
     Operation(
         "/tokenize",
         "The tokens of a text or of a chat",
-        (
-            (
-                JSON,
-                TokenizeReply,
-                {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None},
-            ),
-        ),
-        TokenizeBody,
-        {"model": "tiny", "prompt": "Hello"},
+        (Content(JSON, TokenizeReply, TOKENS),),
+        Content(JSON, TokenizeBody, {"model": "tiny", "prompt": "Hello"}),
     ),
     Operation(
         "/detokenize",
         "The text of tokens",
-        ((JSON, DetokenizeReply, {"prompt": "Hello"}),),
-        DetokenizeBody,
-        {"model": "tiny", "tokens": [5, 9]},
+        (Content(JSON, DetokenizeReply, {"prompt": "Hello"}),),
+        Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
     ),
-    Operation(
-        "/v1/models",
-        "All models: one",
-        ((JSON, ModelList, {"object": "list", "data": [CARD]}),),
+    *(
+        Operation(path, summary, (Content(media, schema, example),))
+        for path, summary, media, schema, example in (
+            ("/v1/models", "All models: one", JSON, ModelList, {"object": "list", "data": [CARD]}),
+            ("/v1/models/{name}", "The model of this name", JSON, Model, CARD),
+            ("/health", "Whether a decode worker answers", JSON, Status, {"status": "ok"}),
+            (
+                "/live", "That this router's loop turns, and which workers make progress",
+                JSON, Status, {"status": "live", "workers": {"decode-0": "live"}},
+            ),
+            ("/ready", "Whether requests can be served now", JSON, Status, {"status": "ready"}),
+            ("/metrics", "The routers' metrics, for Prometheus", TEXT, None, "# HELP …"),
+            (
+                "/metrics/targets",
+                "Where every member serves its metrics, for Prometheus' HTTP service discovery",
+                JSON, None, TARGETS,
+            ),
+            (
+                "/dashboard/data",
+                "Workers, load, throughput and latencies of the last minutes, and who was replaced",
+                JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []},
+            ),
+            (
+                "/config", "The resolved configuration and the members of the cluster",
+                JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []},
+            ),
+        )
     ),
-    Operation("/v1/models/{name}", "The model of this name", ((JSON, Model, CARD),)),
-    Operation("/health", "Whether a decode worker answers", ((JSON, Status, {"status": "ok"}),)),
-    Operation(
-        "/live",
-        "That this router's loop turns, and which workers make progress",
-        ((JSON, Status, {"status": "live", "workers": {"decode-0": "live"}}),),
-    ),
-    Operation(
-        "/ready", "Whether requests can be served now", ((JSON, Status, {"status": "ready"}),)
-    ),
-    Operation("/metrics", "The routers' metrics, for Prometheus", ((TEXT, None, "# HELP …"),)),
-    Operation(
-        "/metrics/targets",
-        "Where every member serves its metrics, for Prometheus' HTTP service discovery",
-        ((JSON, None, [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]),),
-    ),
-    Operation(
-        "/dashboard/data",
-        "Workers, load, throughput and latencies of the last minutes, and who was replaced",
-        ((JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),),
-    ),
-    Operation(
-        "/config",
-        "The resolved configuration and the members of the cluster",
-        ((JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),),
-    ),
-)
+)  # fmt: skip
 
 
 def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
@@ -223,22 +222,25 @@ def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
         model: the served name.
         keys: whether some paths need a key.
     """
-    named: set[type[BaseModel]] = {ErrorReply}
-    for each in OPERATIONS:
-        named |= {schema for _, schema, _ in each.replies if schema}
-        named |= {each.body} if each.body else set()
-    # In the mode of what comes in: a reply leaves out the fields that were not set.
-    pairs = [(schema, "validation") for schema in sorted(named, key=lambda each: each.__name__)]
-    _, schemas = models_json_schema(pairs, ref_template=REF)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {}
-    for each in OPERATIONS:
-        operation = _operation(each, model)
-        if keys and each.path.startswith(GUARDED):
-            operation["security"] = [{"key": []}]
-        paths[each.path] = {"post" if each.body else "get": operation}
-    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    bodies = [op.body.schema for op in OPERATIONS if op.body is not None]
+    _, schemas = models_json_schema(
+        [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]
+        ref_template=REF + "{model}",
+    )
+    replies = {reply.schema for op in OPERATIONS for reply in op.replies if reply.schema}
+    _, more = msgspec.json.schema_components(
+        sorted([*replies, ErrorReply], key=lambda schema: schema.__name__),
+        ref_template=REF + "{name}",
+    )
+    components: dict[str, Any] = {"schemas": schemas["$defs"] | more}
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    paths: dict[str, Any] = {}
+    for op in OPERATIONS:
+        shown = _operation(op, model)
+        if keys and op.path.startswith(GUARDED):
+            shown["security"] = [{"key": []}]
+        paths[op.path] = {"post" if op.body else "get": shown}
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvlane", "version": version, "description": "OpenAI's API."},
@@ -247,35 +249,24 @@ def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
     }
 
 
-def _operation(each: Operation, model: str) -> dict[str, Any]:
-    content = {media: _content(schema, example, model) for media, schema, example in each.replies}
-    failed = {JSON: _content(ErrorReply, {"error": ERROR}, model)}
-    found: dict[str, Any] = {
-        "summary": each.summary,
-        "operationId": each.path.strip("/").replace("/", "_").replace("{name}", "name"),
-        "responses": {
-            "200": {"description": "Served", "content": content},
-            "4XX": {"description": "The request is wrong, or comes too early", "content": failed},
-            "5XX": {"description": "It could not be served", "content": failed},
-        },
+def _operation(op: Operation, model: str) -> dict[str, Any]:
+    content = {media: value for reply in op.replies for media, value in reply.shown(model).items()}
+    failed = Content(JSON, ErrorReply, {"error": ERROR}).shown(model)
+    responses = {
+        "200": {"description": "Served", "content": content},
+        "4XX": {"description": "The request is wrong, or comes too early", "content": failed},
+        "5XX": {"description": "It could not be served", "content": failed},
     }
-    if each.path in ("/health", "/ready"):
-        found["responses"]["503"] = {
-            "description": "Not now; `reason` says why",
-            "content": content,
-        }
-    if each.body is not None:
-        body = {JSON: _content(each.body, each.example, model)}
-        found["requestBody"] = {"required": True, "content": body}
-    if "{name}" in each.path:
+    if op.path in ("/health", "/ready"):
+        responses["503"] = {"description": "Not now; `reason` says why", "content": content}
+    shown: dict[str, Any] = {
+        "summary": op.summary,
+        "operationId": op.path.strip("/").replace("/", "_").replace("{name}", "name"),
+        "responses": responses,
+    }
+    if op.body is not None:
+        shown["requestBody"] = {"required": True, "content": op.body.shown(model)}
+    if "{name}" in op.path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        found["parameters"] = [name | {"example": model}]
-    return found
-
-
-def _content(schema: type[BaseModel] | None, example: Example, model: str) -> dict[str, Any]:
-    """A body's schema, and an example that names the served model."""
-    if isinstance(example, dict) and "model" in example:
-        example = {**cast("dict[str, Any]", example), "model": model}
-    reference = {} if schema is None else {"$ref": REF.format(model=schema.__name__)}
-    return {"schema": reference, "example": example}
+        shown["parameters"] = [name | {"example": model}]
+    return shown

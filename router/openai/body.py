@@ -7,16 +7,17 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
+from msgspec.json import encode as to_json
 
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.observe.metrics import by_stage
 from router.openai.prepared import Prepared, Said
-from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage, to_json
+from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage
 
-# Stand in an event's form for what differs: id, created, model, index, text; in this order.
-PLACES = secrets.token_hex(16), 7 * 10**17, secrets.token_hex(16), 8 * 10**17, secrets.token_hex(16)
-_forms: dict[tuple[str, str, str | None, bool], tuple[bytes, ...]] = {}  # see `Body._form`
+TEXT = secrets.token_hex(16)  # stands for the text in a frame
+QUOTED_TEXT = to_json(TEXT)
 
 
 class Body:
@@ -34,7 +35,7 @@ class Body:
         self._id = f"{prepared.writer.prefix}-{unique_id}"
         self._created = int(time.time())
         self._opened = set[int]()  # choices that have their first event
-        self._frames: dict[tuple[int, str, str | None], tuple[bytes, bytes]] = {}  # see `_said`
+        self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         """An answer that is not streamed; `answers` are its choices."""
@@ -65,67 +66,41 @@ class Body:
         return self._event([], self._usage()) if self._prepared.include_usage else b""
 
     def _said(self, delta: Delta, said: Said) -> bytes:
-        """An event of which only the text differs from others of its choice: the rest is kept."""
-        prepared, index = self._prepared, delta.index
-        tells_more = said.reason and (prepared.return_stages or delta.windows is not None)
-        if prepared.continuous_usage or tells_more:
-            return self._chunk(prepared.writer.saying(index, said), delta)
-        frame = self._frames.get((index, said.field, said.reason))
+        if said.text and not said.reason and not self._prepared.continuous_usage:
+            before, after = self._frame(delta.index, said.field)
+            return b"%b%b%b" % (before, to_json(said.text), after)
+        choice = self._prepared.writer.saying(delta.index, said)
+        return self._chunk(choice, delta if said.reason else None)
+
+    def _frame(self, index: int, field: str) -> tuple[bytes, bytes]:
+        """What stands around the text in events of which only that differs: most of a stream."""
+        frame = self._frames.get((index, field))
         if frame is None:
-            known = (self._id, self._created, prepared.model, index)
-            before, *parts, after = self._form(said)
-            for value, part in zip(known, parts, strict=True):
-                before += msgspec.json.encode(value) + part
-            frame = self._frames[index, said.field, said.reason] = before, after
-        before, after = frame
-        return b"%b%b%b" % (before, msgspec.json.encode(said.text), after) if after else before
+            event = self._event([self._prepared.writer.saying(index, Said(field, TEXT))])
+            before, _, after = event.partition(QUOTED_TEXT)
+            frame = self._frames[index, field] = before, after
+        return frame
 
-    def _form(self, said: Said) -> tuple[bytes, ...]:
-        """What stands around PLACES in such an event; the last is empty if there is no text.
-
-        Taken from an event that the models of `router.openai.reply` have written, once.
-        """
-        prepared = self._prepared
-        key = prepared.writer.chunk_object, said.field, said.reason, prepared.include_usage
-        form = _forms.get(key)
-        if form is None:
-            answer_id, created, model, index, text = PLACES
-            choice = prepared.writer.saying(index, said._replace(text=text))
-            rest = self._event([choice], named=(answer_id, created, model))
-            parts: list[bytes] = []
-            for place in PLACES:
-                part, _, rest = rest.partition(msgspec.json.encode(place))
-                parts.append(part)
-            form = _forms[key] = (*parts, rest)
-        return form
-
-    def _chunk(self, choice: Choice, delta: Delta) -> bytes:
-        self._account(choice, delta)
+    def _chunk(self, choice: Choice, delta: Delta | None) -> bytes:
+        if delta is not None:
+            self._account(choice, delta)
         return self._event([choice], self._usage() if self._prepared.continuous_usage else None)
 
-    def _event(
-        self,
-        choices: Sequence[Choice],
-        usage: Usage | None = None,
-        named: tuple[str, int, str] | None = None,
-    ) -> bytes:
-        kind = self._prepared.writer.chunk_object
-        return b"data: %s\n\n" % to_json(self._completion(kind, choices, usage, named))
+    def _event(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
+        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
+        return b"data: %b\n\n" % to_json(completion)
 
     def _completion(
-        self,
-        kind: str,
-        choices: Sequence[Choice],
-        usage: Usage | None,
-        named: tuple[str, int, str] | None = None,
+        self, kind: str, choices: Sequence[Choice], usage: Usage | None
     ) -> Completion[Choice]:
-        answer_id, created, model = named or (self._id, self._created, self._prepared.model)
-        completion = Completion[Choice](
-            id=answer_id, object=kind, created=created, model=model, choices=choices
+        return Completion(
+            id=self._id,
+            object=kind,
+            created=self._created,
+            model=self._prepared.model,
+            choices=choices,
+            usage=usage if usage is not None or self._prepared.include_usage else UNSET,
         )
-        if usage is not None or self._prepared.include_usage:
-            completion.usage = usage
-        return completion
 
     def _account(self, choice: Choice, delta: Delta) -> None:
         """Add the accept trace and the time of each stage, if asked for and known."""

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from msgspec import UNSET
+
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
 from router.openai.logprobs import BytesOf, chat_logprobs
@@ -19,7 +21,6 @@ from router.openai.reply import (
     DeltaMessage,
     FunctionCall,
     ToolCall,
-    ToolCallDelta,
 )
 from router.openai.schema import Message
 from router.text.parsers import Parsed, Parser, Plain
@@ -86,18 +87,19 @@ class ChatWriter:
         """See `router.openai.prepared.AnswerWriter`."""
         parsed = self._parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
-        message = AssistantMessage(role="assistant", content=content, refusal=None)
-        if parsed.reasoning:
-            message.reasoning_content = parsed.reasoning
-        if parsed.calls:
-            message.tool_calls = [
-                ToolCall(
-                    id=call.id,
-                    type="function",
-                    function=FunctionCall(name=call.name, arguments=call.arguments),
-                )
-                for call in parsed.calls
-            ]
+        calls = [
+            ToolCall(
+                id=call.id,
+                type="function",
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for call in parsed.calls
+        ]
+        message = AssistantMessage(
+            content=content,
+            reasoning_content=parsed.reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
         reason = self._reason(delta)
         assert reason is not None
         return ChatChoice(
@@ -127,25 +129,21 @@ class ChatWriter:
 
 
 def _delta(parsed: Parsed) -> DeltaMessage:
-    """Only fields with something new are set, so only these are written."""
-    delta = DeltaMessage()
-    if parsed.content:
-        delta.content = parsed.content
-    if parsed.reasoning:
-        delta.reasoning_content = parsed.reasoning
-    if parsed.calls:
-        delta.tool_calls = [
-            ToolCallDelta(
-                index=part.index,
-                id=part.id,
-                type="function",
-                function=FunctionCall(name=part.name, arguments=part.arguments),
-            )
-            if part.id
-            else ToolCallDelta(index=part.index, function=FunctionCall(arguments=part.arguments))
-            for part in parsed.calls
-        ]
-    return delta
+    """Only what is new is written; a call's id, type and name come with its first part."""
+    calls = [
+        ToolCall(
+            index=part.index,
+            id=part.id or UNSET,
+            type="function" if part.id else UNSET,
+            function=FunctionCall(name=part.name if part.id else UNSET, arguments=part.arguments),
+        )
+        for part in parsed.calls
+    ]
+    return DeltaMessage(
+        content=parsed.content or UNSET,
+        reasoning_content=parsed.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def rendered(

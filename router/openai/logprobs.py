@@ -38,7 +38,7 @@ def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
             top_logprobs=[top(*each) for each in found.top],
         )
 
-    return ChatLogprobs(content=[one(*each) for each in scored], refusal=None)
+    return ChatLogprobs(content=[one(*each) for each in scored])
 
 
 def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprobs:

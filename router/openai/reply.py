@@ -1,7 +1,7 @@
 """Bodies of HTTP responses.
 
-`to_json` writes the fields that were set, and only those. So a field that OpenAI's published schema
-requires is set even where it is null.
+A field that is UNSET is not written. So a field that OpenAI's published schema requires has no
+default, and is written even where it is null.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, SerializeAsAny
+from msgspec import UNSET, Struct, UnsetType
 
 
-def to_json(body: BaseModel) -> bytes:
-    """The bytes of a response, without the fields that were never set."""
-    return body.model_dump_json(exclude_unset=True).encode()
-
-
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(Struct, kw_only=True):
     """How much of the prompt did not have to be computed."""
 
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(Struct, kw_only=True):
     """Tokens of one HTTP request, all its choices together; a prompt counts once."""
 
     prompt_tokens: int
@@ -42,7 +37,7 @@ class Usage(BaseModel):
         )
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(Struct, kw_only=True):
     """One of the likeliest tokens at a position of a chat's answer."""
 
     token: str
@@ -50,20 +45,20 @@ class TopLogprob(BaseModel):
     logprob: float
 
 
-class ContentLogprob(TopLogprob):
+class ContentLogprob(TopLogprob, kw_only=True):
     """A token of a chat's answer."""
 
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Struct, kw_only=True):
     """Every token of a chat's answer, whether it is content, reasoning or a call."""
 
     content: list[ContentLogprob]
-    refusal: None
+    refusal: None = None
 
 
-class TextLogprobs(BaseModel):
+class TextLogprobs(Struct, kw_only=True):
     """Every token of a completion; offsets count characters from the start of its own text."""
 
     tokens: list[str]
@@ -72,51 +67,43 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Struct, kw_only=True):
     """The function's name and its arguments as JSON text; in a chunk, what is new of both."""
 
-    name: str = ""
+    name: str | UnsetType = UNSET
     arguments: str
 
 
-class ToolCall(BaseModel):
-    """A whole call."""
+class ToolCall(Struct, kw_only=True):
+    """A whole call, or what a chunk adds to one; id, type and name come once."""
 
-    id: str
-    type: str
+    index: int | UnsetType = UNSET  # in a chunk
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
     function: FunctionCall
 
 
-class ToolCallDelta(BaseModel):
-    """What a chunk adds to a call; id, type and name come once."""
-
-    index: int
-    id: str = ""
-    type: str = ""
-    function: FunctionCall
-
-
-class AssistantMessage(BaseModel):
+class AssistantMessage(Struct, kw_only=True):
     """A whole answer."""
 
-    role: str
+    role: str = "assistant"
     content: str | None
-    refusal: None
-    reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class DeltaMessage(BaseModel):
+class DeltaMessage(Struct, kw_only=True):
     """What a chunk adds to an answer."""
 
-    role: str = ""
-    content: str = ""
-    refusal: None = None
-    reasoning_content: str = ""
-    tool_calls: list[ToolCallDelta] = []
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class StageTimes(BaseModel):
+class StageTimes(Struct, kw_only=True):
     """Where the time of one choice went, in seconds; each stage begins where the one before ends.
 
     All stages before `decode` together are shorter than first_token_s; the difference is the time
@@ -135,7 +122,7 @@ class StageTimes(BaseModel):
     decoded_by: str
 
 
-class TracedStep(BaseModel):
+class TracedStep(Struct, kw_only=True):
     """What one decode step did for a choice: a line of its accept trace.
 
     It stored the KV of tokens `position` to `position + width - 1` of prompt and output: the last
@@ -149,7 +136,7 @@ class TracedStep(BaseModel):
     num_accepted: int
 
 
-class Choice(BaseModel):
+class Choice(Struct, kw_only=True):
     """What every choice has.
 
     `stages` comes with the finish reason if return_stages was set, `kvlane_trace` if return_trace
@@ -157,11 +144,11 @@ class Choice(BaseModel):
     """
 
     index: int
-    stages: StageTimes | None = None
-    kvlane_trace: Sequence[TracedStep] = ()
+    stages: StageTimes | UnsetType = UNSET
+    kvlane_trace: Sequence[TracedStep] | UnsetType = UNSET
 
 
-class ChatChoice(Choice):
+class ChatChoice(Choice, kw_only=True):
     """A choice of a chat completion."""
 
     message: AssistantMessage
@@ -169,7 +156,7 @@ class ChatChoice(Choice):
     finish_reason: str
 
 
-class ChunkChoice(Choice):
+class ChunkChoice(Choice, kw_only=True):
     """A choice of a chat completion chunk."""
 
     delta: DeltaMessage
@@ -177,7 +164,7 @@ class ChunkChoice(Choice):
     finish_reason: str | None
 
 
-class TextChoice(Choice):
+class TextChoice(Choice, kw_only=True):
     """A choice of a text completion, whole or chunk."""
 
     text: str
@@ -188,12 +175,27 @@ class TextChoice(Choice):
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
-class Completion(BaseModel, Generic[ChoiceT]):
+class Completion(Struct, Generic[ChoiceT], kw_only=True):
     """Any of the four bodies; `object` says which, `choices` holds the choices of that kind."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[SerializeAsAny[ChoiceT]]
-    usage: Usage | None = None
+    choices: Sequence[ChoiceT]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TokenizeReply(Struct, kw_only=True):
+    """Token ids, and the text of each if it was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Struct, kw_only=True):
+    """A text."""
+
+    prompt: str
