@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -47,6 +48,16 @@ PING = PingConfig(interval_s=0.1, max_misses=50)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "</tools>\n{# <tool_call> #}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
 )
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -139,6 +150,13 @@ class DecodeDouble:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def reset(self) -> None:
+        """Forget what has come; from now on requests wait for `take`."""
+        self.script = None
+        for kept in (self.taken, self.others):
+            while not kept.empty():
+                kept.get()
+
     def take(self) -> tuple[str, Generate]:
         """The next request: who sent it, and what."""
         return self.taken.get(timeout=HANG_S)
@@ -175,7 +193,11 @@ class DecodeDouble:
             logprobs=scores(tokens, generate.sampling.logprobs),
             stages=stages,
         )
-        self._wire.send(peer, Chunks((chunk,)))
+        self.send(peer, chunk)
+
+    def send(self, peer: str, *chunks: TokenChunk) -> None:
+        """Send chunks as one frame."""
+        self._wire.send(peer, Chunks(chunks))
 
     def refuse(
         self,
@@ -222,10 +244,16 @@ def speak(
     finish: FinishReason = FinishReason.STOP,
     cached: int = 0,
     stages: Stages | None = None,
+    kept: bool = False,
 ) -> Script:
-    """A script that answers every request with `tokens`, in chunks of `sizes` (then of one)."""
+    """A script that answers every request with `tokens`, in chunks of `sizes` (then of one).
+
+    With `kept` the test may `take` what was asked, too.
+    """
 
     def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        if kept:
+            double.taken.put((peer, generate))
         at, left = 0, list(sizes)
         while at < len(tokens):
             size = left.pop(0) if left else 1
@@ -235,6 +263,9 @@ def speak(
         double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
 
     return script
+
+
+KEEP = speak((), kept=True)  # ends every request at once
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -286,6 +317,49 @@ def serving(
             double.die()
 
 
+class Served(NamedTuple):
+    """A router and its only worker."""
+
+    double: DecodeDouble
+    url: str
+    router: RouterServer
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """POST /v1/`path`."""
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=HANG_S)
+
+    def refusal(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that is wrong."""
+        response = self.post(path, **body)
+        assert response.status_code == 400, response.text
+        return response.json()["error"]
+
+    def connect(self) -> socket.socket:
+        """A client that writes its own HTTP; close it."""
+        return connected(self.url)
+
+
+def connected(url: str) -> socket.socket:
+    """A socket to the server at `url`."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=HANG_S)
+
+
+def raw_post(path: str = "completions", headers: str = "", **body: Any) -> bytes:
+    """A request as it is sent; `headers` with their line ends."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: a\r\n{headers}content-length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of every event of a stream; `[DONE]` must be the last."""
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data.count("[DONE]") == 1
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
 Ask = Callable[..., "Future[httpx.Response]"]
 
 
@@ -308,12 +382,9 @@ def ended(future: Future[httpx.Response]) -> tuple[str, str | None, str | None]:
     """Text, finish reason and error code of a stream, which must end in exactly one way."""
     response = future.result(HANG_S)
     assert response.status_code == 200, response.text
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    assert data.count("[DONE]") == 1
-    assert data[-1] == "[DONE]"
-    events = [json.loads(item) for item in data[:-1]]
-    errors = [event["error"]["code"] for event in events if "error" in event]
-    choices = [event["choices"][0] for event in events if "error" not in event]
+    found = events(response)
+    errors = [event["error"]["code"] for event in found if "error" in event]
+    choices = [event["choices"][0] for event in found if "error" not in event]
     reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert len(errors) + len(reasons) == 1
     return "".join(c["text"] for c in choices), *(reasons or [None]), *(errors or [None])  # type: ignore[return-value]

@@ -20,11 +20,6 @@ from worker.config import ModelConfig
 from worker.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model")))
-
-
 def splits(tokens: list[int], seed: int) -> list[list[int]]:
     """`tokens`, cut at random."""
     rng, parts = random.Random(seed), []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,71 +13,25 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.openai.schema import NOT_BUILT
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
-    HANG_S,
+    KEEP,
     MAX_MODEL_LEN,
     DecodeDouble,
-    client_of,
-    make_model,
-    serving,
+    Script,
+    Served,
+    events,
     speak,
 )
-from worker.api import FinishReason, Generate, Stop
+from worker.api import FinishReason, Stop
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "hello 😀 wörld, the end"
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+ROUTER = {"max_body_bytes": 20_000, "sse_ping_s": 0.05}
 
 
-@pytest.fixture(scope="module")
-def text(directory: Path) -> Text:
-    return Text(directory)
-
-
-@pytest.fixture(scope="module")
-def served(directory: Path) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble(script=speak([]))
-    with serving(directory, double, max_body_bytes=20_000, sse_ping_s=0.05) as (_, url):
-        yield double, url
-
-
-@pytest.fixture
-def double(served: tuple[DecodeDouble, str], text: Text) -> DecodeDouble:
-    tokens = text.encode(ANSWER, add_special_tokens=False)
-    served[0].script = speak(tokens, cached=4)
-    return served[0]
-
-
-@pytest.fixture
-def url(served: tuple[DecodeDouble, str], double: DecodeDouble) -> str:
-    return served[1]
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with client_of(url) as found:
-        yield found
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """The data of every event; `[DONE]` must be the last."""
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    assert data.count("[DONE]") == 1
-    assert data[-1] == "[DONE]"
-    return [json.loads(item) for item in data[:-1]]
-
-
-def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
-
-
-def keep(double: DecodeDouble, peer: str, generate: Generate) -> None:
-    """A script that ends every request at once and leaves it to be looked at."""
-    double.taken.put((peer, generate))
-    double.chunk(peer, generate, finish=FinishReason.STOP)
+def script_of(text: Text) -> Script:
+    return speak(text.encode(ANSWER, add_special_tokens=False), cached=4)
 
 
 def test_chat_whole(client: openai.OpenAI, text: Text) -> None:
@@ -99,8 +50,8 @@ def test_chat_whole(client: openai.OpenAI, text: Text) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 4
 
 
-def test_whole_answers_hold_the_nulls_of_the_published_schema(url: str) -> None:
-    choice = post(url, "chat/completions", messages=HELLO).json()["choices"][0]
+def test_whole_answers_hold_the_nulls_of_the_published_schema(served: Served) -> None:
+    choice = served.post("chat/completions", messages=HELLO).json()["choices"][0]
     assert choice["message"]["refusal"] is None
     assert choice["logprobs"] is None
 
@@ -135,9 +86,9 @@ def test_stream_helper_of_the_client_adds_the_answer_up(client: openai.OpenAI) -
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_every_streamed_chunk_is_what_openai_declares(url: str) -> None:
+def test_every_streamed_chunk_is_what_openai_declares(served: Served) -> None:
     options = {"include_usage": True}
-    response = post(url, "chat/completions", messages=HELLO, stream=True, stream_options=options)
+    response = served.post("chat/completions", messages=HELLO, stream=True, stream_options=options)
     assert response.headers["content-type"].startswith("text/event-stream")
     chunks = events(response)
     for chunk in chunks:
@@ -146,15 +97,15 @@ def test_every_streamed_chunk_is_what_openai_declares(url: str) -> None:
         assert all("finish_reason" in choice for choice in chunk["choices"])
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert len({chunk["id"] for chunk in chunks}) == 1
-    assert "usage" not in events(post(url, "chat/completions", messages=HELLO, stream=True))[0]
-    for chunk in events(post(url, "completions", prompt="a", stream=True)):
+    assert "usage" not in events(served.post("chat/completions", messages=HELLO, stream=True))[0]
+    for chunk in events(served.post("completions", prompt="a", stream=True)):
         assert chunk["object"] == "text_completion"
         assert chunk["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
 
 
-def test_continuous_usage_is_in_every_chunk(url: str) -> None:
+def test_continuous_usage_is_in_every_chunk(served: Served) -> None:
     options = {"continuous_usage_stats": True}
-    response = post(url, "completions", prompt="a", stream=True, stream_options=options)
+    response = served.post("completions", prompt="a", stream=True, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
     assert counts == sorted(counts)
     assert counts[-1] > 0
@@ -184,15 +135,18 @@ def test_completions_take_every_form_of_prompt(
 @pytest.mark.parametrize("sizes", [(), (3, 1, 5), (100,)], ids=str)
 @pytest.mark.parametrize("stop", ["ld, th", ["zzz", "😀"]], ids=str)
 def test_stop_string_across_tokens_ends_text_and_request(
-    url: str, double: DecodeDouble, text: Text, sizes: tuple[int, ...], stop: Any, streamed: bool
+    served: Served,
+    double: DecodeDouble,
+    text: Text,
+    sizes: tuple[int, ...],
+    stop: Any,
+    streamed: bool,
 ) -> None:
     tokens = text.encode(ANSWER, add_special_tokens=False)
     double.script = speak(tokens, sizes=sizes)
-    response = post(url, "completions", prompt="a", stop=stop, stream=streamed)
-    if streamed:
-        choices = [chunk["choices"][0] for chunk in events(response)]
-    else:
-        choices = response.json()["choices"]
+    response = served.post("completions", prompt="a", stop=stop, stream=streamed)
+    chunks = events(response) if streamed else [response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
     cut = stop if isinstance(stop, str) else stop[-1]
     assert "".join(choice["text"] for choice in choices) == ANSWER[: ANSWER.index(cut)]
     assert choices[-1]["finish_reason"] == "stop"
@@ -206,20 +160,20 @@ def test_stop_string_across_tokens_ends_text_and_request(
 
 
 def test_finish_reason_length_and_special_tokens(
-    url: str, double: DecodeDouble, text: Text
+    served: Served, double: DecodeDouble, text: Text
 ) -> None:
     tokens = text.encode("a<|im_end|>", add_special_tokens=False)
     double.script = speak(tokens, finish=FinishReason.LENGTH)
-    choice = post(url, "completions", prompt="a").json()["choices"][0]
+    choice = served.post("completions", prompt="a").json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("a", "length")
-    shown = post(url, "completions", prompt="a", skip_special_tokens=False).json()
+    shown = served.post("completions", prompt="a", skip_special_tokens=False).json()
     assert shown["choices"][0]["text"] == "a<|im_end|>"
 
 
 def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
-    url: str, double: DecodeDouble
+    served: Served, double: DecodeDouble
 ) -> None:
-    double.script = keep
+    double.script = KEEP
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": "me"}],
         "temperature": 0,
@@ -242,40 +196,36 @@ def test_sampling_reaches_the_worker_and_unknown_fields_are_accepted(
         "tool_choice": "none",
         "response_format": {"type": "text"},
     }
-    assert post(url, "chat/completions", **body).status_code == 200
+    assert served.post("chat/completions", **body).status_code == 200
     peer, generate = double.take()
     assert peer.startswith("router-0/")
     assert generate.dispatch == 1
     sampling = generate.sampling
     assert sampling.max_tokens == 7
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
-        0,
-        0.5,
-        0,
-        0.1,
-    )
+    assert (sampling.temperature, sampling.top_p) == (0, 0.5)
+    assert (sampling.top_k, sampling.min_p) == (0, 0.1)
     assert sampling.seed == 2**63 - 3
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.stop_ids) == (True, 2, (3, 9))
 
 
 @pytest.mark.parametrize("num_left", [246, 16, 15, 1])
 def test_a_completion_has_16_tokens_unless_asked(
-    url: str, double: DecodeDouble, num_left: int
+    served: Served, double: DecodeDouble, num_left: int
 ) -> None:
     """As at OpenAI and vLLM; what a prompt leaves may be less, and null is as good as nothing."""
-    double.script = keep
+    double.script = KEEP
     prompt = [1] * (MAX_MODEL_LEN - num_left)
     for asked in ({}, {"max_tokens": None}):
-        assert post(url, "completions", prompt=prompt, **asked).status_code == 200
+        assert served.post("completions", prompt=prompt, **asked).status_code == 200
         _, generate = double.take()
         assert generate.sampling.max_tokens == min(16, num_left)
         assert 0 <= generate.sampling.seed < 2**63
 
 
-def test_a_chat_has_what_is_left_unless_asked(url: str, double: DecodeDouble) -> None:
-    double.script = keep
+def test_a_chat_has_what_is_left_unless_asked(served: Served, double: DecodeDouble) -> None:
+    double.script = KEEP
     for asked in ({}, {"max_tokens": None}):
-        assert post(url, "chat/completions", messages=HELLO, **asked).status_code == 200
+        assert served.post("chat/completions", messages=HELLO, **asked).status_code == 200
         _, generate = double.take()
         assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(generate.tokens)
 
@@ -306,9 +256,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "param"), BAD, ids=str)
 def test_wrong_values_are_400_and_name_the_field(
-    url: str, path: str, body: dict[str, Any], param: str
+    served: Served, path: str, body: dict[str, Any], param: str
 ) -> None:
-    response = post(url, path, **body)
+    response = served.post(path, **body)
     error = response.json()["error"]
     assert response.status_code == 400
     assert error.keys() == {"message", "type", "param", "code"}
@@ -361,45 +311,47 @@ def test_too_long_is_context_length_exceeded(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_too_long_is_named(url: str, path: str, body: Any, param: str) -> None:
-    error = post(url, path, **body).json()["error"]
+def test_what_is_too_long_is_named(served: Served, path: str, body: Any, param: str) -> None:
+    error = served.post(path, **body).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
-def test_other_models_are_404(client: openai.OpenAI, url: str) -> None:
+def test_other_models_are_404(client: openai.OpenAI, served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-9", prompt="a")
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
-    assert httpx.get(f"{url}/nothing").json()["error"]["type"] == "invalid_request_error"
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    assert httpx.get(f"{served.url}/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{served.url}/v1/completions").status_code == 405
 
 
 @pytest.mark.parametrize(
     "raw", [b"{", b"", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000, b'{"prompt": "\\ud800"}']
 )
-def test_what_is_not_a_json_object_is_400(url: str, raw: bytes) -> None:
-    response = httpx.post(f"{url}/v1/completions", content=raw)
+def test_what_is_not_a_json_object_is_400(served: Served, raw: bytes) -> None:
+    response = httpx.post(f"{served.url}/v1/completions", content=raw)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_body_over_the_limit_is_413(url: str, chunked: bool) -> None:
+def test_body_over_the_limit_is_413(served: Served, chunked: bool) -> None:
     raw = b" " * 20_001
     content = iter([raw[:10_000], raw[10_000:]]) if chunked else raw
-    response = httpx.post(f"{url}/v1/completions", content=content)
+    response = httpx.post(f"{served.url}/v1/completions", content=content)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
 
 
 def test_silent_streams_are_kept_alive_with_comments(
-    url: str, double: DecodeDouble, text: Text
+    served: Served, double: DecodeDouble, text: Text
 ) -> None:
     double.script = None
     seen = []
-    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}) as r:
+    with httpx.stream(
+        "POST", f"{served.url}/v1/completions", json={"prompt": "a", "stream": True}
+    ) as r:
         peer, generate = double.take()
         for line in r.iter_lines():
             seen.append(line)

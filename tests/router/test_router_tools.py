@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.openai.tools import detected
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
+from tests.fault.router_doubles import QWEN, DecodeDouble, Served, make_model, serving, speak
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
-QWEN = (
-    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "</tools>\n{# <tool_call> #}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    "{% endif %}"
-)
 LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -44,35 +33,11 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, words, 2048))
 
 
-@pytest.fixture(scope="module")
-def served(text: Text) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble()
-    with serving(text.directory, double) as (_, url):
-        yield double, url
-
-
-@pytest.fixture
-def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
-    return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[DecodeDouble, str]) -> Iterator[openai.OpenAI]:
-    with client_of(served[1]) as found:
-        yield found
-
-
 def says(double: DecodeDouble, text: Text, answer: str) -> None:
     """The double answers with `answer` from now on, and keeps what it was asked."""
-    speaks = speak(text.encode(answer, add_special_tokens=False), sizes=(3, 1, 2))
-
-    def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
-        double.taken.put((peer, generate))
-        speaks(double, peer, generate)
-
-    double.script = script
-    while not double.taken.empty():
-        double.taken.get()
+    double.reset()
+    tokens = text.encode(answer, add_special_tokens=False)
+    double.script = speak(tokens, sizes=(3, 1, 2), kept=True)
 
 
 def asked(double: DecodeDouble, text: Text) -> tuple[str, str]:
@@ -106,7 +71,7 @@ def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, te
 
 
 def test_calls_of_a_stream(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, served: tuple[DecodeDouble, str]
+    client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
 ) -> None:
     tokens = text.encode(f"{CALL}\n{CALL2}", add_special_tokens=False)
 
@@ -118,7 +83,7 @@ def test_calls_of_a_stream(
 
     double.script = slowly
     body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    response = httpx.post(f"{served[1]}/v1/chat/completions", json=body)
+    response = served.post("chat/completions", **body)
     data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
     deltas = [ChatCompletionChunk.model_validate_json(item).choices[0].delta for item in data]
     calls = [call for delta in deltas for call in delta.tool_calls or []]
@@ -188,14 +153,14 @@ NAMED = {"type": "function", "function": {"name": "time"}}
     ids=str,
 )
 def test_demanded_calls_are_constrained(
-    served: tuple[DecodeDouble, str], text: Text, more: Any, good: list[str], bad: list[str]
+    served: Served, text: Text, more: Any, good: list[str], bad: list[str]
 ) -> None:
-    says(served[0], text, CALL2)
+    says(served.double, text, CALL2)
     body = {"messages": HELLO, "tools": TOOLS} | more
-    response = httpx.post(f"{served[1]}/v1/chat/completions", json=body)
+    response = served.post("chat/completions", **body)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
-    grammar = asked(served[0], text)[1]
+    grammar = asked(served.double, text)[1]
     assert [output for output in good if not accepts(text, grammar, output)] == []
     assert [output for output in bad if accepts(text, grammar, output)] == []
 
@@ -311,33 +276,29 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=str)
-def test_malformed_tools_name_the_field(
-    served: tuple[DecodeDouble, str], body: dict[str, Any], param: str
-) -> None:
-    url = f"{served[1]}/v1/chat/completions"
-    response = httpx.post(url, json={"messages": HELLO} | body, timeout=HANG_S)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+def test_malformed_tools_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
+    error = served.refusal("chat/completions", **{"messages": HELLO} | body)
+    assert error["param"] == param
 
 
-def test_a_stop_by_length_is_not_a_call(served: tuple[DecodeDouble, str], text: Text) -> None:
+def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
     tokens = text.encode(CALL[:-20], add_special_tokens=False)
-    served[0].script = speak(tokens, finish=FinishReason.LENGTH)
+    served.double.script = speak(tokens, finish=FinishReason.LENGTH)
     body = {"messages": HELLO, "tools": TOOLS}
-    found = httpx.post(f"{served[1]}/v1/chat/completions", json=body).json()["choices"][0]
+    found = served.post("chat/completions", **body).json()["choices"][0]
     assert found["finish_reason"] == "length"
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_of_one_call_ends_with_the_call(
-    served: tuple[DecodeDouble, str], text: Text, streamed: bool
+    served: Served, text: Text, streamed: bool
 ) -> None:
-    double, url = served
+    double = served.double
     says(double, text, f"<think>a</think>\nI look.\n{CALL}\n{CALL2} and so on")
     body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
     body |= {"stream": streamed, "stream_options": {"include_usage": True}} if streamed else {}
-    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    response = served.post("chat/completions", **body)
     lines = response.text.split("\n") if streamed else [f"data: {response.text}"]
     data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [choice for each in data for choice in each["choices"]]
@@ -349,8 +310,7 @@ def test_an_answer_of_one_call_ends_with_the_call(
     assert choices[-1]["finish_reason"] == "tool_calls"
     generate = double.take()[1]
     stop = double.expect(Stop)
-    while stop.req_id != generate.req_id:  # of an earlier test
-        stop = double.expect(Stop)
+    assert stop.req_id == generate.req_id
     num_tokens = stop.at_position - generate.num_prompt_tokens
     assert data[-1]["usage"]["completion_tokens"] == num_tokens
     kept = text.encode(f"<think>a</think>\nI look.\n{CALL}\n{CALL2}", add_special_tokens=False)

@@ -6,7 +6,6 @@ Every test asks a served router by HTTP. Replies run in threads, so that the tes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ import pytest
 from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
-    asking,
     ended,
     failed,
-    letter_ids,
-    make_model,
     metric,
     serving,
     speak,
@@ -31,27 +27,10 @@ from worker.api import Abort, Ack, FinishReason, Stop, WorkerStats
 from worker.config import PingConfig
 
 LENGTH = FinishReason.LENGTH
+Ids = tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def ids(directory: Path) -> tuple[int, ...]:
-    return letter_ids(directory)
-
-
-@pytest.fixture
-def ask() -> Iterator[Ask]:
-    with asking() as found:
-        yield found
-
-
-def test_refused_request_goes_to_another_worker(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
-) -> None:
+def test_refused_request_goes_to_another_worker(directory: Path, ask: Ask, ids: Ids) -> None:
     doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
     num_sent = []
 
@@ -72,7 +51,7 @@ def test_refused_request_goes_to_another_worker(
 
 
 def test_refused_request_is_tried_again_after_the_time_the_worker_named(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
     with serving(directory, double) as (_, url):
@@ -87,7 +66,7 @@ def test_refused_request_is_tried_again_after_the_time_the_worker_named(
 
 
 def test_waiting_request_is_woken_by_a_pong_that_shows_room(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
     with serving(directory, double) as (_, url):
@@ -100,9 +79,7 @@ def test_waiting_request_is_woken_by_a_pong_that_shows_room(
         assert ended(future) == ("abcdefgh", "stop", None)
 
 
-def test_waiting_request_is_woken_by_a_new_worker(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
-) -> None:
+def test_waiting_request_is_woken_by_a_new_worker(directory: Path, ask: Ask, ids: Ids) -> None:
     with serving(directory) as (router, url):
         assert httpx.get(f"{url}/ready").status_code == 503
         assert httpx.get(f"{url}/health").json()["reason"] == "no decode worker answers"
@@ -157,7 +134,7 @@ def test_refusal_that_is_the_users_mistake_is_400(directory: Path, ask: Ask, cod
 
 
 def test_lost_before_the_first_token_is_tried_again_unseen(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
     ping = PingConfig(interval_s=0.1, max_misses=15)
@@ -177,7 +154,7 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
 
 
 def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     old = DecodeDouble()
     with serving(directory, old) as (router, url):
@@ -194,9 +171,7 @@ def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
         new.die()
 
 
-def test_lost_in_mid_stream_is_one_error_event(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
-) -> None:
+def test_lost_in_mid_stream_is_one_error_event(directory: Path, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
     with serving(directory, double, sse_ping_s=0.1) as (
         router,
@@ -239,9 +214,7 @@ def test_request_present_at_two_crashes_is_not_tried_a_third_time(
         assert left[0].taken.empty()
 
 
-def test_gap_after_tokens_is_the_loss_of_the_worker(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
-) -> None:
+def test_gap_after_tokens_is_the_loss_of_the_worker(directory: Path, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (_, url):
         future = ask(url)
@@ -253,7 +226,7 @@ def test_gap_after_tokens_is_the_loss_of_the_worker(
 
 
 def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
     with serving(directory, *doubles) as (_, url):
@@ -275,7 +248,7 @@ def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
 
 
 def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (_, url):
@@ -293,7 +266,7 @@ def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
 
 
 def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (_, url):

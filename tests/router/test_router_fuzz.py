@@ -25,9 +25,8 @@ from router.openai.served import Served
 from router.show.front import Front
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import make_model, scores
+from tests.fault.router_doubles import QWEN, make_model, scores
 from tests.support.mutants import judge, mutants, seeds
-from tests.unit.test_router_tools import QWEN
 from worker.api import (
     MAX_LOGPROBS,
     Chunks,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,12 @@ from cluster.cli import main
 from router.http.keys import read_keys
 from router.http.routes import is_slow
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+from tests.fault.router_doubles import DecodeDouble, Script, serving, speak
 from worker.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def url(text: Text) -> Iterator[str]:
-    with serving(text.directory, DecodeDouble(script=speak([5]))) as (_, url):
-        yield url
+def script_of(text: Text) -> Script:
+    return speak([5])
 
 
 def test_tokenize_and_detokenize_are_inverse(url: str, text: Text) -> None:

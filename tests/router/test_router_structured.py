@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -15,8 +13,7 @@ from pydantic import BaseModel
 
 from router.text.grammar import MAX_GRAMMAR_CHARS
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
-from worker.api import FinishReason, Generate
+from tests.fault.router_doubles import KEEP, DecodeDouble, Script, Served, speak
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -35,36 +32,12 @@ PLAN = '{"steps":[{"why":"so","then":1}],"name":"é"}'
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def tokenizer(text: Text) -> LLTokenizer:
     return LLTokenizer((text.directory / "tokenizer.json").read_text(), n_vocab=text.vocab_size)
 
 
-@pytest.fixture(scope="module")
-def served(text: Text) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble()
-    with serving(text.directory, double) as (_, url):
-        yield double, url
-
-
-@pytest.fixture
-def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
-    def keep(double: DecodeDouble, peer: str, generate: Generate) -> None:
-        double.taken.put((peer, generate))
-        double.chunk(peer, generate, finish=FinishReason.STOP)
-
-    served[0].script = keep
-    return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[DecodeDouble, str]) -> Iterator[openai.OpenAI]:
-    with client_of(served[1]) as found:
-        yield found
+def script_of(text: Text) -> Script:
+    return KEEP
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
@@ -105,7 +78,7 @@ GRAMMARS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize(("wish", "good", "bad"), GRAMMARS, ids=str)
 def test_wishes_become_grammars(
-    served: tuple[DecodeDouble, str],
+    served: Served,
     double: DecodeDouble,
     tokenizer: LLTokenizer,
     wish: dict[str, Any],
@@ -114,7 +87,7 @@ def test_wishes_become_grammars(
     path: str,
 ) -> None:
     asked = {"messages": HELLO} if path.startswith("chat") else {"prompt": "a"}
-    response = httpx.post(f"{served[1]}/v1/{path}", json=asked | wish, timeout=HANG_S)
+    response = served.post(path, **asked | wish)
     assert response.status_code == 200, response.text
     grammar = double.take()[1].sampling.grammar
     assert [output for output in good if not accepts(tokenizer, grammar, output)] == []
@@ -153,17 +126,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wish", "param"), BAD, ids=lambda value: str(value)[:60])
-def test_what_nothing_can_satisfy_is_400(
-    served: tuple[DecodeDouble, str], wish: dict[str, Any], param: str
-) -> None:
-    body = {"messages": HELLO} | wish
-    response = httpx.post(f"{served[1]}/v1/chat/completions", json=body, timeout=HANG_S)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+def test_what_nothing_can_satisfy_is_400(served: Served, wish: dict[str, Any], param: str) -> None:
+    assert served.refusal("chat/completions", messages=HELLO, **wish)["param"] == param
 
 
 def test_parse_of_the_client_plain_and_streamed(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, served: tuple[DecodeDouble, str]
+    client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
 ) -> None:
     double.script = speak(text.encode(PLAN, add_special_tokens=False))
     asked: Any = {"model": "small", "messages": HELLO, "response_format": Plan}

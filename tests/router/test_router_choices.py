@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,49 +15,15 @@ from pydantic import ValidationError
 
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, seed_of
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, client_of, make_model, serving, speak
+from tests.fault.router_doubles import HANG_S, DecodeDouble, Script, Served, events, serving, speak
 from worker.api import FinishReason, Generate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ANSWER = "hello 😀 there"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def served(text: Text) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble()
-    with serving(text.directory, double) as (_, url):
-        yield double, url
-
-
-@pytest.fixture
-def double(served: tuple[DecodeDouble, str], text: Text) -> DecodeDouble:
-    speaks = speak(text.encode(ANSWER, add_special_tokens=False), sizes=(2, 3))
-
-    def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
-        double.taken.put((peer, generate))
-        speaks(double, peer, generate)
-
-    served[0].script = script
-    while not served[0].taken.empty():
-        served[0].taken.get()
-    return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[DecodeDouble, str], double: DecodeDouble) -> Iterator[openai.OpenAI]:
-    with client_of(served[1]) as found:
-        yield found
-
-
-def events(response: httpx.Response) -> list[Any]:
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
-    return [json.loads(item) for item in data[:-1]]
+def script_of(text: Text) -> Script:
+    return speak(text.encode(ANSWER, add_special_tokens=False), sizes=(2, 3), kept=True)
 
 
 def test_penalties_and_biases_reach_the_worker(client: openai.OpenAI, double: DecodeDouble) -> None:
@@ -95,11 +59,11 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
 
 
 def test_streamed_logprobs_are_those_of_the_whole_answer(
-    client: openai.OpenAI, served: tuple[DecodeDouble, str], double: DecodeDouble
+    client: openai.OpenAI, served: Served, double: DecodeDouble
 ) -> None:
     body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    whole = httpx.post(f"{served[1]}/v1/chat/completions", json=body).json()
-    stream = httpx.post(f"{served[1]}/v1/chat/completions", json=body | {"stream": True})
+    whole = served.post("chat/completions", **body).json()
+    stream = served.post("chat/completions", **body, stream=True)
     found: list[Any] = []
     for chunk in events(stream):
         ChatCompletionChunk.model_validate(chunk)
@@ -112,7 +76,7 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_many_logprobs_are_written_off_the_loop(
-    served: tuple[DecodeDouble, str], monkeypatch: pytest.MonkeyPatch, streamed: bool
+    served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     threads: set[str] = set()
 
@@ -122,25 +86,20 @@ def test_many_logprobs_are_written_off_the_loop(
 
     monkeypatch.setattr("router.openai.body.to_json", to_json)
     for size in (100, 300):
-        served[0].script = speak([64] * size, sizes=[size])
+        double.script = speak([64] * size, sizes=[size])
         threads.clear()
-        body = {"prompt": "a", "logprobs": 1, "stream": streamed}
-        response = httpx.post(f"{served[1]}/v1/completions", json=body)
+        response = served.post("completions", prompt="a", logprobs=1, stream=streamed)
         assert response.text.count('"stop"') == 1
         assert any(name != "kvlane-router" for name in threads) is (size == 300)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_logprobs_of_a_completion(
-    served: tuple[DecodeDouble, str], double: DecodeDouble, text: Text, streamed: bool
+    served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    body = {"prompt": "a", "logprobs": 2, "stream": streamed}
-    response = httpx.post(f"{served[1]}/v1/completions", json=body)
-    choices = (
-        [chunk["choices"][0] for chunk in events(response)]
-        if streamed
-        else response.json()["choices"]
-    )
+    response = served.post("completions", prompt="a", logprobs=2, stream=streamed)
+    chunks = events(response) if streamed else [response.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
     for choice in choices:
         Completion.model_validate(
             {"id": "", "created": 0, "model": "", "object": "text_completion"}
@@ -266,11 +225,9 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "param"), CONTRADICTIONS, ids=str)
 def test_contradictions_name_the_field(
-    served: tuple[DecodeDouble, str], path: str, body: dict[str, Any], param: str
+    served: Served, path: str, body: dict[str, Any], param: str
 ) -> None:
-    response = httpx.post(f"{served[1]}/v1/{path}", json=body, timeout=HANG_S)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    assert served.refusal(path, **body)["param"] == param
 
 
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [

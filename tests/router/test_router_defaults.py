@@ -11,9 +11,9 @@ import pytest
 
 from router.config import RouterConfig
 from router.openai.defaults import Defaults, defaults_of
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving
+from tests.fault.router_doubles import HANG_S, KEEP, DecodeDouble, make_model, serving
 from tests.support.prompts import TINY
-from worker.api import FinishReason, Generate, Sampling
+from worker.api import Sampling
 from worker.errors import UserError
 
 QWEN = {
@@ -34,11 +34,6 @@ PLAIN = {
     "repetition_penalty": 1.0,
 }
 OWN = {name: QWEN[name] for name in PLAIN}
-
-
-def keep(double: DecodeDouble, peer: str, generate: Generate) -> None:
-    double.taken.put((peer, generate))
-    double.chunk(peer, generate, finish=FinishReason.STOP)
 
 
 def drawn(sampling: Sampling) -> dict[str, Any]:
@@ -66,7 +61,7 @@ def model_with(directory: Path, generation: Any) -> Path:
 
 
 def test_a_request_that_says_nothing_is_drawn_as_the_model_wants(tmp_path: Path) -> None:
-    with serving(model_with(tmp_path, QWEN), double := DecodeDouble(script=keep)) as (_, url):
+    with serving(model_with(tmp_path, QWEN), double := DecodeDouble(script=KEEP)) as (_, url):
         assert asked(double, url) == asked(double, url, temperature=None, top_k=None) == OWN
         assert asked(double, url, temperature=0) == OWN | {"temperature": 0}
         neutral = asked(double, url, **PLAIN)
@@ -80,7 +75,7 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_wants(tmp_path: Path)
 
 
 def test_the_file_can_be_ignored(tmp_path: Path) -> None:
-    model, double = model_with(tmp_path, QWEN), DecodeDouble(script=keep)
+    model, double = model_with(tmp_path, QWEN), DecodeDouble(script=KEEP)
     with serving(model, double, generation_config="ignore") as (_, url):
         assert asked(double, url) == PLAIN
         (card,) = httpx.get(f"{url}/v1/models").json()["data"]
@@ -90,7 +85,7 @@ def test_the_file_can_be_ignored(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_is_greedy_until_a_request_wants_otherwise() -> None:
-    with serving(TINY, double := DecodeDouble(script=keep)) as (_, url):
+    with serving(TINY, double := DecodeDouble(script=KEEP)) as (_, url):
         assert asked(double, url) == PLAIN | {"temperature": 0}
         assert asked(double, url, temperature=0.7)["temperature"] == 0.7
 

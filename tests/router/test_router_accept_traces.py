@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +11,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.http import answer as sse
-from tests.fault.router_doubles import HANG_S, DecodeDouble, letter_ids, make_model, serving
-from worker.api import Chunks, FinishReason, Generate, TokenChunk, Window
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import DecodeDouble, Script, Served, events, letter_ids
+from worker.api import FinishReason, Generate, TokenChunk, Window
 
 WINDOWS = [(1, Window(2, 4, (-1, -1, -1), 0)), (3, Window(3, 4, (80, 81, 9), 2)),
            (2, Window(6, 2, (81,), 1)), (1, Window(8, 1, (), 0))]  # fmt: skip
@@ -26,23 +24,16 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = make_model(tmp_path_factory.mktemp("model"))
-    with serving(directory, DecodeDouble(script=script(directory))) as (_, url):
-        yield url
-
-
-def script(directory: Path) -> Any:
+def script_of(text: Text) -> Script:
     """One token of a prefill worker, then what the windows yield; a final chunk without tokens."""
-    letters = letter_ids(directory)
+    letters = letter_ids(text.directory)
 
     def answer(double: DecodeDouble, peer: str, generate: Generate) -> None:
         def chunk(at: int, num: int, reason: FinishReason | None, window: Window | None) -> None:
             key = generate.req_id, generate.dispatch, generate.num_prompt_tokens + at
             asked = window if generate.sampling.return_trace else None
             made = TokenChunk(*key, letters[at : at + num], reason, window=asked)
-            double._wire.send(peer, Chunks((made,)))
+            double.send(peer, made)
 
         chunk(0, 1, None, None)
         at = 1
@@ -54,32 +45,33 @@ def script(directory: Path) -> Any:
     return answer
 
 
-def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{path}", json=PATHS[path] | body, timeout=HANG_S)
+def post(served: Served, path: str, **body: Any) -> httpx.Response:
+    return served.post(path, **PATHS[path] | body)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("limit", [256, 1])
-def test_whole_answers(url: str, path: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_answers(
+    served: Served, path: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With more steps than `limit` a thread writes them."""
     monkeypatch.setattr(sse, "THREAD_SCORED", limit)
-    found = post(url, path, n=2, return_trace=True).json()
+    found = post(served, path, n=2, return_trace=True).json()
     (ChatCompletion if "messages" in PATHS[path] else Completion).model_validate(found)
     assert [choice["kvlane_trace"] for choice in found["choices"]] == [TOLD, TOLD]
-    plain = post(url, path).json()
+    plain = post(served, path).json()
     assert "kvlane_trace" not in plain["choices"][0]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("more", [{}, {"return_stages": True}, {"logprobs": 1}], ids=str)
 def test_streams_say_it_once_a_choice_with_the_finish_reason(
-    url: str, path: str, more: dict[str, Any]
+    served: Served, path: str, more: dict[str, Any]
 ) -> None:
     if path == "chat/completions" and "logprobs" in more:
         more = {"logprobs": True}
-    lines = post(url, path, stream=True, n=2, return_trace=True, **more).text.split("\n")
     told = []
-    for chunk in (json.loads(line[6:]) for line in lines if line.startswith("data: {")):
+    for chunk in events(post(served, path, stream=True, n=2, return_trace=True, **more)):
         if "messages" in PATHS[path]:
             ChatCompletionChunk.model_validate(chunk)
         for choice in chunk["choices"]:
@@ -90,8 +82,8 @@ def test_streams_say_it_once_a_choice_with_the_finish_reason(
     assert sorted(told) == [0, 1]
 
 
-def test_a_stop_string_ends_it_with_the_step_that_drew_the_string(url: str) -> None:
-    found = post(url, "completions", stop=["cd"], return_trace=True).json()
+def test_a_stop_string_ends_it_with_the_step_that_drew_the_string(served: Served) -> None:
+    found = post(served, "completions", stop=["cd"], return_trace=True).json()
     (choice,) = found["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
     assert found["usage"]["completion_tokens"] == 4
@@ -100,7 +92,7 @@ def test_a_stop_string_ends_it_with_the_step_that_drew_the_string(url: str) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("wrong", [3, "maybe", [True], {"drafts": True}])
-def test_other_types_are_refused_by_name(url: str, path: str, wrong: Any) -> None:
-    refused = post(url, path, return_trace=wrong)
+def test_other_types_are_refused_by_name(served: Served, path: str, wrong: Any) -> None:
+    refused = post(served, path, return_trace=wrong)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "return_trace"

@@ -8,7 +8,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -25,13 +25,11 @@ from router.text.output import ByteDetokenizer
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
-    DecodeDouble,
-    make_model,
+    Served,
     scores,
-    serving,
     wait_until,
 )
-from worker.api import Chunks, FinishReason, Generate, TokenChunk
+from worker.api import FinishReason, Generate, TokenChunk
 
 ODD = '"\\/\b\f\n\r\t\x00\x1f\x7f\u2028é😀<|im_end|>'
 OPTIONS: list[dict[str, Any]] = [
@@ -42,22 +40,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"n": 2, "stop": ["zzz", "the e"], "stream_options": {"include_usage": True}},
     {"logprobs": True, "top_logprobs": 2},
 ]
-Served = tuple[DecodeDouble, str, Any]
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def served(text: Text) -> Iterator[Served]:
-    double = DecodeDouble()
-    with serving(text.directory, double, reasoning_parser="qwen3") as (router, url):
-        yield double, url, router
+ROUTER = {"reasoning_parser": "qwen3"}
 
 
 class Raw:
@@ -158,7 +146,7 @@ def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
                 chunks.insert(0, chunk(each, frame[i], at[i]))
                 at[i] += len(frame[i])
         before = stale.get()
-        double._wire.send(taken[0][0], Chunks(tuple(chunks)))
+        double.send(taken[0][0], *chunks)
         wait_until(lambda before=before: stale.get() > before)
         asyncio.run_coroutine_threadsafe(a_few_turns(), router._loop).result(HANG_S)
     return client.body()
@@ -248,12 +236,12 @@ def test_a_client_that_pauses_gets_everything_in_order(
                 part = tuple(rng.choices(words, k=rng.randint(1, 60)))
                 frame.append(chunk(each, part, len(tokens)))
                 tokens += part
-            double._wire.send(taken[0][0], Chunks(tuple(frame)))
+            double.send(taken[0][0], *frame)
             if num_frames > 60:
                 time.sleep(0.005)  # a router that lags would be sent megabytes before it is full
         client.read_more(rng.randint(1, 100_000), 0.2)
     ends = [chunk(each, (), len(s), last=True) for (_, each), s in zip(taken, said, strict=True)]
-    double._wire.send(taken[0][0], Chunks(tuple(ends)))
+    double.send(taken[0][0], *ends)
     events = [line[6:] for line in client.body().split(b"\n") if line.startswith(b"data: ")]
     assert events.pop() == b"[DONE]"
     found, reasons = ["", ""], 0
@@ -299,7 +287,7 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     double, url, _ = served
     clients = [Raw(url, {"prompt": "a"}) for _ in range(2)]
     taken = [double.take() for _ in clients]
-    double._wire.send(taken[0][0], Chunks(tuple(chunk(each, (64,), 0) for _, each in taken)))
+    double.send(taken[0][0], *(chunk(each, (64,), 0) for _, each in taken))
     for client in clients:
         client.read(lambda data: b"data: " in data)
     broken = taken[0][1].req_id.rpartition("-")[0]
@@ -311,8 +299,8 @@ def test_an_answer_that_cannot_be_written_fails_alone(
         return said(body, delta, what)
 
     monkeypatch.setattr(Body, "_said", fail)
-    double._wire.send(taken[0][0], Chunks(tuple(chunk(each, (65,), 1) for _, each in taken)))
-    double._wire.send(taken[0][0], Chunks((chunk(taken[1][1], (66,), 2, last=True),)))
+    double.send(taken[0][0], *(chunk(each, (65,), 1) for _, each in taken))
+    double.send(taken[0][0], chunk(taken[1][1], (66,), 2, last=True))
     bodies = sorted((client.body() for client in clients), key=lambda body: b'"error"' in body)
     assert b'"finish_reason":"stop"' in bodies[0]
     assert b'"code": "internal_error"' in bodies[1]

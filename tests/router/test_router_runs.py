@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import pytest
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
+    Served,
+    events,
     letter_ids,
-    make_model,
     metric,
     serving,
     speak,
@@ -38,18 +38,6 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
 STOPS = [(LETTERS[at : at + size], at, at + size) for size in (1, 2, 3, 5) for at in (0, 1, 2, 3)]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def served(directory: Path) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble()
-    with serving(directory, double) as (_, url):
-        yield double, url
-
-
 def answer(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """What a client makes of the whole answer, without what differs by name and time."""
     found = httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
@@ -61,12 +49,9 @@ def answer(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def streamed(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The same of a stream: its chunks, added up."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    text = httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S).text
-    data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
     made: dict[int, dict[str, Any]] = {}
     usage: Any = None
-    for event in map(json.loads, data[:-1]):
+    for event in events(httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)):
         usage = event["usage"] or usage
         for choice in event["choices"]:
             one = made.setdefault(choice["index"], {"text": "", "logprobs": [], "reason": None})
@@ -94,9 +79,9 @@ def speaks(double: DecodeDouble, directory: Path, sizes: Sequence[int] = ()) -> 
 @pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("way", [answer, streamed])
 def test_the_answer_is_that_of_single_tokens(
-    served: tuple[DecodeDouble, str], directory: Path, ask: str, way: Any
+    served: Served, directory: Path, ask: str, way: Any
 ) -> None:
-    (double, url), (path, body) = served, ASKS[ask]
+    (double, url, _), (path, body) = served, ASKS[ask]
     speaks(double, directory)
     wanted = way(url, path, body)
     num_choices = len(wanted["choices"])
@@ -108,14 +93,14 @@ def test_the_answer_is_that_of_single_tokens(
 
 @pytest.mark.parametrize(("stop", "num_chars", "num_tokens"), STOPS)
 def test_a_stop_string_ends_it_wherever_chunks_begin(
-    served: tuple[DecodeDouble, str],
+    served: Served,
     directory: Path,
     stop: str,
     num_chars: int,
     num_tokens: int,
 ) -> None:
     """It lies inside one chunk, or begins in one and ends in the next or the one after that."""
-    double, url = served
+    double, url, _ = served
     for sizes in [(), *SIZES]:
         speaks(double, directory, sizes)
         for ask in ("chat, logprobs", "text, logprobs"):

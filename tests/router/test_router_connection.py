@@ -12,39 +12,29 @@ import pytest
 
 from router.http.answer import Answer
 from router.http.connection import MAX_HEAD_BYTES
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
-    make_model,
-    serving,
+    Script,
+    Served,
     speak,
     wait_until,
 )
 from worker.api import Abort, FinishReason
 
-Served = tuple[DecodeDouble, str, Any]
 BODY = b'{"prompt": "hello", "stream": true}'
 HEAD = b"POST /v1/completions HTTP/%b\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    double = DecodeDouble()
-    with serving(make_model(tmp_path_factory.mktemp("model")), double) as (router, url):
-        yield double, url, router
-
-
-@pytest.fixture
-def double(served: Served) -> DecodeDouble:
-    served[0].script = speak([65, 66])
-    return served[0]
+def script_of(text: Text) -> Script:
+    return speak([65, 66])
 
 
 @pytest.fixture
 def client(served: Served, double: DecodeDouble) -> Iterator[socket.socket]:
-    host, port = served[1].removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=HANG_S) as found:
+    with served.connect() as found:
         yield found
 
 
@@ -66,6 +56,12 @@ def all_of(client: socket.socket) -> bytes:
     while part := client.recv(4096):
         found += part
     return found
+
+
+def connection_of(served: Served, client: socket.socket) -> Any:
+    """The server's side."""
+    connections = served.router._server.server_state.connections  # type: ignore[union-attr]
+    return next(each for each in connections if each.client == client.getsockname())
 
 
 def answer_to_endless(client: socket.socket, part: bytes) -> bytes:
@@ -204,10 +200,9 @@ def test_an_idle_connection_is_timed_whatever_came_last(
     client.sendall(request_)
     until(client, b"}")
     client.sendall(later)
-    name, state = client.getsockname(), served[2]._server.server_state
-    (mine,) = [each for each in state.connections if each.client == name]
+    mine = connection_of(served, client)
     turns = asyncio.sleep(0.1)  # until it has arrived
-    asyncio.run_coroutine_threadsafe(turns, served[2]._loop).result(HANG_S)
+    asyncio.run_coroutine_threadsafe(turns, served.router._loop).result(HANG_S)
     assert mine.timeout_keep_alive_task is not None
 
 
@@ -243,19 +238,12 @@ def test_answers_are_freed_without_a_collection(
         gc.enable()
 
 
-def test_what_is_written_leaves_at_once(served: Served) -> None:
+def test_what_is_written_leaves_at_once(served: Served, client: socket.socket) -> None:
     """Else Nagle's algorithm waits for the client's acknowledgement, which it delays by 40 ms."""
-    _, url, router = served
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
-        client.sendall(HEALTH)
-        until(client, b"}")
-        (mine,) = [
-            each.transport.get_extra_info("socket")
-            for each in router._server.server_state.connections
-            if each.client == client.getsockname()
-        ]
-        assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    client.sendall(HEALTH)
+    until(client, b"}")
+    mine = connection_of(served, client).transport.get_extra_info("socket")
+    assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 def test_a_client_that_leaves_after_a_large_body_is_noticed(
@@ -264,11 +252,11 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     """uvicorn stops reading when much of a body has come at once."""
     monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 10)
     double.script = None
-    connections = served[2]._server.server_state.connections
+    connections = served.router._server.server_state.connections
     client.sendall(asked()[: -len(BODY)])
     wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
     turns = asyncio.sleep(0.05)  # until the route waits for the body
-    asyncio.run_coroutine_threadsafe(turns, served[2]._loop).result(HANG_S)
+    asyncio.run_coroutine_threadsafe(turns, served.router._loop).result(HANG_S)
     client.sendall(BODY)
     _, generate = double.take()
     client.close()

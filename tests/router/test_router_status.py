@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import msgspec
 import openai
-import pytest
 from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import DecodeDouble, Script, Served, make_model, serving, speak
+
+ROUTER = {"max_body_bytes": 20_000}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble(script=speak([70, 71]))
-    with serving(make_model(tmp_path_factory.mktemp("model")), double, max_body_bytes=20_000) as (
-        _,
-        url,
-    ):
-        yield double, url
-
-
-@pytest.fixture(scope="module")
-def url(served: tuple[DecodeDouble, str]) -> str:
-    return served[1]
+def script_of(text: Text) -> Script:
+    return speak([70, 71])
 
 
 def test_models(url: str) -> None:
@@ -55,8 +45,8 @@ def test_request_id_is_returned(url: str) -> None:
     assert len(httpx.get(f"{url}/nothing").headers["x-request-id"]) == 32
 
 
-def test_state_of_the_router(served: tuple[DecodeDouble, str]) -> None:
-    double, url = served
+def test_state_of_the_router(served: Served) -> None:
+    double, url, _ = served
     for path, said in (
         ("health", {"status": "ok"}),
         ("ready", {"status": "ready"}),

@@ -16,12 +16,15 @@ import pytest
 from cluster.config import load
 from router.config import RouterConfig
 from router.http.origins import origins
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
+    Script,
+    Served,
     asking,
+    connected,
     ended,
-    make_model,
     serving,
     speak,
 )
@@ -38,15 +41,8 @@ PREFLIGHT = ORIGIN | {
 LIMIT_S = 0.4
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def url(directory: Path) -> Iterator[str]:
-    with serving(directory, DecodeDouble(script=speak([5]))) as (_, url):
-        yield url
+def script_of(text: Text) -> Script:
+    return speak([5])
 
 
 def post(url: str, content: bytes, **headers: str) -> httpx.Response:
@@ -157,19 +153,12 @@ def test_what_is_no_origin_is_refused_by_the_field(wrong: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def hasty(directory: Path) -> Iterator[tuple[DecodeDouble, str]]:
+def hasty(directory: Path) -> Iterator[Served]:
     """A router that waits for nothing longer than LIMIT_S."""
     double = DecodeDouble(script=speak([5]))
     limits = {"header_timeout_s": LIMIT_S, "body_timeout_s": LIMIT_S}
     with serving(directory, double, **limits) as (_, url):
         yield double, url
-
-
-def connected(url: str) -> socket.socket:
-    address = httpx.URL(url)
-    connection = socket.create_connection((address.host, address.port or 0))
-    connection.settimeout(HANG_S)
-    return connection
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -207,9 +196,7 @@ WHOLE = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 @pytest.mark.parametrize("before", [b"", WHOLE], ids=["new", "kept"])
 @pytest.mark.parametrize("part", [b"", b"a: b\r\n"], ids=["half", "trickled"])
-def test_a_head_that_does_not_come_is_cut(
-    hasty: tuple[DecodeDouble, str], before: bytes, part: bytes
-) -> None:
+def test_a_head_that_does_not_come_is_cut(hasty: Served, before: bytes, part: bytes) -> None:
     connection = connected(hasty[1])
     connection.sendall(before + b"GET /health HTTP/1.1\r\n")
     thread = trickle(connection, part) if part else None
@@ -224,16 +211,14 @@ def test_a_head_that_does_not_come_is_cut(
 
 
 def test_a_connection_that_says_nothing_is_closed_without_an_answer(
-    hasty: tuple[DecodeDouble, str],
+    hasty: Served,
 ) -> None:
     assert rest(connected(hasty[1])) == b""
 
 
 @pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"], ids=["", "100-continue"])
 @pytest.mark.parametrize("part", [b"", b" "], ids=["half", "trickled"])
-def test_a_body_that_does_not_come_is_408(
-    hasty: tuple[DecodeDouble, str], part: bytes, expects: bytes
-) -> None:
+def test_a_body_that_does_not_come_is_408(hasty: Served, part: bytes, expects: bytes) -> None:
     connection = connected(hasty[1])
     connection.sendall(HEAD.replace(b"host", expects + b"host") + b'{"prompt": ')
     thread = trickle(connection, part) if part else None
@@ -247,9 +232,7 @@ def test_a_body_that_does_not_come_is_408(
 
 
 @pytest.mark.parametrize("path", ["nothing", "v1/models", "v1/embeddings"])
-def test_a_body_that_nobody_wants_is_not_waited_for(
-    hasty: tuple[DecodeDouble, str], path: str
-) -> None:
+def test_a_body_that_nobody_wants_is_not_waited_for(hasty: Served, path: str) -> None:
     connection = connected(hasty[1])
     connection.sendall(HEAD.replace(b"v1/completions", path.encode()))
     thread = trickle(connection, b" ")
@@ -258,7 +241,7 @@ def test_a_body_that_nobody_wants_is_not_waited_for(
 
 
 def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(
-    hasty: tuple[DecodeDouble, str],
+    hasty: Served,
 ) -> None:
     double, url = hasty
     with httpx.Client(base_url=url) as client, asking() as ask:
@@ -274,7 +257,7 @@ def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(
         assert client.get("/health").extensions["network_stream"] is before, "a new connection"
 
 
-def test_requests_that_come_together_are_all_answered(hasty: tuple[DecodeDouble, str]) -> None:
+def test_requests_that_come_together_are_all_answered(hasty: Served) -> None:
     connection = connected(hasty[1])
     body = b'{"prompt": "a"}'
     ask = HEAD.replace(b"9999", str(len(body)).encode()) + body

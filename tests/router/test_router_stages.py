@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +11,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.observe.metrics import STAGES
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import HANG_S, Script, Served, events, speak
 from worker.api import Stages
 
 TOLD = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
@@ -29,15 +28,8 @@ WANTED = {
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = make_model(tmp_path_factory.mktemp("model"))
-    with serving(directory, DecodeDouble(script=speak([5, 6, 7], stages=TOLD))) as (_, url):
-        yield url
-
-
-def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{path}", json=body, timeout=HANG_S)
+def script_of(text: Text) -> Script:
+    return speak([5, 6, 7], stages=TOLD)
 
 
 def check(stages: dict[str, Any]) -> None:
@@ -50,21 +42,19 @@ def check(stages: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "ask"), [("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "a"})]
 )
-def test_whole_answers(url: str, path: str, ask: dict[str, Any]) -> None:
-    found = post(url, path, **ask, n=2, return_stages=True).json()
+def test_whole_answers(served: Served, path: str, ask: dict[str, Any]) -> None:
+    found = served.post(path, **ask, n=2, return_stages=True).json()
     assert len(found["choices"]) == 2
     for choice in found["choices"]:
         check(choice["stages"])
-    plain = post(url, path, **ask).json()
+    plain = served.post(path, **ask).json()
     assert "stages" not in plain["choices"][0]
 
 
-def test_streams_say_it_once_a_choice_with_the_finish_reason(url: str) -> None:
+def test_streams_say_it_once_a_choice_with_the_finish_reason(served: Served) -> None:
     body = {"messages": HELLO, "stream": True, "n": 2, "return_stages": True}
-    lines = post(url, "chat/completions", **body).text.split("\n")
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     told = []
-    for chunk in chunks:
+    for chunk in events(served.post("chat/completions", **body)):
         ChatCompletionChunk.model_validate(chunk)
         for choice in chunk["choices"]:
             assert ("stages" in choice) == (choice["finish_reason"] is not None)
@@ -72,20 +62,22 @@ def test_streams_say_it_once_a_choice_with_the_finish_reason(url: str) -> None:
     assert sorted(told) == [0, 1]
 
 
-def test_a_stop_string_does_not_lose_them(url: str) -> None:
-    text = post(url, "completions", prompt="a", max_tokens=3).json()["choices"][0]["text"]
-    found = post(url, "completions", prompt="a", stop=[text[-1]], return_stages=True).json()
+def test_a_stop_string_does_not_lose_them(served: Served) -> None:
+    text = served.post("completions", prompt="a", max_tokens=3).json()["choices"][0]["text"]
+    found = served.post("completions", prompt="a", stop=[text[-1]], return_stages=True).json()
     assert found["choices"][0]["finish_reason"] == "stop"
     check(found["choices"][0]["stages"])
 
 
-def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(url: str) -> None:
+def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(
+    served: Served,
+) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     body = {"prompt": "a", "max_tokens": 3}
-    httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+    httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
     accept = {"accept": "application/openmetrics-text"}
-    page = httpx.get(f"{url}/metrics", headers=accept).text
+    page = httpx.get(f"{served.url}/metrics", headers=accept).text
     named = {
         family.name.removeprefix("kvlane_")
         for family in openmetrics.text_string_to_metric_families(page)
@@ -98,10 +90,10 @@ def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(ur
     }  # fmt: skip
 
 
-def test_every_stage_is_a_histogram(url: str) -> None:
-    post(url, "completions", prompt="a")
+def test_every_stage_is_a_histogram(served: Served) -> None:
+    served.post("completions", prompt="a")
     counts = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+    for family in text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text):
         if family.name == "kvlane_request_stage_seconds":
             for sample in family.samples:
                 if sample.name.endswith("_count"):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,13 +16,12 @@ from tests.fault.router_doubles import (
     HANG_S,
     Ask,
     DecodeDouble,
-    asking,
+    connected,
     ended,
     failed,
-    letter_ids,
-    make_model,
     metric,
     num_live,
+    raw_post,
     serving,
     speak,
     wait_until,
@@ -33,25 +30,10 @@ from worker.api import Abort, Ack, Error, FinishReason, Member, WorkerStats
 from worker.errors import UserError
 
 LENGTH = FinishReason.LENGTH
+Ids = tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def ids(directory: Path) -> tuple[int, ...]:
-    return letter_ids(directory)
-
-
-@pytest.fixture
-def ask() -> Iterator[Ask]:
-    with asking() as found:
-        yield found
-
-
-def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: tuple[int, ...]) -> None:
+def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
     with serving(directory, double, max_inflight=1) as (_, url):
         first = ask(url)
@@ -67,15 +49,12 @@ def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: tuple
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
 def test_client_that_goes_is_an_abort(
-    directory: Path, ids: tuple[int, ...], streamed: bool, phase: str
+    directory: Path, ids: Ids, streamed: bool, phase: str
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
     with serving(directory, double) as (router, url):
-        body = json.dumps({"prompt": "a", "stream": streamed}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
-            client.sendall(head.encode() + body)
+        with connected(url) as client:
+            client.sendall(raw_post(prompt="a", stream=streamed))
             peer, generate = double.take()
             if phase == "waiting":
                 double.refuse(peer, generate, retry_after_s=10_000)
@@ -104,11 +83,8 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
     monkeypatch.setattr(Preparer, "completion", slowly)
     double = DecodeDouble()
     with serving(directory, double) as (router, url):
-        body = json.dumps({"prompt": "a", "n": 3, "user": "x" * 10_000}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
-            client.sendall(head.encode() + body)
+        with connected(url) as client:
+            client.sendall(raw_post(prompt="a", n=3, user="x" * 10_000))
             assert entered.wait(HANG_S)
         go_on.set()
         wait_until(lambda: metric(url, 'requests_total{model="small",outcome="abort"') == 3)
@@ -120,7 +96,7 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
 
 @pytest.mark.parametrize("started", [False, True])
 def test_deadline_is_a_typed_error_and_an_abort(
-    directory: Path, ask: Ask, ids: tuple[int, ...], started: bool
+    directory: Path, ask: Ask, ids: Ids, started: bool
 ) -> None:
     double = DecodeDouble()
     timeout_s = 1.5 if started else 0.3
@@ -141,7 +117,7 @@ def test_deadline_is_a_typed_error_and_an_abort(
     [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 503), ("invalid_value", 400)],
 )
 def test_error_of_the_worker_reaches_the_client(
-    directory: Path, ask: Ask, ids: tuple[int, ...], code: str, status: int
+    directory: Path, ask: Ask, ids: Ids, code: str, status: int
 ) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (_, url):
@@ -162,7 +138,7 @@ def test_error_of_the_worker_reaches_the_client(
 
 
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (router, url):
@@ -177,7 +153,7 @@ def test_one_failed_choice_ends_the_request_and_aborts_the_others(
 
 
 def test_drain_refuses_new_requests_and_finishes_old_ones(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (router, url):
@@ -195,7 +171,7 @@ def test_drain_refuses_new_requests_and_finishes_old_ones(
 
 
 def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
+    directory: Path, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     before = set(threading.enumerate())
@@ -235,9 +211,7 @@ def test_a_port_that_another_router_has_is_refused_by_name(directory: Path) -> N
             pass
 
 
-def test_member_that_came_back_is_asked_again(
-    directory: Path, ask: Ask, ids: tuple[int, ...]
-) -> None:
+def test_member_that_came_back_is_asked_again(directory: Path, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
     with serving(directory, double) as (router, url):
         away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
@@ -251,7 +225,7 @@ def test_member_that_came_back_is_asked_again(
         assert ended(ask(url)) == ("abcdefgh", "stop", None)
 
 
-def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: tuple[int, ...]) -> None:
+def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: Ids) -> None:
     double, prefill = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
     with serving(directory, double, prefill) as (_, url):
         future = ask(url)
@@ -261,15 +235,13 @@ def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: tuple
         assert ended(future) == ("abcdefgh", "stop", None)
 
 
-def test_a_client_that_does_not_read_is_given_up(directory: Path, ids: tuple[int, ...]) -> None:
+def test_a_client_that_does_not_read_is_given_up(directory: Path, ids: Ids) -> None:
     double = DecodeDouble()
     with serving(directory, double, keep_alive_s=2) as (router, url), socket.socket() as client:
-        body = json.dumps({"prompt": "a", "stream": True, "n": 120, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")
         client.connect((host, int(port)))
-        client.sendall(head.encode() + body)
+        client.sendall(raw_post(prompt="a", stream=True, n=120, logprobs=20))
         for _ in range(120):
             peer, generate = double.take()
             double.chunk(peer, generate, ids * 30, finish=LENGTH)

@@ -6,8 +6,6 @@ import asyncio
 import json
 import logging
 import re
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,16 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.http.exchange import Exchanges
 from router.observe.metrics import STAGES
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
+    Script,
     asking,
+    connected,
     ended,
-    make_model,
     metric,
+    raw_post,
     serving,
     speak,
     wait_until,
@@ -33,27 +34,8 @@ from worker.api import FinishReason, Stages
 TOLD = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def served(directory: Path) -> Iterator[tuple[DecodeDouble, str]]:
-    double = DecodeDouble()
-    with serving(directory, double) as (_, url):
-        yield double, url
-
-
-@pytest.fixture
-def double(served: tuple[DecodeDouble, str]) -> DecodeDouble:
-    served[0].script = speak([5, 6, 7], stages=TOLD)
-    return served[0]
-
-
-@pytest.fixture
-def url(served: tuple[DecodeDouble, str], double: DecodeDouble) -> str:
-    return served[1]
+def script_of(text: Text) -> Script:
+    return speak([5, 6, 7], stages=TOLD)
 
 
 @pytest.fixture
@@ -154,11 +136,8 @@ def test_the_line_of_an_answer_that_ended_early(
     url: str, double: DecodeDouble, lines: pytest.LogCaptureFixture
 ) -> None:
     double.script = None
-    body = json.dumps({"prompt": "a", "stream": True}).encode()
-    address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 0)) as client:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-request-id: gone\r\n"
-        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with connected(url) as client:
+        client.sendall(raw_post(headers="x-request-id: gone\r\n", prompt="a", stream=True))
         double.take()
     line = access(lines, "gone").getMessage()
     assert " 499 " in line

@@ -12,25 +12,18 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import HANG_S, Script, Served, serving, speak
 from worker.api import Stages
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+def script_of(text: Text) -> Script:
+    return speak([5, 6], stages=Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc"))
 
 
 @pytest.fixture(scope="module")
-def url(directory: Path) -> Iterator[str]:
-    told = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
-    with serving(directory, DecodeDouble(script=speak([5, 6], stages=told))) as (_, url):
-        yield url
-
-
-@pytest.fixture(scope="module")
-def document(url: str) -> dict[str, Any]:
-    return httpx.get(f"{url}/openapi.json").json()
+def document(served: Served) -> dict[str, Any]:
+    return httpx.get(f"{served.url}/openapi.json").json()
 
 
 def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
