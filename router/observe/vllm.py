@@ -103,6 +103,7 @@ class VllmMetrics(Collector):
         e2e_buckets: Sequence[float],
         itl_buckets: Sequence[float],
     ) -> None:
+        self._model = model
         self._gauge_values = (model, ENGINE)
         self._values = (model, worker.rpartition("-")[2])
         self._shared = shared
@@ -156,32 +157,30 @@ class VllmMetrics(Collector):
         num_pages = sum(each.num_pages for each in stats)
         free = sum(each.num_free_pages for each in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
-        for name, text, value in (
-            ("num_requests_running", "Choices that have had their first token", decoding),
-            ("num_requests_waiting", "Choices without a token, queued or at workers",
-             queued + unstarted),
-            ("num_requests_swapped", "Always 0, as nothing is swapped", 0),
-            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", used),
-            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", used),
-            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", 0),
+        page_size = str(max((each.page_size for each in stats), default=0))
+        config = {(page_size, str(num_pages)): 1.0} if stats else {}
+        reasons = {("capacity",): float(queued), ("deferred",): float(unstarted)}
+        for name, text, labels, values in (
+            ("num_requests_running", "Choices that have had their first token", (),
+             {(): decoding}),
+            ("num_requests_waiting", "Choices without a token, queued or at workers", (),
+             {(): queued + unstarted}),
+            ("num_requests_swapped", "Always 0, as nothing is swapped", (), {(): 0}),
+            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", (),
+             {(): used}),
+            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", (), {(): used}),
+            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", (), {(): 0}),
+            ("num_requests_waiting_by_reason", "Choices without a token, by reason", ("reason",),
+             reasons),
+            ("cache_config_info", "KV pages of the decode workers",
+             ("block_size", "num_gpu_blocks"), config),
+            ("lora_requests_info", "There are no adapters",
+             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"), {("0", "", ""): 0}),
         ):  # fmt: skip
-            yield self._gauge(name, text, value)
-        by_reason = self._gauge(
-            "num_requests_waiting_by_reason", "Choices without a token, by reason", None, "reason"
-        )
-        by_reason.add_metric((*self._gauge_values, "capacity"), queued)
-        by_reason.add_metric((*self._gauge_values, "deferred"), unstarted)
-        yield by_reason
-        config = "block_size", "num_gpu_blocks"
-        page_size = max((each.page_size for each in stats), default=0)
-        family = self._gauge("cache_config_info", "KV pages of the decode workers", None, *config)
-        if stats:
-            family.add_metric((*self._gauge_values, str(page_size), str(num_pages)), 1)
-        yield family
-        adapters = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
-        family = self._gauge("lora_requests_info", "There are no adapters", None, *adapters)
-        family.add_metric((*self._gauge_values, "0", "", ""), 0)
-        yield family
+            family = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels))
+            for more, value in values.items():
+                family.add_metric((*self._gauge_values, *more), value)
+            yield family
 
     def _counters(self) -> Iterator[Metric]:
         shared = self._shared
@@ -204,29 +203,30 @@ class VllmMetrics(Collector):
             family.add_metric(self._values, value)
             yield family
         labels = *LABELS, "finished_reason"
-        name, text = PREFIX + "request_success", "Choices ended, by reason"
-        family = CounterMetricFamily(name, text, labels=labels)
+        family = CounterMetricFamily(
+            PREFIX + "request_success", "Choices ended, by reason", labels=labels
+        )
         for reason, number in self._ended.items():
             family.add_metric((*self._values, reason), number)
         yield family
 
     def _drafts(self) -> Iterator[Metric]:
         """Where a worker verifies; a draft is a window's, a draft token one place of it."""
-        found = {
-            (self._gauge_values[0], name.rpartition("-")[2]): each
-            for name, each in self._drafting().items()
-            if each.drafted
+        by_engine = {
+            (self._model, name.rpartition("-")[2]): stats
+            for name, stats in self._drafting().items()
+            if stats.drafted
         }
-        values = {labels: _figures(of) for labels, of in found.items()}
+        figures = {labels: _figures(stats) for labels, stats in by_engine.items()}
         for name, text, kind in DRAFTS:
             family = kind(PREFIX + OF_DRAFTS + name, text, labels=LABELS)
-            for labels, figures in values.items():
-                family.add_metric(labels, figures[name])
+            for labels, values in figures.items():
+                family.add_metric(labels, values[name])
             yield family
         name, text = OF_DRAFTS + "num_accepted_tokens_per_pos", "Drafts accepted, by place from 0"
         family = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "position"))
-        for labels, of in found.items():
-            for place, number in enumerate(of.accepted):
+        for labels, stats in by_engine.items():
+            for place, number in enumerate(stats.accepted):
                 family.add_metric((*labels, str(place)), number)
         yield family
 
@@ -253,12 +253,6 @@ class VllmMetrics(Collector):
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric(self._values, buckets, total)
             yield family
-
-    def _gauge(self, name: str, text: str, value: float | None, *labels: str) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels))
-        if value is not None:
-            family.add_metric(self._gauge_values, value)
-        return family
 
 
 def joined(head: str, samples: Sequence[str]) -> str:

@@ -32,6 +32,8 @@ MAX_TOOLS = 512
 MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
 FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
 MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
+# Fields of a body that workers get as they are.
+AS_GIVEN = ("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "return_trace")
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 ItemT = TypeVar("ItemT")
@@ -187,24 +189,20 @@ class GenerationBody(RequestModel):
                 raise invalid(f"{name} contradicts structured output, which has its own end", name)
         given = {name: getattr(self, name) for name in Defaults.model_fields}
         drawn = defaults.model_copy(update={k: v for k, v in given.items() if v is not None})
-        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
+        taken = {name: getattr(self, name) for name in AS_GIVEN}
         return Sampling(
+            **taken,
             max_tokens=max_tokens,
             temperature=0.0 if drawn.temperature < MIN_TEMPERATURE else drawn.temperature,
             top_p=drawn.top_p,
             top_k=max(0, drawn.top_k),
             min_p=drawn.min_p,
-            seed=seed,
-            ignore_eos=self.ignore_eos,
-            stop_ids=tuple(sorted(set(self.stop_token_ids))),
-            min_tokens=self.min_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             repetition_penalty=drawn.repetition_penalty,
+            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
+            stop_ids=tuple(sorted(set(self.stop_token_ids))),
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
             grammar=grammar,
-            return_trace=self.return_trace,
         )
 
 
@@ -298,25 +296,18 @@ class CompletionBody(GenerationBody):
         return self.best_of or self.n
 
 
-Fields = Mapping[str, Any]
-
-# Fields that would change the output and are not supported yet. Each row says which values change
-# nothing. Whoever builds one deletes its row and adds the field above.
-NOT_BUILT: dict[str, Callable[[Any, Fields], bool]] = {
-    "use_beam_search": lambda value, _: not value,
-    "allowed_token_ids": lambda value, _: not value,
-    "bad_words": lambda value, _: not value,
-    "prompt_logprobs": lambda value, _: False,
+# Fields that would change the output and are not supported yet; what is falsy changes nothing, or
+# what the table below says. Whoever builds one deletes its name and adds the field above.
+NOT_BUILT = (
+    "use_beam_search", "allowed_token_ids", "bad_words", "prompt_logprobs", "functions",
+    "modalities", "audio", "suffix", "prompt_embeds", "truncate_prompt_tokens", "structural_tag",
+    "include_stop_str_in_output", "continue_final_message", "chat_template",
+)  # fmt: skip
+HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "prompt_logprobs": lambda value, fields: False,
+    "truncate_prompt_tokens": lambda value, fields: False,
+    "modalities": lambda value, fields: value == ["text"],
     "functions": lambda value, fields: not value or fields.get("function_call") == "none",
-    "modalities": lambda value, _: value == ["text"],
-    "audio": lambda value, _: not value,
-    "suffix": lambda value, _: not value,
-    "prompt_embeds": lambda value, _: not value,
-    "truncate_prompt_tokens": lambda value, _: False,
-    "structural_tag": lambda value, _: not value,
-    "include_stop_str_in_output": lambda value, _: not value,
-    "continue_final_message": lambda value, _: not value,
-    "chat_template": lambda value, _: not value,
 }
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -329,12 +320,10 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     Raises:
         ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
     """
-    try:
-        body = model.model_validate_json(raw)
-    except ValidationError as error:
-        raise refused(error) from None
+    body = read(model, raw)
     extra = body.model_extra or {}
-    for name, harmless in NOT_BUILT.items():
+    for name in NOT_BUILT:
+        harmless = HARMLESS.get(name, lambda value, _: not value)
         if name in extra and not harmless(extra[name], extra):
             raise unsupported(f"{name} is not supported yet with this value", name)
     if any(not stop for stop in body.stop):

@@ -15,6 +15,9 @@ from router.show.front import Front
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
 SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are junk"
 
+OF_MEMBER = (
+    "name", "role", "incarnation", "address", "node", "transport", "layout_hash", "digest",
+)  # fmt: skip
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -103,18 +106,8 @@ class StatusRoutes:
     async def config(self) -> Response:
         """GET /config: the resolved configuration, the members, and notes on this build."""
         members = [
-            {
-                "name": known.member.name,
-                "role": known.member.role,
-                "incarnation": known.member.incarnation,
-                "address": known.member.address,
-                "node": known.member.node,
-                "transport": known.member.transport,
-                "layout_hash": known.member.layout_hash,
-                "digest": known.member.digest,
-                "live": known.live,
-                "num_requests": known.num_requests,
-            }
+            {name: getattr(known.member, name) for name in OF_MEMBER}
+            | {"live": known.live, "num_requests": known.num_requests}
             for known in self._by_name()
         ]
         notes = [RDMA_NOTE]

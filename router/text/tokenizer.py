@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,8 +179,8 @@ class Text:
         begins |= set(special.values())
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self._token_bytes = cache(self._bytes_of)
+        self._token_text = cache(self._text_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
@@ -189,24 +190,15 @@ class Text:
         """The text of `tokens`; the pieces of a `Detokenizer` must add up to it."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        extra: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """The prompt of a chat, special tokens written out.
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a chat, special tokens written out; options: of `ChatTemplate.render`.
 
         Raises:
             UserError: the model has no template, or the template refuses these messages.
         """
         if self._template is None:
             raise UserError("this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools
-        )
+        return self._template.render(messages, **options)
 
     def output(
         self,
@@ -250,24 +242,15 @@ class Text:
             return ByteDetokenizer(self._token_bytes, self._token_text, skip)
         return WindowDetokenizer(self._decode_all, prompt, skip)
 
-    def _token_bytes(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = token_bytes(self.piece(token))
-        return found
+    def _bytes_of(self, token: int) -> bytes:
+        return token_bytes(self.piece(token))
 
-    def _token_text(self, token: int) -> str | None:
+    def _text_of(self, token: int) -> str | None:
         """The text of a token whose bytes are whole characters."""
         try:
-            return self._texts[token]
-        except KeyError:
-            pass
-        try:
-            text = self._token_bytes(token).decode()
+            return self._token_bytes(token).decode()
         except UnicodeDecodeError:
-            text = None
-        self._texts[token] = text
-        return text
+            return None
 
     def _decode_all(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
