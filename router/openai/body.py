@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 
@@ -13,11 +12,8 @@ from msgspec.json import encode as to_json
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.observe.metrics import by_stage
-from router.openai.prepared import Prepared, Said
+from router.openai.prepared import Prepared
 from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage
-
-TEXT = secrets.token_hex(16)  # stands for the text in a frame
-QUOTED_TEXT = to_json(TEXT)
 
 
 class Body:
@@ -32,18 +28,26 @@ class Body:
     def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared
         self._reqs = reqs
-        self._id = f"{prepared.writer.prefix}-{unique_id}"
-        self._created = int(time.time())
         self._opened = set[int]()  # choices that have their first event
-        self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
+        self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
+        self._completion = Completion[Choice](
+            id=self.answer_id,
+            object=prepared.writer.chunk_object,
+            created=int(time.time()),
+            model=prepared.model,
+            choices=(),
+            usage=None if prepared.include_usage else UNSET,
+        )
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         """An answer that is not streamed; `answers` are its choices."""
-        writer = self._prepared.writer
+        writer, completion = self._prepared.writer, self._completion
         choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
             self._account(choice, answer)
-        return to_json(self._completion(writer.whole_object, choices, self._usage()))
+        completion.object, completion.choices = writer.whole_object, choices
+        completion.usage = self._usage()
+        return to_json(completion)
 
     def events(self, deltas: list[Delta]) -> bytes:
         """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
@@ -53,54 +57,26 @@ class Body:
                 self._opened.add(delta.index)
                 opening = writer.opening(delta.index)
                 if opening is not None:
-                    events.append(self._said(delta, opening))
-            chunk = writer.chunk(delta)
-            if isinstance(chunk, Said):
-                events.append(self._said(delta, chunk))
-            elif chunk is not None:
-                events.append(self._chunk(chunk, delta))
+                    events.append(self._event(opening))
+            choice = writer.chunk(delta)
+            if choice is not None:
+                self._account(choice, delta)
+                events.append(self._event(choice))
         return b"".join(events)
 
     def usage(self) -> bytes:
         """The last event, if it was asked for."""
-        return self._event([], self._usage()) if self._prepared.include_usage else b""
+        if not self._prepared.include_usage:
+            return b""
+        self._completion.usage = self._usage()
+        return self._event()
 
-    def _said(self, delta: Delta, said: Said) -> bytes:
-        if said.text and not said.reason and not self._prepared.continuous_usage:
-            before, after = self._frame(delta.index, said.field)
-            return b"%b%b%b" % (before, to_json(said.text), after)
-        choice = self._prepared.writer.saying(delta.index, said)
-        return self._chunk(choice, delta if said.reason else None)
-
-    def _frame(self, index: int, field: str) -> tuple[bytes, bytes]:
-        """What stands around the text in events of which only that differs: most of a stream."""
-        frame = self._frames.get((index, field))
-        if frame is None:
-            event = self._event([self._prepared.writer.saying(index, Said(field, TEXT))])
-            before, _, after = event.partition(QUOTED_TEXT)
-            frame = self._frames[index, field] = before, after
-        return frame
-
-    def _chunk(self, choice: Choice, delta: Delta | None) -> bytes:
-        if delta is not None:
-            self._account(choice, delta)
-        return self._event([choice], self._usage() if self._prepared.continuous_usage else None)
-
-    def _event(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
-        completion = self._completion(self._prepared.writer.chunk_object, choices, usage)
+    def _event(self, *choices: Choice) -> bytes:
+        completion = self._completion
+        completion.choices = choices
+        if self._prepared.continuous_usage:
+            completion.usage = self._usage()
         return b"data: %b\n\n" % to_json(completion)
-
-    def _completion(
-        self, kind: str, choices: Sequence[Choice], usage: Usage | None
-    ) -> Completion[Choice]:
-        return Completion(
-            id=self._id,
-            object=kind,
-            created=self._created,
-            model=self._prepared.model,
-            choices=choices,
-            usage=usage if usage is not None or self._prepared.include_usage else UNSET,
-        )
 
     def _account(self, choice: Choice, delta: Delta) -> None:
         """Add the accept trace and the time of each stage, if asked for and known."""

@@ -11,7 +11,6 @@ from msgspec import UNSET
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
 from router.openai.logprobs import BytesOf, chat_logprobs
-from router.openai.prepared import Said
 from router.openai.reply import (
     AssistantMessage,
     ChatChoice,
@@ -47,41 +46,27 @@ class ChatWriter:
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
 
-    def opening(self, index: int) -> Said | None:
+    def opening(self, index: int) -> Choice | None:
         """The role comes first, in a chunk of its own."""
-        return Said("role")
+        delta = DeltaMessage(role="assistant", content="", refusal=None)
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> Choice | Said | None:
+    def chunk(self, delta: Delta) -> Choice | None:
         """See `router.openai.prepared.AnswerWriter`."""
-        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
-            return Said("content", delta.text)
-        parsed = self._parsed(delta)
+        if self._parser is Plain:  # most often
+            message, empty = DeltaMessage(content=delta.text or UNSET), not delta.text
+        else:
+            parsed = self._parsed(delta)
+            message, empty = _delta(parsed), not parsed
         reason = self._reason(delta)
-        if not delta.scored and not parsed.calls and not (parsed.reasoning and parsed.content):
-            if parsed.content:
-                return Said("content", parsed.content, reason)
-            if parsed.reasoning:
-                return Said("reasoning", parsed.reasoning, reason)
-            return None if reason is None else Said("", "", reason)
+        if empty and reason is None and not delta.scored:
+            return None
         return ChunkChoice(
             index=delta.index,
-            delta=_delta(parsed),
+            delta=message,
             logprobs=self._logprobs(delta),
             finish_reason=reason,
         )
-
-    def saying(self, index: int, said: Said) -> Choice:
-        """See `router.openai.prepared.AnswerWriter`."""
-        match said.field:
-            case "role":
-                delta = DeltaMessage(role="assistant", content="", refusal=None)
-            case "content":
-                delta = DeltaMessage(content=said.text)
-            case "reasoning":
-                delta = DeltaMessage(reasoning_content=said.text)
-            case _:
-                delta = DeltaMessage()
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=said.reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.openai.prepared.AnswerWriter`."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta
 from router.openai.logprobs import BytesOf, text_logprobs
-from router.openai.prepared import Said
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
 from router.text.tokenizer import Text
@@ -30,37 +29,31 @@ class TextWriter:
         self._bytes_of = bytes_of
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
-    def opening(self, index: int) -> Said | None:
+    def opening(self, index: int) -> Choice | None:
         """The prompt, if it is to be echoed."""
-        return Said("text", self._echoes[index]) if self._echoes else None
+        if not self._echoes:
+            return None
+        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> Choice | Said | None:
+    def chunk(self, delta: Delta) -> Choice:
         """See `router.openai.prepared.AnswerWriter`."""
-        if not delta.scored:
-            return Said("text", delta.text, delta.finish_reason)
-        return TextChoice(
-            index=delta.index,
-            text=delta.text,
-            logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
-        )
-
-    def saying(self, index: int, said: Said) -> Choice:
-        """See `router.openai.prepared.AnswerWriter`."""
-        return TextChoice(index=index, text=said.text, logprobs=None, finish_reason=said.reason)
+        return self._choice(delta.index, delta, delta.text)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """See `router.openai.prepared.AnswerWriter`."""
         echo = self._echoes[delta.index] if self._echoes else ""
+        return self._choice(index, delta, echo + delta.text)
+
+    def _choice(self, index: int, delta: Delta, text: str) -> Choice:
         return TextChoice(
             index=index,
-            text=echo + delta.text,
-            logprobs=self._logprobs(delta),
+            text=text,
+            logprobs=self._logprobs(delta) if delta.scored else None,
             finish_reason=delta.finish_reason,
         )
 
     def _logprobs(self, delta: Delta) -> TextLogprobs | None:
-        if self._bytes_of is None or not delta.scored:
+        if self._bytes_of is None:
             return None
         offset = self._offsets.get(delta.index, 0)
         found = text_logprobs(delta.scored, self._bytes_of, offset)

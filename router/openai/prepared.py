@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from router.dispatch.mailbox import Delta
 from router.openai.reply import Choice
 from router.text.output import OutputText
 from worker.api import Sampling
-
-
-class Said(NamedTuple):
-    """A chunk that adds no more to a choice than a text, and maybe ends it.
-
-    `field` is where the text stands; the writer knows what its names mean.
-    """
-
-    field: str
-    text: str = ""
-    reason: str | None = None
 
 
 class AnswerWriter(Protocol):
@@ -30,16 +19,12 @@ class AnswerWriter(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int) -> Said | None:
+    def opening(self, index: int) -> Choice | None:
         """What the endpoint sends of a choice before its first text, if anything."""
         ...
 
-    def chunk(self, delta: Delta) -> Choice | Said | None:
+    def chunk(self, delta: Delta) -> Choice | None:
         """What a chunk says of a delta; None when nothing is certain yet."""
-        ...
-
-    def saying(self, index: int, said: Said) -> Choice:
-        """The choice of a chunk that says this."""
         ...
 
     def whole(self, index: int, delta: Delta) -> Choice:

@@ -20,7 +20,6 @@ from router.http.connection import Outlet
 from router.observe.metrics import ITL_BUCKETS
 from router.observe.tally import Tallies
 from router.openai.body import Body
-from router.openai.prepared import Said
 from router.text.output import ByteDetokenizer
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
@@ -92,18 +91,6 @@ class Raw:
         return re.sub(
             rb'"id":"call_[0-9a-f]+"', b'"id":""', re.sub(rb'"created":\d+', b'"created":0', body)
         )
-
-
-def generally(patch: pytest.MonkeyPatch) -> None:
-    """Every chunk is written by the task, and each is made by the model of the response."""
-    patch.setattr(Outlet, "is_open", property(lambda self: False))
-    patch.setattr(
-        Body,
-        "_said",
-        lambda self, delta, said: self._chunk(
-            self._prepared.writer.saying(delta.index, said), delta if said.reason else None
-        ),
-    )
 
 
 def pieces_of(tokens: tuple[int, ...], rng: random.Random) -> list[tuple[int, ...]]:
@@ -194,7 +181,7 @@ def test_what_is_written_directly_is_what_the_general_way_writes(
             patch.setattr(Outlet, "write_now", count)
             direct = in_step(served, body, said)
         with monkeypatch.context() as patch:
-            generally(patch)
+            patch.setattr(Outlet, "is_open", property(lambda self: False))
             patch.setattr(Outlet, "write_now", lambda *_: pytest.fail("not the general way"))
             general = in_step(served, body, said)
         assert direct == general
@@ -291,14 +278,14 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     for client in clients:
         client.read(lambda data: b"data: " in data)
     broken = taken[0][1].req_id.rpartition("-")[0]
-    said = Body._said
+    events = Body.events
 
-    def fail(body: Body, delta: Delta, what: Said) -> bytes:
-        if body._id.endswith(broken):
+    def fail(body: Body, deltas: list[Delta]) -> bytes:
+        if body.answer_id.endswith(broken):
             raise ZeroDivisionError
-        return said(body, delta, what)
+        return events(body, deltas)
 
-    monkeypatch.setattr(Body, "_said", fail)
+    monkeypatch.setattr(Body, "events", fail)
     double.send(taken[0][0], *(chunk(each, (65,), 1) for _, each in taken))
     double.send(taken[0][0], chunk(taken[1][1], (66,), 2, last=True))
     bodies = sorted((client.body() for client in clients), key=lambda body: b'"error"' in body)
