@@ -21,6 +21,8 @@ from router.openai.reply import (
     ChunkChoice,
     Completion,
     DetokenizeReply,
+    Model,
+    ModelList,
     TextChoice,
     TokenizeReply,
 )
@@ -41,24 +43,6 @@ class ChatCompletionChunk(Completion[ChunkChoice], kw_only=True):
 
 class TextCompletion(Completion[TextChoice], kw_only=True):
     """A whole answer, or one event of a stream; the event after the last one is `[DONE]`."""
-
-
-class Model(Struct):
-    """The model that is served."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-    simulated_accept_len: float = 0.0  # above 0, answers are junk: acceptance is simulated
-
-
-class ModelList(Struct):
-    """All models: one."""
-
-    object: str
-    data: list[Model]
 
 
 class Status(Struct):
@@ -153,6 +137,31 @@ CONTINUED = _answer("text_completion", text=" there was", finish_reason="length"
 TARGETS = [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]
 TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
 HELLO = [{"role": "user", "content": "Hello"}]
+PAGES: tuple[tuple[str, str, Content], ...] = (
+    ("/v1/models", "All models: one", Content(JSON, ModelList, {"object": "list", "data": [CARD]})),
+    ("/v1/models/{name}", "The model of this name", Content(JSON, Model, CARD)),
+    ("/health", "Whether a decode worker answers", Content(JSON, Status, {"status": "ok"})),
+    (
+        "/live", "That this router's loop turns, and which workers make progress",
+        Content(JSON, Status, {"status": "live", "workers": {"decode-0": "live"}}),
+    ),
+    ("/ready", "Whether requests can be served now", Content(JSON, Status, {"status": "ready"})),
+    ("/metrics", "The routers' metrics, for Prometheus", Content(TEXT, None, "# HELP …")),
+    (
+        "/metrics/targets",
+        "Where every member serves its metrics, for Prometheus' HTTP service discovery",
+        Content(JSON, None, TARGETS),
+    ),
+    (
+        "/dashboard/data",
+        "Workers, load, throughput and latencies of the last minutes, and who was replaced",
+        Content(JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),
+    ),
+    (
+        "/config", "The resolved configuration and the members of the cluster",
+        Content(JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),
+    ),
+)  # fmt: skip
 OPERATIONS = (
     Operation(
         "/v1/chat/completions",
@@ -183,35 +192,8 @@ OPERATIONS = (
         (Content(JSON, DetokenizeReply, {"prompt": "Hello"}),),
         Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
     ),
-    *(
-        Operation(path, summary, (Content(media, schema, example),))
-        for path, summary, media, schema, example in (
-            ("/v1/models", "All models: one", JSON, ModelList, {"object": "list", "data": [CARD]}),
-            ("/v1/models/{name}", "The model of this name", JSON, Model, CARD),
-            ("/health", "Whether a decode worker answers", JSON, Status, {"status": "ok"}),
-            (
-                "/live", "That this router's loop turns, and which workers make progress",
-                JSON, Status, {"status": "live", "workers": {"decode-0": "live"}},
-            ),
-            ("/ready", "Whether requests can be served now", JSON, Status, {"status": "ready"}),
-            ("/metrics", "The routers' metrics, for Prometheus", TEXT, None, "# HELP …"),
-            (
-                "/metrics/targets",
-                "Where every member serves its metrics, for Prometheus' HTTP service discovery",
-                JSON, None, TARGETS,
-            ),
-            (
-                "/dashboard/data",
-                "Workers, load, throughput and latencies of the last minutes, and who was replaced",
-                JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []},
-            ),
-            (
-                "/config", "The resolved configuration and the members of the cluster",
-                JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []},
-            ),
-        )
-    ),
-)  # fmt: skip
+    *(Operation(path, summary, (content,)) for path, summary, content in PAGES),
+)
 
 
 def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
+from msgspec import UNSET, Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
@@ -24,7 +26,8 @@ from router.http.openapi import document
 from router.http.origins import with_cors
 from router.openai.prepare import Preparer
 from router.openai.prepared import Prepared
-from router.openai.tokens import Tokens
+from router.openai.reply import Model, ModelList
+from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front
 from router.show.pages import Pages
 from router.show.status import StatusRoutes, version
@@ -59,7 +62,6 @@ class Routes:
         self._front, self._served = front, front.served
         text = front.served.text
         self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
-        self._tokens = Tokens(front.served, self._preparer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -71,20 +73,20 @@ class Routes:
 
     async def models(self) -> Response:
         """GET /v1/models: the model that is served."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return _json(ModelList([self._model()]))
 
     async def one_model(self, name: str) -> Response:
         """GET /v1/models/{name}."""
-        self._preparer.check_model(name)
-        return JSONResponse(self._model())
+        self._served.check_model(name)
+        return _json(self._model())
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        return JSONResponse(await self._run(await self._body(request), self._tokens.tokenize))
+        return _json(await self._run(await self._body(request), partial(tokenize, self._served)))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return JSONResponse(await self._run(await self._body(request), self._tokens.detokenize))
+        return _json(await self._run(await self._body(request), partial(detokenize, self._served)))
 
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
@@ -149,17 +151,19 @@ class Routes:
             raise ApiError(408, "request_timeout", message) from None
         return bytes(body.removeprefix(BOM_UTF8))
 
-    def _model(self) -> dict[str, Any]:
-        simulated = self._served.simulated_accept_len
-        return {
-            "id": self._served.model,
-            "object": "model",
-            "created": self._served.started_at,
-            "owned_by": "kvlane",
-            "max_model_len": self._served.max_model_len,
-            "default_sampling_params": self._served.defaults.model_dump(),
-            **({"simulated_accept_len": simulated} if simulated else {}),
-        }
+    def _model(self) -> Model:
+        served = self._served
+        return Model(
+            id=served.model,
+            created=served.started_at,
+            max_model_len=served.max_model_len,
+            default_sampling_params=served.defaults.model_dump(),
+            simulated_accept_len=served.simulated_accept_len or UNSET,
+        )
+
+
+def _json(body: Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -126,7 +126,7 @@ class VllmMetrics(Collector):
         decodes: Callable[[], Sequence[WorkerStats]],
         drafting: Callable[[], Mapping[str, WorkerStats]],
     ) -> None:
-        """See RouterMetrics.watch."""
+        """What is read when scraped; `RouterMetrics.watch` describes it."""
         self._running, self._waiting, self._outputs = running, waiting, outputs
         self._decodes, self._drafting = decodes, drafting
 

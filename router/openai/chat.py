@@ -11,6 +11,7 @@ from msgspec import UNSET
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
 from router.openai.logprobs import BytesOf, chat_logprobs
+from router.openai.prepared import AnswerWriter
 from router.openai.reply import (
     AssistantMessage,
     ChatChoice,
@@ -28,7 +29,7 @@ from worker.api import FinishReason
 from worker.errors import UserError
 
 
-class ChatWriter:
+class ChatWriter(AnswerWriter):
     """Chat completions and their chunks.
 
     Args:
@@ -52,7 +53,6 @@ class ChatWriter:
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        """See `router.openai.prepared.AnswerWriter`."""
         if self._parser is Plain:  # most often
             message, empty = DeltaMessage(content=delta.text or UNSET), not delta.text
         else:
@@ -69,7 +69,6 @@ class ChatWriter:
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.openai.prepared.AnswerWriter`."""
         parsed = self._parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
         calls = [

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta
 from router.openai.logprobs import BytesOf, text_logprobs
+from router.openai.prepared import AnswerWriter
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
+from router.openai.served import Served
 from router.text.tokenizer import Text
-from worker.errors import UserError
 
 
-class TextWriter:
+class TextWriter(AnswerWriter):
     """Text completions; chunks have the same form.
 
     Args:
@@ -36,11 +37,9 @@ class TextWriter:
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice:
-        """See `router.openai.prepared.AnswerWriter`."""
         return self._choice(delta.index, delta, delta.text)
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        """See `router.openai.prepared.AnswerWriter`."""
         echo = self._echoes[delta.index] if self._echoes else ""
         return self._choice(index, delta, echo + delta.text)
 
@@ -61,22 +60,21 @@ class TextWriter:
         return found
 
 
-def prompts(body: CompletionBody, text: Text) -> list[tuple[int, ...]]:
+def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:
     """Every prompt of the request.
 
     Raises:
-        UserError: a token id does not exist.
+        ApiError: one is too long, or a token id does not exist.
     """
-    add_special = body.add_special_tokens is not False
-    found: list[tuple[int, ...]] = []
+    adds = body.add_special_tokens is not False
+    tokens: list[tuple[int, ...]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            found.append(text.encode(prompt, add_special_tokens=add_special))
-        elif all(0 <= token < text.vocab_size for token in prompt):
-            found.append(tuple(prompt))
+            tokens.append(served.encode(prompt, "prompt", adds=adds))
         else:
-            raise UserError(f"prompt: token ids must be in [0, {text.vocab_size})", "prompt")
-    return found
+            served.check_tokens(prompt, "prompt")
+            tokens.append(tuple(prompt))
+    return tokens
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:

@@ -71,7 +71,7 @@ class Preparer:
             ApiError, UserError: what is wrong, and in which field.
         """
         body = parse(ChatBody, raw)
-        self.check_model(body.model)
+        self._served.check_model(body.model)
         text, tools = self._served.text, tools_of(body)
         prompt = chat.rendered(
             body.messages,
@@ -81,8 +81,7 @@ class Preparer:
             tools=tools.given,
         )
         think = self._think(prompt)
-        check_size(prompt, self._served, "messages")
-        tokens = text.encode(prompt, add_special_tokens=bool(body.add_special_tokens))
+        tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
         writer = chat.ChatWriter(
             self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
         )
@@ -94,26 +93,17 @@ class Preparer:
     def completion(self, raw: bytes) -> Prepared:
         """POST /v1/completions."""
         body = parse(CompletionBody, raw)
-        self.check_model(body.model)
+        self._served.check_model(body.model)
         limit = self._served.config.max_inflight
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
-        text = self._served.text
-        for prompt in body.prompt:
-            check_size(prompt, self._served, "prompt")
-        prompts = completions.prompts(body, text)
+        text, prompts = self._served.text, completions.prompts(body, self._served)
         writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
         return self._prepared(body, prompts, _Job(writer, "prompt", *grammar))
-
-    def check_model(self, name: str) -> None:
-        """Refuse the name of another model; an empty name means this one."""
-        if name and name != self._served.model:
-            message = f"the model {name!r} does not exist; {self._served.model!r} is served here"
-            raise ApiError(404, "model_not_found", message, param="model")
 
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
@@ -216,18 +206,6 @@ class Preparer:
 
 def _thinking(inner: Parser, think: Think) -> Parser:
     return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
-
-
-def check_size(prompt: str | list[int], served: Served, param: str) -> None:
-    """Refuse, before it is tokenized, a text that has too many tokens however it is tokenized.
-
-    Raises:
-        ApiError: 400.
-    """
-    limit = served.max_model_len
-    if isinstance(prompt, str) and len(prompt) > limit * served.text.max_token_chars:
-        message = f"the model's context is {limit} tokens; the prompt has {len(prompt)} characters"
-        raise ApiError(400, "context_length_exceeded", message, param=param)
 
 
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:

@@ -199,3 +199,22 @@ class DetokenizeReply(Struct, kw_only=True):
     """A text."""
 
     prompt: str
+
+
+class Model(Struct, kw_only=True):
+    """The model that is served."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "kvlane"
+    max_model_len: int
+    default_sampling_params: dict[str, float] = {}
+    simulated_accept_len: float | UnsetType = UNSET  # answers are junk: acceptance is simulated
+
+
+class ModelList(Struct):
+    """All models: one."""
+
+    data: list[Model]
+    object: str = "list"

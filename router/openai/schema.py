@@ -257,7 +257,6 @@ class ChatBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int:
-        """See `GenerationBody`."""
         return self.top_logprobs if self.logprobs else -1
 
 
@@ -287,12 +286,10 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int:
-        """See `GenerationBody`."""
         return -1 if self.logprobs is None else self.logprobs
 
     @property
     def num_samples(self) -> int:
-        """See `GenerationBody`."""
         return self.best_of or self.n
 
 

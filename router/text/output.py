@@ -44,7 +44,7 @@ def token_bytes(piece: str) -> bytes:
     return piece.encode()
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """For byte-level vocabularies, whose tokens are bytes: exact for any bytes.
 
     Args:
@@ -66,7 +66,6 @@ class ByteDetokenizer:
         self._holds = False  # bytes of an unfinished character
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """See `Detokenizer`."""
         if len(tokens) == 1 and not self._holds:  # most often
             text = "" if tokens[0] in self._skip else self._text_of(tokens[0])
             if text is not None:
@@ -76,14 +75,13 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """See `Detokenizer`."""
         return self._decoder.decode(b"", final=True)
 
     def _shown(self, tokens: Sequence[int]) -> Sequence[int]:
         return [token for token in tokens if token not in self._skip]
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """For every other vocabulary: decodes a short window twice and takes the difference.
 
     Invariant: the text of _tokens[:_num_done] was returned; decoding may begin at _tokens[0].
@@ -108,11 +106,9 @@ class WindowDetokenizer:
         self._done_text = decode(self._tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """See `Detokenizer`."""
         return "".join(self._feed(token) for token in tokens if token not in self._skip)
 
     def finish(self) -> str:
-        """See `Detokenizer`."""
         return self._advance(self._decode(self._tokens)) if self._num_held else ""
 
     @property

@@ -71,15 +71,13 @@ class Parser(Protocol):
         ...
 
 
-class Plain:
+class Plain(Parser):
     """Everything is content."""
 
     def feed(self, text: str) -> Parsed:
-        """See `Parser`."""
         return Parsed(text)
 
     def finish(self) -> Parsed:
-        """See `Parser`."""
         return Parsed()
 
 
@@ -179,25 +177,34 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and not SURROGATE.search(value)
 
 
-class Hermes:
-    """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
+class _Calls(Parser):
+    """What both formats share: the text that is not parsed yet, taken step by step."""
 
     def __init__(self) -> None:
         self._text = ""  # not parsed yet
         self._call: _Call | None = None
         self.num_calls = 0  # that have ended
-        self._in_content = False  # content was returned since the last call
 
     def feed(self, text: str) -> Parsed:
-        """See `Parser`."""
         self._text += text
         parsed = Parsed()
         while (step := self._step()) is not None:
             parsed += step
         return parsed
 
+    def _step(self) -> Parsed | None:
+        """The next part that is certain; None when more text is needed."""
+        raise NotImplementedError
+
+
+class Hermes(_Calls):
+    """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_content = False  # content was returned since the last call
+
     def finish(self) -> Parsed:
-        """See `Parser`."""
         parsed, call = Parsed(), self._call
         if call is None:
             parsed.content = self._text
@@ -207,7 +214,6 @@ class Hermes:
         return parsed
 
     def _step(self) -> Parsed | None:
-        """The next part that is certain; None when more text is needed."""
         call = self._call
         if call is None:
             return self._content()
@@ -249,7 +255,7 @@ class Hermes:
         return Parsed(text)
 
 
-class Llama3:
+class Llama3(_Calls):
     """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
 
     Args:
@@ -257,24 +263,14 @@ class Llama3:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
         self._names = frozenset(names)
-        self._text = ""
-        self._call: _Call | None = None
-        self.num_calls = 0  # that have ended
         self._is_content = False
 
     def feed(self, text: str) -> Parsed:
-        """See `Parser`."""
-        if self._is_content:
-            return Parsed(text)
-        self._text += text
-        parsed = Parsed()
-        while (step := self._step()) is not None:
-            parsed += step
-        return parsed
+        return Parsed(text) if self._is_content else super().feed(text)
 
     def finish(self) -> Parsed:
-        """See `Parser`."""
         rest, self._text = self._text, ""
         between = self.num_calls > 0 or self._call is not None
         return Parsed("" if between and not rest.strip(" \r\n\t;}") else rest)
@@ -318,10 +314,10 @@ class Llama3:
         return Parsed(text)
 
 
-class FirstCallOnly:
+class FirstCallOnly(Parser):
     """For parallel_tool_calls = false: the answer ends with its first call."""
 
-    def __init__(self, inner: Hermes | Llama3) -> None:
+    def __init__(self, inner: _Calls) -> None:
         self._inner = inner
 
     @property
@@ -330,11 +326,9 @@ class FirstCallOnly:
         return self._inner.num_calls > 0
 
     def feed(self, text: str) -> Parsed:
-        """See `Parser`."""
         return self._first(self._inner.feed(text))
 
     def finish(self) -> Parsed:
-        """See `Parser`."""
         return self._first(self._inner.finish())
 
     def _first(self, parsed: Parsed) -> Parsed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.text.parsers import THINK, THINK_END, Parsed, Parser, held
 
 
-class Reasoning:
+class Reasoning(Parser):
     """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
 
     Args:
@@ -21,7 +21,6 @@ class Reasoning:
         self._stripping = False  # white space before the answer is still dropped
 
     def feed(self, text: str) -> Parsed:
-        """See `Parser`."""
         if self._inside is False:
             return self._rest(text)
         self._text += text
@@ -36,7 +35,6 @@ class Reasoning:
         return self._reasoning()
 
     def finish(self) -> Parsed:
-        """See `Parser`."""
         parsed = Parsed()
         if self._inside:
             parsed.reasoning = self._trimmed(self._take())

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from router.dispatch.members import Known
-from router.dispatch.policy.base import Asked, Choice, candidates, eligible
+from router.dispatch.policy.base import Asked, Choice, Policy, candidates, eligible
 
 UNKNOWN_S_PER_TOKEN = 1e-4
 
@@ -21,15 +21,14 @@ def prefill_wait_s(known: Known) -> float:
     return known.num_queued_tokens * (known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN)
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     """Ties are broken at random, so that routers that know the same do not all choose the same."""
 
     def choose(self, asked: Asked, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
-        """See `Policy`."""
         best = min(decode, key=lambda known: (decode_load(known), random.random()))
         pool = eligible(best, prefill)
         pool.sort(key=lambda known: (prefill_wait_s(known), random.random()))
         return Choice(best.peer, candidates(pool))
 
     def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        """Nothing to learn: loads are counted by `router.dispatch.members`."""
+        pass  # loads are counted by `router.dispatch.members`

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.dispatch.members import Known
-from router.dispatch.policy.base import Asked, Choice, candidates, eligible
+from router.dispatch.policy.base import Asked, Choice, Policy, candidates, eligible
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """Decode and prefill workers have turns of their own, so that pairs vary."""
 
     def __init__(self) -> None:
@@ -16,7 +16,6 @@ class RoundRobin:
         self._prefill_turn = 0
 
     def choose(self, asked: Asked, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
-        """See `Policy`."""
         in_order = sorted(decode, key=lambda known: known.peer)
         chosen = in_order[self._decode_turn % len(in_order)]
         self._decode_turn += 1
@@ -28,4 +27,4 @@ class RoundRobin:
         return Choice(chosen.peer, candidates(pool))
 
     def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        """Nothing to learn."""
+        pass
