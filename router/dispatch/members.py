@@ -39,8 +39,8 @@ class Known:
     @property
     def num_requests(self) -> int:
         """Requests there: other routers' as of the last Pong, ours as of now."""
-        others = self.stats.num_running + self.stats.num_waiting - self.num_sent_at_pong
-        return max(0, others) + self.num_sent
+        of_others = self.stats.num_running + self.stats.num_waiting - self.num_sent_at_pong
+        return max(0, of_others) + self.num_sent
 
     @property
     def num_queued_tokens(self) -> int:
@@ -54,25 +54,31 @@ class Members:
     def __init__(self) -> None:
         self._known: dict[PeerId, Known] = {}
         self._changes: Sequence[Change] = ()
-        self._told_at = 0.0
+        self._noted_at = 0.0
 
-    def tell(self, changes: Sequence[Change]) -> list[Change]:
+    def note_changes(self, changes: Sequence[Change]) -> list[Change]:
         """What the controller says has happened, all of it, the oldest first.
 
         Returns:
             Deaths of workers among them, in the meantime: what is told first was before.
         """
-        known = {(each.name, each.incarnation, each.state) for each in self._changes}
-        self._changes, self._told_at = changes, time.monotonic()
-        deaths = [each for each in changes if each.state == "lost" and each.role in WORKERS]
-        new = [e for e in deaths if (e.name, e.incarnation, e.state) not in known]
+        known = {(change.name, change.incarnation, change.state) for change in self._changes}
+        self._changes, self._noted_at = changes, time.monotonic()
+        new = [
+            change
+            for change in changes
+            if change.state == "lost"
+            and change.role in WORKERS
+            and (change.name, change.incarnation, change.state) not in known
+        ]
         return new if known else []
 
     def changes(self) -> list[Change]:
         """What has happened, as of now, the last first."""
-        age_s = time.monotonic() - self._told_at
-        told = reversed(self._changes)
-        return [msgspec.structs.replace(each, ago_s=each.ago_s + age_s) for each in told]
+        age_s = time.monotonic() - self._noted_at
+        newest_first = reversed(self._changes)
+        replace = msgspec.structs.replace
+        return [replace(change, ago_s=change.ago_s + age_s) for change in newest_first]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
         """Take the whole new list.

@@ -141,10 +141,10 @@ class Answer(Response):
         return deltas
 
     async def _whole(self, send: Send) -> None:
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         while self._num_open:
-            found += await self._deltas()
-        answers = self._kept(merged(found))
+            deltas += await self._deltas()
+        answers = self._kept(merged(deltas))
         body = await _written(answers, self._body.whole)
         length = str(len(body)).encode()
         await self._start(
@@ -158,11 +158,11 @@ class Answer(Response):
         size, kept = self._prepared.num_samples, self._prepared.num_kept
         if kept == size:
             return ordered
-        found: list[Delta] = []
+        best: list[Delta] = []
         for start in range(0, len(ordered), size):
             samples = ordered[start : start + size]
-            found += sorted(samples, key=lambda answer: -mean(answer.scored))[:kept]
-        return found
+            best += sorted(samples, key=lambda answer: -mean(answer.scored))[:kept]
+        return best
 
     async def _stream(self, send: Send) -> None:
         self._wrote_at = time.monotonic()

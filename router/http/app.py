@@ -208,7 +208,7 @@ class RouterServer:
         """
         place = self._place
         listeners = place.listeners(place.port if port is None else port, joins=joins)
-        addresses = [place.reachable_at(each.getsockname()[1]) for each in listeners]
+        addresses = [place.reachable_at(listener.getsockname()[1]) for listener in listeners]
         member = Member(
             name=place.name,
             role="router",
@@ -351,7 +351,7 @@ class RouterServer:
 
     def _apply_members(self) -> None:
         assert self._front is not None
-        for death in self._members.tell(self._changes):
+        for death in self._members.note_changes(self._changes):
             self._front.metrics.deaths[death.role].inc()
         self._front.dispatcher.update_members(self.listed)
 

@@ -7,7 +7,7 @@ not among them.
 
 A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else has the router's
 number as its engine, as vLLM's engines with data parallelism have. So where several routers share a
-port, `joined` adds up the gauges, and counters stay apart: a sum of counters would jump back when a
+port, `merged_samples` adds up the gauges, and counters stay apart: a sum of counters would jump back when a
 router is replaced.
 
 What windows drafted and accepted is counted by decode workers, each of which is an engine here. All
@@ -154,10 +154,10 @@ class VllmMetrics(Collector):
     def _gauges(self) -> Iterator[Metric]:
         at_workers, decoding, stats = self._running(), len(self._outputs()), self._decodes()
         queued, unstarted = self._waiting(), at_workers - decoding
-        num_pages = sum(each.num_pages for each in stats)
-        free = sum(each.num_free_pages for each in stats)
+        num_pages = sum(worker.num_pages for worker in stats)
+        free = sum(worker.num_free_pages for worker in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
-        page_size = str(max((each.page_size for each in stats), default=0))
+        page_size = str(max((worker.page_size for worker in stats), default=0))
         config = {(page_size, str(num_pages)): 1.0} if stats else {}
         reasons = {("capacity",): float(queued), ("deferred",): float(unstarted)}
         for name, text, labels, values in (
@@ -184,7 +184,7 @@ class VllmMetrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         shared = self._shared
-        prompt, generation = (_together(each)[1] for each in (shared.prompt, shared.generation))
+        prompt, generation = _together(shared.prompt)[1], _together(shared.generation)[1]
         generation += sum(self._outputs())
         families = shared.cached_tokens.collect()
         cached = sum(sample.value for family in families for sample in family.samples)
@@ -255,7 +255,7 @@ class VllmMetrics(Collector):
             yield family
 
 
-def joined(head: str, samples: Sequence[str]) -> str:
+def merged_samples(head: str, samples: Sequence[str]) -> str:
     """The samples of a family on one page, from those on each router's; the first is our own."""
     about, kind = head.split("\n")[:2]
     name = about.split(" ")[2].removeprefix(PREFIX)
@@ -274,12 +274,12 @@ def joined(head: str, samples: Sequence[str]) -> str:
 
 def _latest(lines: Sequence[str]) -> Iterator[str]:
     """One line a series, the one with most: counts of one worker, of which some are older."""
-    found: dict[str, str] = {}
+    latest: dict[str, str] = {}
     for line in lines:
         series, _, value = line.rpartition(" ")
-        if series not in found or float(value) > float(found[series].rpartition(" ")[2]):
-            found[series] = line
-    yield from found.values()
+        if series not in latest or float(value) > float(latest[series].rpartition(" ")[2]):
+            latest[series] = line
+    yield from latest.values()
 
 
 def _figures(of: WorkerStats) -> dict[str, float]:
@@ -298,9 +298,9 @@ def _figures(of: WorkerStats) -> dict[str, float]:
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
     """The buckets and the sum of series with the same bounds."""
-    found = [tally.sample() for tally in tallies]
+    samples = [tally.sample() for tally in tallies]
     buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(each[1] for each in same))
-        for same in zip(*(each[0] for each in found), strict=True)
+        (same[0][0], sum(bucket[1] for bucket in same))
+        for same in zip(*(sample[0] for sample in samples), strict=True)
     ]
-    return buckets, sum((each[1] for each in found), 0.0)
+    return buckets, sum((sample[1] for sample in samples), 0.0)

@@ -107,11 +107,11 @@ def merged(deltas: Sequence[Delta]) -> list[Delta]:
     piled: dict[int, list[Delta]] = {}
     for delta in deltas:
         piled.setdefault(delta.index, []).append(delta)
-    return [_sum(found) if len(found) > 1 else found[0] for found in piled.values()]
+    return [_sum(deltas_of) if len(deltas_of) > 1 else deltas_of[0] for deltas_of in piled.values()]
 
 
 def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
-    scored = tuple(each for delta in deltas for each in delta.scored)
+    scored = tuple(token for delta in deltas for token in delta.scored)
     last = deltas[-1]
     return Delta(last.index, text, last.finish_reason, None, scored, last.spent, last.windows)

@@ -24,7 +24,7 @@ from router.openai.reply import (
 )
 from router.openai.schema import Message
 from router.text.parsers import Parsed, Parser, Plain
-from router.text.tokenizer import Text, joined
+from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
 from worker.errors import UserError
 
@@ -149,7 +149,7 @@ def rendered(
     for i, message in enumerate(messages):
         content = message.content
         try:
-            shown = content if isinstance(content, str) else joined(content)
+            shown = content if isinstance(content, str) else text_of_parts(content)
         except UserError as error:
             raise UserError(str(error), f"messages.{i}.content") from None
         role = message.role

@@ -55,9 +55,9 @@ class TextWriter(AnswerWriter):
         if self._bytes_of is None:
             return None
         offset = self._offsets.get(delta.index, 0)
-        found = text_logprobs(delta.scored, self._bytes_of, offset)
-        self._offsets[delta.index] = found.text_offset[-1] + len(found.tokens[-1])
-        return found
+        logprobs = text_logprobs(delta.scored, self._bytes_of, offset)
+        self._offsets[delta.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        return logprobs
 
 
 def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:

@@ -40,8 +40,8 @@ def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
     if not isinstance(value, str) or not value:
         raise invalid(f"{param}: must be a string that is not empty", param)
     if kind == "regex":
-        found = json.loads(LLMatcher.grammar_from_regex(value))
-        return {"lark_grammar": found["grammars"][0]["lark_grammar"]}
+        grammar = json.loads(LLMatcher.grammar_from_regex(value))
+        return {"lark_grammar": grammar["grammars"][0]["lark_grammar"]}
     return {"lark_grammar": value}
 
 
@@ -69,26 +69,26 @@ def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
     Raises:
         ApiError: a constraint is malformed, or there is more than one.
     """
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     if body.response_format is not None:
         formed = _response_format(body.response_format, bounds)
-        found += [] if formed is None else [formed]
+        constraints += [] if formed is None else [formed]
     for kind in FIELDS:
         value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
         if value is not None:
-            found.append(Constraint(_part(kind, value, param, bounds), param))
+            constraints.append(Constraint(_part(kind, value, param, bounds), param))
     asked = body.structured_outputs or {}
     for kind in FIELDS:
         value, param = asked.get(kind), f"structured_outputs.{kind}"
         if value is not None:
-            found.append(Constraint(_part(kind, value, param, bounds), param))
+            constraints.append(Constraint(_part(kind, value, param, bounds), param))
     if asked.get("json_object"):
         param = "structured_outputs.json_object"
-        found.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
+        constraints.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)
-    if len(found) > 1:
-        message = f"{found[1].param} contradicts {found[0].param}: only one constraint is allowed"
-        raise invalid(message, found[1].param)
-    return found[0] if found else None
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise invalid(f"{second} contradicts {first}: only one constraint is allowed", second)
+    return constraints[0] if constraints else None

@@ -43,12 +43,12 @@ def defaults_of(directory: Path) -> Defaults:
     if not path.is_file():
         return Defaults()
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _unfit(path, f"not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise _unfit(path, "not a JSON object")
-    fields = cast("dict[str, Any]", found)
+    fields = cast("dict[str, Any]", content)
     given = {name: fields[name] for name in Defaults.model_fields if fields.get(name) is not None}
     if fields.get("do_sample") is False:
         given["temperature"] = 0.0

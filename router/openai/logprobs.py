@@ -29,16 +29,16 @@ def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
         raw = bytes_of(token)
         return TopLogprob(token=_shown(raw), bytes=list(raw), logprob=finite(logprob))
 
-    def one(token: int, found: TokenLogprob) -> ContentLogprob:
+    def one(token: int, scores: TokenLogprob) -> ContentLogprob:
         raw = bytes_of(token)
         return ContentLogprob(
             token=_shown(raw),
             bytes=list(raw),
-            logprob=finite(found.logprob),
-            top_logprobs=[top(*each) for each in found.top],
+            logprob=finite(scores.logprob),
+            top_logprobs=[top(*alternative) for alternative in scores.top],
         )
 
-    return ChatLogprobs(content=[one(*each) for each in scored])
+    return ChatLogprobs(content=[one(*token) for token in scored])
 
 
 def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprobs:
@@ -53,13 +53,13 @@ def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprob
         offset += len(token)
     return TextLogprobs(
         tokens=tokens,
-        token_logprobs=[finite(found.logprob) for _, found in scored],
+        token_logprobs=[finite(scores.logprob) for _, scores in scored],
         top_logprobs=[
             {
                 _shown(bytes_of(i)): finite(value)
-                for i, value in ((token, found.logprob), *found.top)
+                for i, value in ((token, scores.logprob), *scores.top)
             }
-            for token, found in scored
+            for token, scores in scored
         ],
         text_offset=offsets,
     )
@@ -67,5 +67,5 @@ def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprob
 
 def mean(scored: Scored) -> float:
     """The mean logprob of an answer, by which best_of chooses; no token is the worst answer."""
-    values = [finite(found.logprob) for _, found in scored]
+    values = [finite(scores.logprob) for _, scores in scored]
     return sum(values) / len(values) if values else LOWEST

@@ -110,8 +110,8 @@ def parser(form: CallFormat, tools: Tools) -> Parser:
     if form == "none" or not tools.functions:
         return Plain()
     names = [function.name for function in tools.functions]
-    found = Hermes() if form == "hermes" else Llama3(names)
-    return found if tools.parallel else FirstCallOnly(found)
+    calls = Hermes() if form == "hermes" else Llama3(names)
+    return calls if tools.parallel else FirstCallOnly(calls)
 
 
 def call_rules(

@@ -74,9 +74,9 @@ class Pages:
 
     async def data(self) -> Response:
         """GET /dashboard/data: the whole cluster."""
-        told = await self._front.siblings.told("/dashboard/own")
-        others = {name: _part(text) for name, text in told.items()}
-        return _json(self._board(others))
+        texts = await self._front.siblings.ask_routers("/dashboard/own")
+        parts = {name: _part(text) for name, text in texts.items()}
+        return _json(self._board(parts))
 
     async def own(self) -> Response:
         """GET /dashboard/own: what this router adds to it."""
@@ -92,12 +92,12 @@ class Pages:
         front = self._front
         return front.window.part(front.siblings.name, draining=front.draining)
 
-    def _board(self, others: dict[str, Part | None]) -> Board:
-        """Put together what the routers say, this one first; others[name] is None: no answer."""
+    def _board(self, other_parts: dict[str, Part | None]) -> Board:
+        """Put together what the routers say, this one first; other_parts[name] is None: no answer."""
         front, own = self._front, self._own()
-        parts = [own, *(part for part in others.values() if part is not None)]
+        parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()
-        routers = _sorted(self._routers({own.name: own, **others}, changes))
+        routers = _sorted(self._routers({own.name: own, **other_parts}, changes))
         workers = _sorted(self._workers(changes))
         state, summary = board.verdict(workers, routers)
         outcomes = board.outcomes(parts)
@@ -112,7 +112,7 @@ class Pages:
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
             outcomes=outcomes,
-            errors={each: num for each, num in outcomes.items() if each not in NO_FAULT},
+            errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
             rates=board.rates(parts),

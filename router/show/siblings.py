@@ -62,36 +62,39 @@ class Siblings:
             accepted: the scraper's header `Accept`, by which each chooses the form of its page.
         """
         mine = self._member
-        others = [
-            each.metrics_address
-            for each in (known.member for known in self._members.all())
-            if (each.node, each.address) == (mine.node, mine.address) and each.name != mine.name
+        addresses = [
+            member.metrics_address
+            for member in (known.member for known in self._members.all())
+            if (member.node, member.address) == (mine.node, mine.address)
+            and member.name != mine.name
         ]
         encode, form = encoder(accepted)
         now = time.monotonic()
-        found = await asyncio.gather(*(self._asked(each, "/metrics", form) for each in others))
-        for address, page in zip(others, found, strict=True):
+        asked = (self._asked(address, "/metrics", form) for address in addresses)
+        pages_now = await asyncio.gather(*asked)
+        for address, page in zip(addresses, pages_now, strict=True):
             if page is not None:
                 self._last[address, form] = page, now
-        self._last = {key: last for key, last in self._last.items() if key[0] in others}
+        self._last = {key: last for key, last in self._last.items() if key[0] in addresses}
         pages = [
             page
             for (_, written), (page, at) in self._last.items()
             if written == form and now - at < STALE_S
         ]
-        silent = found.count(None)
-        for state, number in (("answered", 1 + len(others) - silent), ("silent", silent)):
+        silent = pages_now.count(None)
+        for state, number in (("answered", 1 + len(addresses) - silent), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
         counted = encode(self._registry)  # last: it ends as a page of its form has to
         return merged([own.decode(), *pages]).encode() + counted
 
-    async def told(self, path: str) -> dict[str, str | None]:
+    async def ask_routers(self, path: str) -> dict[str, str | None]:
         """What every other router of the cluster answers at its own port; None: not in time."""
         routers = [known.member for known in self._members.all() if known.member.role == "router"]
-        others = {each.name: each.metrics_address for each in routers}
-        others.pop(self.name, None)
-        answers = await asyncio.gather(*(self._asked(each, path) for each in others.values()))
-        return dict(zip(others, answers, strict=True))
+        addresses = {member.name: member.metrics_address for member in routers}
+        addresses.pop(self.name, None)
+        asked = (self._asked(address, path) for address in addresses.values())
+        answers = await asyncio.gather(*asked)
+        return dict(zip(addresses, answers, strict=True))
 
     async def close(self) -> None:
         """End the connections to them."""
@@ -119,4 +122,4 @@ def merged(pages: Iterable[str]) -> str:
         for family in page.removesuffix(EOF).split(HELP)[1:]:
             about, kind, samples = family.split("\n", 2)
             families.setdefault(f"{HELP}{about}\n{kind}\n", []).append(samples)
-    return "".join(head + vllm.joined(head, samples) for head, samples in families.items())
+    return "".join(head + vllm.merged_samples(head, samples) for head, samples in families.items())

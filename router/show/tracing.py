@@ -32,8 +32,8 @@ def client_trace_id(headers: Mapping[bytes, bytes]) -> str:
 
     Exemplars name it even where tracing is off here: whoever follows it finds the client's spans.
     """
-    found = SAMPLED_PARENT.fullmatch(headers.get(TRACEPARENT, b""))
-    return found[1].decode() if found else ""
+    parent = SAMPLED_PARENT.fullmatch(headers.get(TRACEPARENT, b""))
+    return parent[1].decode() if parent else ""
 
 
 def begin(

@@ -108,14 +108,14 @@ class Window:
             cached_tokens=int(now.cached_tokens - first.cached_tokens),
             rates=self._rates(first, now),
             latencies={
-                each: Spread(spread.bounds, _less(spread.counts, first.latencies[each].counts))
-                for each, spread in now.latencies.items()
+                name: Spread(spread.bounds, _less(spread.counts, first.latencies[name].counts))
+                for name, spread in now.latencies.items()
             },
             history=self._history(),
         )
 
     def _rates(self, first: Reading, now: Reading) -> Rates:
-        older = [each for each in self._readings if now.at - each.at >= RATE_S]
+        older = [reading for reading in self._readings if now.at - reading.at >= RATE_S]
         then = older[-1] if older else first
         seconds = max(now.at - then.at, STEP_S)  # of a router that has just started
         num_ended = sum(_difference(now.outcomes, then.outcomes).values())
@@ -130,8 +130,8 @@ class Window:
         pairs = list(pairwise(readings))
         return History(
             tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in pairs),
-            tuple(float(each.running) for each in readings[1:]),
-            tuple(float(each.waiting) for each in readings[1:]),
+            tuple(float(reading.running) for reading in readings[1:]),
+            tuple(float(reading.waiting) for reading in readings[1:]),
         )
 
 

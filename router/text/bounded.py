@@ -79,14 +79,14 @@ class _Copy:
 
     def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
         if isinstance(schema, list):  # draft 7's `items`
-            return [self._copy(each) for each in cast("list[Any]", schema)]
+            return [self._copy(item) for item in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
         copy = dict(given)
         for key in NAMED:
             if isinstance(given.get(key), dict):
-                copy[key] = {name: self._copy(each) for name, each in given[key].items()}
+                copy[key] = {name: self._copy(item) for name, item in given[key].items()}
         for key in (*LISTED, *SINGLE):
             if key in given:
                 copy[key] = self._copy(given[key])
@@ -105,13 +105,15 @@ class _Copy:
                 # Another member of allOf may have the limit, or a pattern that one contradicts.
                 limited = key != "allOf" or len(given[key]) == 1
                 members = given[key]
-                copy[key] = [self._copy(each, closed=closed, limited=limited) for each in members]
+                copy[key] = [
+                    self._copy(member, closed=closed, limited=limited) for member in members
+                ]
         for key in CONDITIONS:
             if key in given:
                 copy[key] = self._copy(given[key], closed=False)
-        found = None if closed else self._definition(given.get("$ref"))
-        if found is not None:
-            self._opened[given["$ref"]] = found
+        definition = None if closed else self._definition(given.get("$ref"))
+        if definition is not None:
+            self._opened[given["$ref"]] = definition
             copy["$ref"] = given["$ref"] + OPEN
 
     def _num_parts(self, given: Schema) -> int:
@@ -141,25 +143,28 @@ class _Copy:
         self._add_own(given, names)
         for key in GROUPS:
             members: Any = given.get(key)
-            for each in cast("list[Any]", members) if isinstance(members, list) else []:
-                self._collect(each, names, seen)
+            for member in cast("list[Any]", members) if isinstance(members, list) else []:
+                self._collect(member, names, seen)
         for key in CONDITIONS:
             self._collect(given.get(key), names, seen)
         ref = given.get("$ref")
         if not isinstance(ref, str) or ref in seen:
             return
-        found = self._definition(ref)
-        if found is None:  # it stands elsewhere: nobody knows what it names
+        definition = self._definition(ref)
+        if definition is None:  # it stands elsewhere: nobody knows what it names
             names.free = True
             return
         seen.add(ref)
-        self._collect(self._root[found[0]][found[1]], names, seen)
+        self._collect(self._root[definition[0]][definition[1]], names, seen)
 
     def _add_own(self, given: Schema, names: _Names) -> None:
         names.free |= any(given.get(key, False) is not False for key in ALLOWING)
-        for key, found in (("properties", names.known), ("patternProperties", names.patterns)):
+        for key, names_of_kind in (
+            ("properties", names.known),
+            ("patternProperties", names.patterns),
+        ):
             if isinstance(given.get(key), dict):
-                found.update(dict.fromkeys(given[key], True))
+                names_of_kind.update(dict.fromkeys(given[key], True))
         required: Any = given.get("required")
         if isinstance(required, list):
             known = (name for name in cast("list[Any]", required) if isinstance(name, str))
@@ -195,8 +200,8 @@ def _limit_side(
 ) -> None:
     """Bound one side of an integer, unless it has a bound, or the other one lies beyond `limit`."""
     other = {"maximum": "minimum", "minimum": "maximum"}[names[0]]
-    others = (copy.get(other), copy.get(f"exclusive{other.capitalize()}"))
-    if not any(name in copy for name in names) and all(fits(_number(each)) for each in others):
+    opposite = (copy.get(other), copy.get(f"exclusive{other.capitalize()}"))
+    if not any(name in copy for name in names) and all(fits(_number(bound)) for bound in opposite):
         copy[names[0]] = limit
 
 

@@ -112,15 +112,15 @@ def _cuts(
         return None
     added = list(tokenizer.get_added_tokens_decoder().values())
     stay = {token.content for token in added if not _looks_back(token)}
-    others = [token.content for token in added if _looks_back(token)]
-    found = [
-        each
-        for each in stay & begins
-        if each[0] in NO_WORD
-        and not any(other.startswith(each) for other in others)
-        and not any(_reaches_into(token.content, each) for token in added)
+    looking_back = [token.content for token in added if _looks_back(token)]
+    cuts = [
+        content
+        for content in stay & begins
+        if content[0] in NO_WORD
+        and not any(other.startswith(content) for other in looking_back)
+        and not any(_reaches_into(token.content, content) for token in added)
     ]
-    return re.compile("|".join(map(re.escape, sorted(found)))) if found else None
+    return re.compile("|".join(map(re.escape, sorted(cuts)))) if cuts else None
 
 
 def _looks_back(token: AddedToken) -> bool:

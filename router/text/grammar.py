@@ -45,10 +45,10 @@ def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = Fals
     if lenient:
         options["lenient"] = True
     try:
-        found = bounded(cast("dict[str, Any]", schema), bounds)
+        closed = bounded(cast("dict[str, Any]", schema), bounds)
     except RecursionError:
         raise invalid(f"{param}: nested too deeply", param) from None
-    return {"json_schema": found | {"x-guidance": options}}
+    return {"json_schema": closed | {"x-guidance": options}}
 
 
 def quoted(text: str) -> str:
@@ -130,9 +130,9 @@ class Validator:
 
     def _validate(self, grammar: str) -> str:
         tokenizer = self._loaded()
-        found = LLMatcher.validate_grammar(grammar, tokenizer)
-        if found:
-            return found
+        error = LLMatcher.validate_grammar(grammar, tokenizer)
+        if error:
+            return error
         matcher = LLMatcher(tokenizer, grammar)
         return matcher.get_error() if matcher.is_error() else ""
 

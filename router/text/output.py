@@ -172,12 +172,12 @@ class StopMatcher:
     def feed(self, piece: str) -> tuple[str, bool]:
         """Text that may be sent now, and whether a stop string was found; then nothing follows."""
         ends = [(automaton.feed(piece), -len(automaton.stop)) for automaton in self._automata]
-        found = min((end for end in ends if end[0] >= 0), default=None)
+        first = min((end for end in ends if end[0] >= 0), default=None)
         text = self._held + piece
-        if found is not None:
-            end = len(self._held) + found[0]
+        if first is not None:
+            end = len(self._held) + first[0]
             self._held = ""
-            return text[: end + found[1]], True
+            return text[: end + first[1]], True
         num_held = max((automaton.num_matched for automaton in self._automata), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]

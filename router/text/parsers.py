@@ -128,12 +128,12 @@ class _Call:
 
     def head(self, text: str) -> tuple[Parsed, int]:
         """The first part, and where in `text` the arguments begin; or nothing, and 0."""
-        found = HEAD.match(text)
-        name = _loaded(found.group(1)) if found else None
-        if found is None or not _is_text(name):
+        head = HEAD.match(text)
+        name = _loaded(head.group(1)) if head else None
+        if head is None or not _is_text(name):
             return Parsed(), 0
         self.started, self._arguments = True, _JsonEnd()
-        return self._first(name, ""), found.end()
+        return self._first(name, ""), head.end()
 
     def whole(self, text: str) -> Parsed | None:
         """The call that a complete JSON text is; None if it is no call."""

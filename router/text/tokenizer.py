@@ -175,7 +175,7 @@ class Text:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = file.fields.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
-        begins = {each for each in self._added_ids if each in self.template_source}
+        begins = {content for content in self._added_ids if content in self.template_source}
         begins |= set(special.values())
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
@@ -300,7 +300,7 @@ def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
     return source
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> str:
     """The text of a message whose content is a list of parts.
 
     Raises:

@@ -43,14 +43,14 @@ def change(name: str, role: Role, incarnation: str, state: str = "lost") -> Chan
 
 def test_a_worker_dies_once_and_only_while_this_router_is_there(members: Members) -> None:
     before = change("d", "decode", "0"), change("r", "router", "1", "ready")
-    assert members.tell(()) == []
-    assert members.tell(before) == []
+    assert members.note_changes(()) == []
+    assert members.note_changes(before) == []
     died = change("d", "decode", "1")
-    assert members.tell((*before, died)) == [died]
+    assert members.note_changes((*before, died)) == [died]
     again = change("d", "decode", "2", "ready"), change("d", "decode", "2")
     others = change("r2", "router", "1"), change("p", "prefill", "1", "stopping")
-    assert members.tell((*before[1:], died, *again, *others)) == [again[1]]
-    assert members.tell((died, *again, *others)) == []
+    assert members.note_changes((*before[1:], died, *again, *others)) == [again[1]]
+    assert members.note_changes((died, *again, *others)) == []
 
 
 def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from router.text.output import OutputText, StopMatcher, WindowDetokenizer
-from router.text.tokenizer import ChatTemplate, Text, joined
+from router.text.tokenizer import ChatTemplate, Text, text_of_parts
 from tests.fault.router_doubles import make_model
 from tests.support.prompts import TINY
 from worker.config import ModelConfig
@@ -225,6 +225,6 @@ def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
 
 
 def test_parts_of_a_message_are_joined() -> None:
-    assert joined([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
+    assert text_of_parts([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
     with pytest.raises(UserError, match="image_url"):
-        joined([{"type": "image_url"}])
+        text_of_parts([{"type": "image_url"}])
