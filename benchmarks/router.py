@@ -128,7 +128,7 @@ def route(pipe: Connection, directory: Path) -> None:
     gc.freeze()  # as in a cluster
     pipe.send(member.address)
     router.update_members([member, Member("decode-0", "decode", "1", pipe.recv())])
-    loop: Any = router._loop  # pyright: ignore[reportPrivateUsage]
+    loop: Any = router.loop
     lags: list[float] = []  # of the loop, at each multiple of PROBE_S, missed ones included
     probed = False
 

@@ -188,10 +188,10 @@ class RouterServer:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        # Set by the router's thread.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._front: Front | None = None
-        self._server: _Server | None = None
+        # Set by the router's thread, which alone may change what they hold.
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.front: Front | None = None
+        self.server: _Server | None = None
 
     def start(self, port: int | None = None, *, joins: bool = False) -> Member:
         """Listen, start the thread, and return once requests are accepted.
@@ -246,8 +246,8 @@ class RouterServer:
                 taken who waits there, and serves its clients until they connect to another one.
                 Else new requests are answered with 503.
         """
-        if self._loop is not None:
-            begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self._loop)
+        if self.loop is not None:
+            begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self.loop)
             begun.result(DRAIN_TIMEOUT_S)
 
     def num_inflight(self) -> int:
@@ -258,9 +258,9 @@ class RouterServer:
         """
         turned = threading.Event()
         self._post(turned.set)
-        if self._loop is not None and not turned.wait(ANSWER_TIMEOUT_S):
+        if self.loop is not None and not turned.wait(ANSWER_TIMEOUT_S):
             raise WorldError(f"its loop has hung for {ANSWER_TIMEOUT_S:g} s")
-        return self._front.num_open if self._front is not None else 0
+        return self.front.num_open if self.front is not None else 0
 
     def stop(self) -> None:
         """End open streams with an error event, close everything, and wait for the thread."""
@@ -271,7 +271,7 @@ class RouterServer:
             self._tracer.close()
 
     def _post(self, action: Callable[[], None]) -> None:
-        loop = self._loop
+        loop = self.loop
         if loop is None:
             return
         try:
@@ -302,7 +302,7 @@ class RouterServer:
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
             siblings = Siblings(self._members, member)
-            self._front = Front(
+            self.front = Front(
                 served=self._served,
                 dispatcher=Dispatcher(config, wire, self._members, self._policy, metrics),
                 metrics=metrics,
@@ -312,21 +312,21 @@ class RouterServer:
                 api_keys=self._api_keys,
                 tracer=self._tracer,
             )
-            self._loop = loop
+            self.loop = loop
             self._apply_members()
             self._beat(loop, wire)
-            self._front.window.keep(loop)
+            self.front.period.keep(loop)
             await self._serve(listeners)
             await siblings.close()
         finally:
-            self._loop = None
+            self.loop = None
             wire.close()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
-        assert self._front is not None
+        assert self.front is not None
         limits = self._settings.router
         config = uvicorn.Config(
-            application(self._front),
+            application(self.front),
             http=limited(limits),
             log_config=None,
             access_log=False,
@@ -338,25 +338,25 @@ class RouterServer:
             timeout_keep_alive=max(1, round(limits.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
         )
-        self._server = _Server(config, self._ready)
-        await self._server.serve(sockets=listeners)
+        self.server = _Server(config, self._ready)
+        await self.server.serve(sockets=listeners)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        assert self._front is not None
-        self._front.dispatcher.deliver(events)
+        assert self.front is not None
+        self.front.dispatcher.deliver(events)
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()
         loop.call_later(BEAT_S, self._beat, loop, wire)
 
     def _apply_members(self) -> None:
-        assert self._front is not None
+        assert self.front is not None
         for death in self._members.note_changes(self._changes):
-            self._front.metrics.deaths[death.role].inc()
-        self._front.dispatcher.update_members(self.listed)
+            self.front.metrics.deaths[death.role].inc()
+        self.front.dispatcher.update_members(self.listed)
 
     async def _begin_drain(self, others: bool) -> None:
-        front, server = self._front, self._server
+        front, server = self.front, self.server
         assert front is not None
         assert server is not None
         if not others:
@@ -371,11 +371,11 @@ class RouterServer:
         await server.leave()
 
     def _begin_stop(self) -> None:
-        assert self._front is not None
-        assert self._server is not None
-        self._front.draining = True
-        self._front.dispatcher.close()
-        self._server.should_exit = True
+        assert self.front is not None
+        assert self.server is not None
+        self.front.draining = True
+        self.front.dispatcher.close()
+        self.server.should_exit = True
 
 
 def _max_model_len(model: ModelConfig, text: Text) -> int:

@@ -7,8 +7,8 @@ not among them.
 
 A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else has the router's
 number as its engine, as vLLM's engines with data parallelism have. So where several routers share a
-port, `merged_samples` adds up the gauges, and counters stay apart: a sum of counters would jump back when a
-router is replaced.
+port, `merged_samples` adds up the gauges, and counters stay apart: a sum of counters would jump
+back when a router is replaced.
 
 What windows drafted and accepted is counted by decode workers, each of which is an engine here. All
 routers know the same of it, so only the first by name tells it: a sum over routers would count it

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from router.dispatch.dispatcher import Dispatcher
 from router.observe.metrics import RouterMetrics
 from router.openai.served import Served
+from router.show.period import Period, read
 from router.show.siblings import Siblings
-from router.show.window import Window, read
 
 if TYPE_CHECKING:
     from worker.tracing.spans import Tracer
@@ -30,7 +30,7 @@ class Front:
     tracer: Tracer | None = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
-    window: Window = field(init=False)  # of what it has done
+    period: Period = field(init=False)  # of what it has done
 
     def __post_init__(self) -> None:
-        self.window = Window(lambda: read(self.dispatcher.reqs, self.metrics))
+        self.period = Period(lambda: read(self.dispatcher.reqs, self.metrics))

@@ -21,8 +21,8 @@ from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
 from router.show.front import Front
+from router.show.period import STEP_S
 from router.show.status import version
-from router.show.window import STEP_S
 from worker.api import Change
 
 STATIC = Path(__file__).parents[1] / "static"
@@ -90,10 +90,10 @@ class Pages:
 
     def _own(self) -> Part:
         front = self._front
-        return front.window.part(front.siblings.name, draining=front.draining)
+        return front.period.part(front.siblings.name, draining=front.draining)
 
     def _board(self, other_parts: dict[str, Part | None]) -> Board:
-        """Put together what the routers say, this one first; other_parts[name] is None: no answer."""
+        """Put together what the routers say, this one first; None: it did not answer."""
         front, own = self._front, self._own()
         parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()

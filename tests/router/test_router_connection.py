@@ -60,7 +60,7 @@ def all_of(client: socket.socket) -> bytes:
 
 def connection_of(served: Served, client: socket.socket) -> Any:
     """The server's side."""
-    connections = served.router._server.server_state.connections  # type: ignore[union-attr]
+    connections = served.router.server.server_state.connections  # type: ignore[union-attr]
     return next(each for each in connections if each.client == client.getsockname())
 
 
@@ -202,7 +202,7 @@ def test_an_idle_connection_is_timed_whatever_came_last(
     client.sendall(later)
     mine = connection_of(served, client)
     turns = asyncio.sleep(0.1)  # until it has arrived
-    asyncio.run_coroutine_threadsafe(turns, served.router._loop).result(HANG_S)
+    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
     assert mine.timeout_keep_alive_task is not None
 
 
@@ -252,11 +252,11 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     """uvicorn stops reading when much of a body has come at once."""
     monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 10)
     double.script = None
-    connections = served.router._server.server_state.connections
+    connections = served.router.server.server_state.connections
     client.sendall(asked()[: -len(BODY)])
     wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
     turns = asyncio.sleep(0.05)  # until the route waits for the body
-    asyncio.run_coroutine_threadsafe(turns, served.router._loop).result(HANG_S)
+    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
     client.sendall(BODY)
     _, generate = double.take()
     client.close()

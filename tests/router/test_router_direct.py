@@ -118,7 +118,7 @@ def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
     taken = [double.take() for _ in range(body.get("n", 1))]
     taken.sort(key=lambda item: item[1].req_id)
     at = [0] * len(taken)
-    stale = router._front.metrics.stale_chunks._value
+    stale = router.front.metrics.stale_chunks._value
 
     async def a_few_turns() -> None:
         for _ in range(8):
@@ -135,7 +135,7 @@ def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
         before = stale.get()
         double.send(taken[0][0], *chunks)
         wait_until(lambda before=before: stale.get() > before)
-        asyncio.run_coroutine_threadsafe(a_few_turns(), router._loop).result(HANG_S)
+        asyncio.run_coroutine_threadsafe(a_few_turns(), router.loop).result(HANG_S)
     return client.body()
 
 
@@ -200,7 +200,7 @@ def test_a_client_that_pauses_gets_everything_in_order(
     rng = random.Random(seed)
     words = text.encode("the quick brown fox; " * 40, add_special_tokens=False)
     # Accepted sockets inherit it: the connection is full after little.
-    router._server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    router.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     ways = {True: 0, False: 0}
     is_open = Outlet.is_open.fget
     assert is_open is not None

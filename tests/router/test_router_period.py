@@ -13,7 +13,7 @@ from router.observe import board
 from router.observe.board import History, Part, Rates, RouterRow, Spread, WorkerRow
 from router.observe.metrics import TTFT_BUCKETS
 from router.observe.tally import Tallies
-from router.show.window import NUM_STEPS, RATE_S, STEP_S, Reading, Window
+from router.show.period import NUM_STEPS, RATE_S, STEP_S, Period, Reading
 
 NOTHING = Spread((1.0, 2.0), (0, 0, 0))
 ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {"end_to_end": NOTHING}, at=0.0)
@@ -75,10 +75,10 @@ def test_a_window_forgets_what_is_older_and_keeps_a_bounded_number() -> None:
             latencies={"end_to_end": Spread((1.0, 2.0), (step, 0, 1))},
         )
 
-    window = Window(read)
+    period = Period(read)
     for _ in range(NUM_STEPS + 50):
-        window.sample()
-    found = window.part("router-0", draining=True)
+        period.sample()
+    found = period.part("router-0", draining=True)
     assert found.window_s == STEP_S * (NUM_STEPS + 1)
     assert found.outcomes == {"stop": 3 * (NUM_STEPS + 1)}, "busy was before"
     assert found.latencies["end_to_end"].counts == (NUM_STEPS + 1, 0, 0)
@@ -90,15 +90,15 @@ def test_a_window_forgets_what_is_older_and_keeps_a_bounded_number() -> None:
 
 def test_rates_are_those_of_the_last_seconds() -> None:
     readings = [replace(ZERO, at=float(s), output_tokens=100.0 * max(0, s - 40)) for s in range(51)]
-    window = Window(iter(readings).__next__)
+    period = Period(iter(readings).__next__)
     for _ in range(50):
-        window.sample()
+        period.sample()
     assert RATE_S == 10
-    assert window.part("r", draining=False).rates.output_tokens == 100.0
+    assert period.part("r", draining=False).rates.output_tokens == 100.0
 
 
 def test_a_router_that_has_just_started_has_no_rates() -> None:
-    found = Window(lambda: replace(ZERO, output_tokens=5.0)).part("r", draining=False)
+    found = Period(lambda: replace(ZERO, output_tokens=5.0)).part("r", draining=False)
     assert (found.rates, found.history, found.window_s) == (Rates(), History(), 0.0)
 
 

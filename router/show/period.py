@@ -73,7 +73,7 @@ def _total(counter: Counter) -> float:
     return sum(sample.value for family in counter.collect() for sample in family.samples)
 
 
-class Window:
+class Period:
     """The readings of the last minutes.
 
     Args:
