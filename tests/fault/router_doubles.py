@@ -14,12 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import openai
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.config import RouterConfig
@@ -345,6 +346,36 @@ def connected(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=HANG_S)
 
 
+def read_until(client: socket.socket, end: bytes) -> bytes:
+    """What the server sends up to and with the part that has `end` in it."""
+    data = b""
+    while end not in data:
+        part = client.recv(4096)
+        assert part, data
+        data += part
+    return data
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What the server sends until it closes; a hang is a failure."""
+    data = b""
+    try:
+        while part := client.recv(4096):
+            data += part
+    except ConnectionResetError:  # it closed while bytes of ours were on their way
+        pass
+    client.close()
+    return data
+
+
+def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
+    """Whether a grammar takes `output`, all of it and nothing more."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(output)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 def raw_post(path: str = "completions", headers: str = "", **body: Any) -> bytes:
     """A request as it is sent; `headers` with their line ends."""
     raw = json.dumps(body).encode()
@@ -360,6 +391,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(item) for item in data[:-1]]
 
 
+Serve = Callable[..., AbstractContextManager[tuple[RouterServer, str]]]
 Ask = Callable[..., "Future[httpx.Response]"]
 
 

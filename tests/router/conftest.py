@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -13,6 +14,7 @@ from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
     Script,
+    Serve,
     Served,
     asking,
     client_of,
@@ -73,6 +75,12 @@ def client(url: str) -> Iterator[openai.OpenAI]:
     """OpenAI's own."""
     with client_of(url) as found:
         yield found
+
+
+@pytest.fixture
+def serve(directory: Path) -> Serve:
+    """Starts a router of the test's own: `with serve(double, max_inflight=1) as (router, url)`."""
+    return partial(serving, directory)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.errors import ApiError
 from router.text.bounded import Bounds
 from router.text.grammar import composed, schema_part
+from tests.fault.router_doubles import accepts as grammar_accepts
 from tests.support.prompts import TINY
 
 BOUNDS = Bounds(max_string_chars=12, max_integer=10**6)
@@ -27,10 +28,7 @@ def tokenizer() -> LLTokenizer:
 
 def accepts(tokenizer: LLTokenizer, schema: Any, output: str, bounds: Bounds = BOUNDS) -> bool:
     part = schema_part(schema, "guided_json", bounds)
-    matcher = LLMatcher(tokenizer, composed([("form", part)], ["body: @form"]), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(output)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return grammar_accepts(tokenizer, composed([("form", part)], ["body: @form"]), output)
 
 
 def thing(**properties: Any) -> dict[str, Any]:

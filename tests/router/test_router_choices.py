@@ -201,35 +201,6 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI, text: Text, streamed: bo
         assert found == said + ANSWER
 
 
-CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {"prompt": "a", "best_of": 3, "n": 2, "stream": True}, "best_of"),
-    ("completions", {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
-    ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-    ("completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
-    ("completions", {"prompt": "a", "n": 0}, "n"),
-    ("completions", {"prompt": "a", "n": 129}, "n"),
-    ("completions", {"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
-    ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
-    ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a"),
-    ("completions", {"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
-    ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5"),
-    ("completions", {"prompt": "a", "guided_regex": "a", "min_tokens": 2}, "min_tokens"),
-    ("completions", {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-    ("completions", {"prompt": ["a"] * 5000, "n": 2}, "prompt"),
-    ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
-    ("chat/completions", {"messages": HELLO, "logprobs": 3}, "logprobs"),
-    ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
-    ("chat/completions", {"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "param"), CONTRADICTIONS, ids=str)
-def test_contradictions_name_the_field(
-    served: Served, path: str, body: dict[str, Any], param: str
-) -> None:
-    assert served.refusal(path, **body)["param"] == param
-
-
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [
     (ChatBody, b'"messages": [%s]', b"1"),
     (ChatBody, b'"messages": [{"role": "user", "content": [%s]}]', b"1"),

@@ -18,6 +18,8 @@ from tests.fault.router_doubles import (
     DecodeDouble,
     Script,
     Served,
+    read_all,
+    read_until,
     speak,
     wait_until,
 )
@@ -40,22 +42,6 @@ def client(served: Served, double: DecodeDouble) -> Iterator[socket.socket]:
 
 def asked(version: bytes = b"1.1", headers: bytes = b"") -> bytes:
     return HEAD % (version, headers, len(BODY)) + BODY
-
-
-def until(client: socket.socket, end: bytes) -> bytes:
-    found = b""
-    while end not in found:
-        part = client.recv(4096)
-        assert part, found
-        found += part
-    return found
-
-
-def all_of(client: socket.socket) -> bytes:
-    found = b""
-    while part := client.recv(4096):
-        found += part
-    return found
 
 
 def connection_of(served: Served, client: socket.socket) -> Any:
@@ -85,7 +71,7 @@ def test_http_1_0_gets_an_answer_and_its_connection_is_closed(
 ) -> None:
     raw = BODY.replace(b"true", stream)
     client.sendall(HEAD % (b"1.0", b"connection: keep-alive\r\n", len(raw)) + raw)
-    head, _, body = all_of(client).partition(b"\r\n\r\n")
+    head, _, body = read_all(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"connection: close" in head
     assert b'"choices":' in body
@@ -104,14 +90,14 @@ def test_a_request_that_would_rather_speak_another_protocol_is_answered(
         client.sendall(request[-20:])
     else:
         client.sendall(request)
-    assert until(client, b"[DONE]\n\n\r\n0\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
+    assert read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
     client.sendall(HEALTH)
-    assert b'{"status":"ok"}' in until(client, b"}")
+    assert b'{"status":"ok"}' in read_until(client, b"}")
 
 
 def test_connect_is_refused(client: socket.socket) -> None:
     client.sendall(b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
-    assert all_of(client).startswith(b"HTTP/1.1 400 ")
+    assert read_all(client).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -122,12 +108,12 @@ def test_what_is_no_request_is_refused_behind_the_answers_before_it(
     client.sendall(asked() + asked() + (b"" if late else b"\x00 rubbish\r\n\r\n"))
     peer, generate = double.take()
     double.chunk(peer, generate, [65])
-    until(client, b"data: ")
+    read_until(client, b"data: ")
     if late:
         client.sendall(b"\x00 rubbish\r\n\r\n")
     double.script = speak([65, 66])
     double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
-    rest = all_of(client)
+    rest = read_all(client)
     assert rest.count(b"data: [DONE]") == 2
     assert rest.count(b"HTTP/1.1 200 OK") == 1
     assert rest.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
@@ -148,7 +134,7 @@ def test_what_is_no_request_is_refused_behind_the_answers_before_it(
 )
 def test_heads_that_are_wrong_are_400(client: socket.socket, head: bytes) -> None:
     client.sendall(head)
-    assert all_of(client).startswith(b"HTTP/1.1 400 ")
+    assert read_all(client).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_head_without_end_is_400(client: socket.socket) -> None:
@@ -167,7 +153,7 @@ def test_requests_sent_ahead_are_answered_in_order_and_no_more_are_read(
         client.sendall(200_000 * HEALTH)
     client.settimeout(HANG_S)
     double.chunk(peer, generate, [65], finish=FinishReason.STOP)
-    found = until(client, b'{"status":"ok"}')
+    found = read_until(client, b'{"status":"ok"}')
     assert found.index(b"[DONE]") < found.index(b'{"status":"ok"}')
 
 
@@ -178,7 +164,7 @@ TOKENIZE = b'{"prompt": "a"}'
 def test_trailers_are_no_headers(client: socket.socket) -> None:
     trailer = b"0\r\ncontent-encoding: gzip\r\n\r\n"
     client.sendall(CHUNKED + b"%x\r\n%b\r\n" % (len(TOKENIZE), TOKENIZE) + trailer)
-    assert until(client, b"}").startswith(b"HTTP/1.1 200 OK")
+    assert read_until(client, b"}").startswith(b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize("endless", [b"a: b\r\n", b"a"])
@@ -198,7 +184,7 @@ def test_an_idle_connection_is_timed_whatever_came_last(
     served: Served, client: socket.socket, request_: bytes, later: bytes
 ) -> None:
     client.sendall(request_)
-    until(client, b"}")
+    read_until(client, b"}")
     client.sendall(later)
     mine = connection_of(served, client)
     turns = asyncio.sleep(0.1)  # until it has arrived
@@ -213,9 +199,9 @@ def test_a_bad_chunk_is_refused_behind_the_answer_before_it(
     client.sendall(asked() + CHUNKED + b"nonsense\r\n")
     peer, generate = double.take()
     double.chunk(peer, generate, [65])
-    begun = until(client, b"data: ")
+    begun = read_until(client, b"data: ")
     double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
-    assert b" 400 " not in begun + until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+    assert b" 400 " not in begun + read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_answers_are_freed_without_a_collection(
@@ -232,7 +218,7 @@ def test_answers_are_freed_without_a_collection(
         others = answers()  # that other modules' routers and tests hold
         for _ in range(5):
             client.sendall(asked())
-            until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+            read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
         wait_until(lambda: len(answers()) <= len(others) + 1)
     finally:
         gc.enable()
@@ -241,7 +227,7 @@ def test_answers_are_freed_without_a_collection(
 def test_what_is_written_leaves_at_once(served: Served, client: socket.socket) -> None:
     """Else Nagle's algorithm waits for the client's acknowledgement, which it delays by 40 ms."""
     client.sendall(HEALTH)
-    until(client, b"}")
+    read_until(client, b"}")
     mine = connection_of(served, client).transport.get_extra_info("socket")
     assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 

@@ -6,7 +6,6 @@ Every test asks a served router by HTTP. Replies run in threads, so that the tes
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,10 +15,10 @@ import pytest
 from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
+    Serve,
     ended,
     failed,
     metric,
-    serving,
     speak,
     wait_until,
 )
@@ -30,7 +29,7 @@ LENGTH = FinishReason.LENGTH
 Ids = tuple[int, ...]
 
 
-def test_refused_request_goes_to_another_worker(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
     doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
     num_sent = []
 
@@ -43,7 +42,7 @@ def test_refused_request_goes_to_another_worker(directory: Path, ask: Ask, ids: 
 
     for double in doubles:
         double.script = refuse_twice
-    with serving(directory, *doubles) as (_, url):
+    with serve(*doubles) as (_, url):
         assert ended(ask(url)) == ("abcdefgh", "stop", None)
         assert len({name for name, _ in num_sent}) == 3
         assert [dispatch for _, dispatch in num_sent] == [1, 2, 3]
@@ -51,10 +50,10 @@ def test_refused_request_goes_to_another_worker(directory: Path, ask: Ask, ids: 
 
 
 def test_refused_request_is_tried_again_after_the_time_the_worker_named(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         future = ask(url)
         for dispatch in (1, 2, 3):
             peer, generate = double.take()
@@ -66,10 +65,10 @@ def test_refused_request_is_tried_again_after_the_time_the_worker_named(
 
 
 def test_waiting_request_is_woken_by_a_pong_that_shows_room(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         future = ask(url)
         peer, generate = double.take()
         double.refuse(peer, generate, retry_after_s=10_000)
@@ -79,8 +78,8 @@ def test_waiting_request_is_woken_by_a_pong_that_shows_room(
         assert ended(future) == ("abcdefgh", "stop", None)
 
 
-def test_waiting_request_is_woken_by_a_new_worker(directory: Path, ask: Ask, ids: Ids) -> None:
-    with serving(directory) as (router, url):
+def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
+    with serve() as (router, url):
         assert httpx.get(f"{url}/ready").status_code == 503
         assert httpx.get(f"{url}/health").json()["reason"] == "no decode worker answers"
         future = ask(url)
@@ -93,21 +92,21 @@ def test_waiting_request_is_woken_by_a_new_worker(directory: Path, ask: Ask, ids
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_no_room_until_the_queue_timeout_is_429(directory: Path, ask: Ask, streamed: bool) -> None:
+def test_no_room_until_the_queue_timeout_is_429(serve: Serve, ask: Ask, streamed: bool) -> None:
     double = DecodeDouble(
         script=lambda d, p, g: d.refuse(p, g), stats=WorkerStats(max_num_reqs=1, num_running=1)
     )
-    with serving(directory, double, queue_timeout_s=0.3) as (_, url):
+    with serve(double, queue_timeout_s=0.3) as (_, url):
         status, code, headers = failed(ask(url, stream=streamed))
         assert (status, code) == (429, "busy")
         assert int(headers["retry-after"]) >= 1
 
 
 def test_queue_timeout_that_passes_at_a_worker_counts_when_it_refuses(
-    directory: Path, ask: Ask
+    serve: Serve, ask: Ask
 ) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
-    with serving(directory, double, queue_timeout_s=1.0) as (_, url):
+    with serve(double, queue_timeout_s=1.0) as (_, url):
         future = ask(url)
         double.refuse(*double.take())
         second = double.take()
@@ -116,17 +115,17 @@ def test_queue_timeout_that_passes_at_a_worker_counts_when_it_refuses(
         assert failed(future)[:2] == (429, "busy")
 
 
-def test_no_worker_until_the_queue_timeout_is_503(directory: Path, ask: Ask) -> None:
-    with serving(directory, queue_timeout_s=0.1) as (_, url):
+def test_no_worker_until_the_queue_timeout_is_503(serve: Serve, ask: Ask) -> None:
+    with serve(queue_timeout_s=0.1) as (_, url):
         status, code, headers = failed(ask(url))
         assert (status, code) == (503, "no_worker")
         assert "retry-after" in headers
 
 
 @pytest.mark.parametrize("code", ["invalid_value", "unsupported"])
-def test_refusal_that_is_the_users_mistake_is_400(directory: Path, ask: Ask, code: str) -> None:
+def test_refusal_that_is_the_users_mistake_is_400(serve: Serve, ask: Ask, code: str) -> None:
     double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g, code, param="stop_token_ids"))
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         response = ask(url).result()
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, code)
@@ -134,11 +133,11 @@ def test_refusal_that_is_the_users_mistake_is_400(directory: Path, ask: Ask, cod
 
 
 def test_lost_before_the_first_token_is_tried_again_unseen(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
     ping = PingConfig(interval_s=0.1, max_misses=15)
-    with serving(directory, *doubles, ping=ping) as (_, url):
+    with serve(*doubles, ping=ping) as (_, url):
         future = ask(url)
         wait_until(lambda: any(not double.taken.empty() for double in doubles))
         dead = next(double for double in doubles if not double.taken.empty())
@@ -154,10 +153,10 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
 
 
 def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     old = DecodeDouble()
-    with serving(directory, old) as (router, url):
+    with serve(old) as (router, url):
         future = ask(url)
         old.take()
         router.update_members([])
@@ -171,9 +170,9 @@ def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
         new.die()
 
 
-def test_lost_in_mid_stream_is_one_error_event(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_lost_in_mid_stream_is_one_error_event(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double, sse_ping_s=0.1) as (
+    with serve(double, sse_ping_s=0.1) as (
         router,
         url,
     ):  # the client waits for headers
@@ -195,11 +194,9 @@ def test_lost_in_mid_stream_is_one_error_event(directory: Path, ask: Ask, ids: I
         wait_until(lambda: router.num_inflight() == 0)
 
 
-def test_request_present_at_two_crashes_is_not_tried_a_third_time(
-    directory: Path, ask: Ask
-) -> None:
+def test_request_present_at_two_crashes_is_not_tried_a_third_time(serve: Serve, ask: Ask) -> None:
     doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
-    with serving(directory, *doubles) as (router, url):
+    with serve(*doubles) as (router, url):
         future = ask(url)
         left = list(doubles)
         for _ in range(2):
@@ -214,9 +211,9 @@ def test_request_present_at_two_crashes_is_not_tried_a_third_time(
         assert left[0].taken.empty()
 
 
-def test_gap_after_tokens_is_the_loss_of_the_worker(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_gap_after_tokens_is_the_loss_of_the_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         future = ask(url)
         peer, generate = double.take()
         double.chunk(peer, generate, ids[:2])
@@ -226,10 +223,10 @@ def test_gap_after_tokens_is_the_loss_of_the_worker(directory: Path, ask: Ask, i
 
 
 def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
-    with serving(directory, *doubles) as (_, url):
+    with serve(*doubles) as (_, url):
         future = ask(url)
         wait_until(lambda: any(not double.taken.empty() for double in doubles))
         bad = next(double for double in doubles if not double.taken.empty())
@@ -248,10 +245,10 @@ def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
 
 
 def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         future = ask(url)
         peer, generate = double.take()
         double.chunk(peer, generate, ids[:4])
@@ -266,10 +263,10 @@ def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
 
 
 def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         future = ask(url, stop="de")
         peer, generate = double.take()
         double.chunk(peer, generate, ids)

@@ -21,10 +21,12 @@ from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
     Script,
+    Serve,
     Served,
     asking,
     connected,
     ended,
+    read_all,
     serving,
     speak,
 )
@@ -68,10 +70,10 @@ def test_a_slash_at_the_end_means_nothing(url: str) -> None:
     assert httpx.get(f"{url}/health//").status_code == 200
 
 
-def test_a_slash_at_the_end_is_no_way_past_the_keys(directory: Path, tmp_path: Path) -> None:
+def test_a_slash_at_the_end_is_no_way_past_the_keys(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key")
-    with serving(directory, api_key_file=str(keys)) as (_, url):
+    with serve(api_key_file=str(keys)) as (_, url):
         for path in ("/tokenize/", "/v1/models//", "/v1/completions/"):
             assert httpx.post(f"{url}{path}").status_code == 401
         assert httpx.options(f"{url}/v1/models").status_code == 401
@@ -109,11 +111,11 @@ def test_pages_of_any_origin_may_ask_a_keyless_server_on_loopback(url: str) -> N
         assert {"x-request-id", "server-timing", "retry-after"} <= set(exposed)
 
 
-def test_pages_of_named_origins_only(directory: Path, tmp_path: Path) -> None:
+def test_pages_of_named_origins_only(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key")
     named = {"cors_origins": ["https://page.example"], "api_key_file": str(keys)}
-    with serving(directory, **named) as (_, url):
+    with serve(**named) as (_, url):
         allowed = httpx.options(f"{url}/v1/models", headers=PREFLIGHT)  # has no key
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         refused = httpx.get(f"{url}/v1/models", headers=ORIGIN)  # and the page may read why
@@ -161,18 +163,6 @@ def hasty(directory: Path) -> Iterator[Served]:
         yield double, url
 
 
-def rest(connection: socket.socket) -> bytes:
-    """What the server sends until it closes; a hang is a failure."""
-    found = b""
-    try:
-        while part := connection.recv(4096):
-            found += part
-    except ConnectionResetError:  # it closed while bytes of ours were on their way
-        pass
-    connection.close()
-    return found
-
-
 def trickle(connection: socket.socket, part: bytes) -> threading.Thread:
     """Send `part` again and again, until the server closes."""
 
@@ -200,7 +190,7 @@ def test_a_head_that_does_not_come_is_cut(hasty: Served, before: bytes, part: by
     connection = connected(hasty[1])
     connection.sendall(before + b"GET /health HTTP/1.1\r\n")
     thread = trickle(connection, part) if part else None
-    answer = rest(connection)
+    answer = read_all(connection)
     if thread is not None:
         thread.join()
     else:
@@ -210,10 +200,8 @@ def test_a_head_that_does_not_come_is_cut(hasty: Served, before: bytes, part: by
     assert answer.count(b"HTTP/1.1 200 ") == (1 if before else 0)
 
 
-def test_a_connection_that_says_nothing_is_closed_without_an_answer(
-    hasty: Served,
-) -> None:
-    assert rest(connected(hasty[1])) == b""
+def test_a_connection_that_says_nothing_is_closed_without_an_answer(hasty: Served) -> None:
+    assert read_all(connected(hasty[1])) == b""
 
 
 @pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"], ids=["", "100-continue"])
@@ -222,7 +210,7 @@ def test_a_body_that_does_not_come_is_408(hasty: Served, part: bytes, expects: b
     connection = connected(hasty[1])
     connection.sendall(HEAD.replace(b"host", expects + b"host") + b'{"prompt": ')
     thread = trickle(connection, part) if part else None
-    answer = rest(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    answer = read_all(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     if thread is not None:
         thread.join()
     if answer or not part:  # else the close overtook the answer: bytes of ours were on their way
@@ -236,13 +224,11 @@ def test_a_body_that_nobody_wants_is_not_waited_for(hasty: Served, path: str) ->
     connection = connected(hasty[1])
     connection.sendall(HEAD.replace(b"v1/completions", path.encode()))
     thread = trickle(connection, b" ")
-    assert rest(connection).startswith(b"HTTP/1.1 40")
+    assert read_all(connection).startswith(b"HTTP/1.1 40")
     thread.join()
 
 
-def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(
-    hasty: Served,
-) -> None:
+def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(hasty: Served) -> None:
     double, url = hasty
     with httpx.Client(base_url=url) as client, asking() as ask:
         before = client.get("/health").extensions["network_stream"]
@@ -262,6 +248,6 @@ def test_requests_that_come_together_are_all_answered(hasty: Served) -> None:
     body = b'{"prompt": "a"}'
     ask = HEAD.replace(b"9999", str(len(body)).encode()) + body
     connection.sendall(ask + WHOLE + ask + WHOLE[:9])
-    answer = rest(connection)
+    answer = read_all(connection)
     assert answer.count(b"HTTP/1.1 200 ") == 3
     assert answer.count(b"HTTP/1.1 408 ") == 1

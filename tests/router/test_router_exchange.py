@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,12 +19,12 @@ from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
     Script,
+    Serve,
     asking,
     connected,
     ended,
     metric,
     raw_post,
-    serving,
     speak,
     wait_until,
 )
@@ -154,9 +153,9 @@ def test_the_line_of_an_answer_that_ended_early(
 
 @pytest.mark.parametrize(("asked", "level"), [(True, logging.INFO), (False, logging.DEBUG)])
 def test_a_request_is_a_line_at_info_only_if_asked_for(
-    directory: Path, lines: pytest.LogCaptureFixture, asked: bool, level: int
+    serve: Serve, lines: pytest.LogCaptureFixture, asked: bool, level: int
 ) -> None:
-    with serving(directory, access_log=asked) as (_, url):
+    with serve(access_log=asked) as (_, url):
         for path, wanted in (("v1/models", level), ("health", logging.DEBUG)):
             httpx.get(f"{url}/{path}", headers={"x-request-id": path})
             assert access(lines, path).levelno == wanted

@@ -86,12 +86,6 @@ def test_other_methods_are_405_and_say_which_are_served(url: str) -> None:
         assert response.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_the_openapi_document_lists_what_is_served(url: str) -> None:
-    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
-    assert "/v1/chat/completions" in paths
-    assert "/v1/embeddings" not in paths
-
-
 def test_slow_work_is_seen_in_the_body_however_it_is_written() -> None:
     assert not is_slow(b'{"prompt": "hello"}')
     assert is_slow(b'{"prompt": "%s"}' % (b"a" * 20_000))

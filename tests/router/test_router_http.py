@@ -230,42 +230,6 @@ def test_a_chat_has_what_is_left_unless_asked(served: Served, double: DecodeDoub
         assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(generate.tokens)
 
 
-BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", {"messages": []}, "messages"),
-    ("chat/completions", {}, "messages"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content",
-    ),
-    ("completions", {"prompt": ""}, "prompt"),
-    ("completions", {"prompt": []}, "prompt"),
-    ("completions", {"prompt": [1, "a"]}, "prompt"),
-    ("completions", {"prompt": [100_000]}, "prompt"),
-    ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
-    ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
-    ("completions", {"prompt": "a", "min_p": 1}, "min_p"),
-    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    ("completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    ("completions", {"prompt": "a", "stop": ["a", ""]}, "stop"),
-    ("completions", {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
-    ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "param"), BAD, ids=str)
-def test_wrong_values_are_400_and_name_the_field(
-    served: Served, path: str, body: dict[str, Any], param: str
-) -> None:
-    response = served.post(path, **body)
-    error = response.json()["error"]
-    assert response.status_code == 400
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert (error["code"], error["param"]) == ("invalid_value", param)
-
-
 UNSUPPORTED: dict[str, Any] = {
     "use_beam_search": True,
     "allowed_token_ids": [1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
 
 import httpx
 import openai
@@ -16,13 +15,13 @@ from tests.fault.router_doubles import (
     HANG_S,
     Ask,
     DecodeDouble,
+    Serve,
     connected,
     ended,
     failed,
     metric,
     num_live,
     raw_post,
-    serving,
     speak,
     wait_until,
 )
@@ -33,9 +32,9 @@ LENGTH = FinishReason.LENGTH
 Ids = tuple[int, ...]
 
 
-def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double, max_inflight=1) as (_, url):
+    with serve(double, max_inflight=1) as (_, url):
         first = ask(url)
         item = double.take()
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
@@ -48,11 +47,9 @@ def test_too_many_requests_are_429_at_once(directory: Path, ask: Ask, ids: Ids) 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
-def test_client_that_goes_is_an_abort(
-    directory: Path, ids: Ids, streamed: bool, phase: str
-) -> None:
+def test_client_that_goes_is_an_abort(serve: Serve, ids: Ids, streamed: bool, phase: str) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         with connected(url) as client:
             client.sendall(raw_post(prompt="a", stream=streamed))
             peer, generate = double.take()
@@ -71,7 +68,7 @@ def test_client_that_goes_is_an_abort(
 
 
 def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on, prepare = threading.Event(), threading.Event(), Preparer.completion
 
@@ -82,7 +79,7 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
 
     monkeypatch.setattr(Preparer, "completion", slowly)
     double = DecodeDouble()
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         with connected(url) as client:
             client.sendall(raw_post(prompt="a", n=3, user="x" * 10_000))
             assert entered.wait(HANG_S)
@@ -96,11 +93,11 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
 
 @pytest.mark.parametrize("started", [False, True])
 def test_deadline_is_a_typed_error_and_an_abort(
-    directory: Path, ask: Ask, ids: Ids, started: bool
+    serve: Serve, ask: Ask, ids: Ids, started: bool
 ) -> None:
     double = DecodeDouble()
     timeout_s = 1.5 if started else 0.3
-    with serving(directory, double, request_timeout_s=timeout_s) as (_, url):
+    with serve(double, request_timeout_s=timeout_s) as (_, url):
         future = ask(url)
         peer, generate = double.take()
         assert 0 < generate.timeout_s <= timeout_s
@@ -117,10 +114,10 @@ def test_deadline_is_a_typed_error_and_an_abort(
     [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 503), ("invalid_value", 400)],
 )
 def test_error_of_the_worker_reaches_the_client(
-    directory: Path, ask: Ask, ids: Ids, code: str, status: int
+    serve: Serve, ask: Ask, ids: Ids, code: str, status: int
 ) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         for num_tokens in (0, 2):
             future = ask(url)
             peer, generate = double.take()
@@ -138,10 +135,10 @@ def test_error_of_the_worker_reaches_the_client(
 
 
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         future = ask(url, prompt=["a", "b"])
         peer, first = double.take()
         _, second = double.take()
@@ -152,11 +149,9 @@ def test_one_failed_choice_ends_the_request_and_aborts_the_others(
         wait_until(lambda: router.num_inflight() == 0)
 
 
-def test_drain_refuses_new_requests_and_finishes_old_ones(
-    directory: Path, ask: Ask, ids: Ids
-) -> None:
+def test_drain_refuses_new_requests_and_finishes_old_ones(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         old = ask(url)
         item = double.take()
         assert router.num_inflight() == 1
@@ -171,11 +166,11 @@ def test_drain_refuses_new_requests_and_finishes_old_ones(
 
 
 def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
-    directory: Path, ask: Ask, ids: Ids
+    serve: Serve, ask: Ask, ids: Ids
 ) -> None:
     double = DecodeDouble()
     before = set(threading.enumerate())
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         ours = {t.name for t in set(threading.enumerate()) - before}
         assert "kvlane-router" in ours
         started, silent = ask(url), ask(url, stream=False)
@@ -194,26 +189,26 @@ def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
         assert "kvlane-router" not in left
 
 
-def test_not_ready_while_every_decode_worker_drains(directory: Path) -> None:
+def test_not_ready_while_every_decode_worker_drains(serve: Serve) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))
-    with serving(directory, double) as (_, url):
+    with serve(double) as (_, url):
         wait_until(lambda: num_live(url) == 1)
         ready = httpx.get(f"{url}/ready")
         assert ready.status_code == 503
         assert ready.json()["reason"] == "every decode worker is draining"
 
 
-def test_a_port_that_another_router_has_is_refused_by_name(directory: Path) -> None:
-    with serving(directory) as (_, url):
+def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve) -> None:
+    with serve() as (_, url):
         port = int(url.rsplit(":", 1)[1])
         expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
-        with pytest.raises(UserError, match=expected), serving(directory, port=port):
+        with pytest.raises(UserError, match=expected), serve(port=port):
             pass
 
 
-def test_member_that_came_back_is_asked_again(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double) as (router, url):
+    with serve(double) as (router, url):
         away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
         router.update_members([double.member, away])
         router.update_members([double.member])
@@ -225,9 +220,9 @@ def test_member_that_came_back_is_asked_again(directory: Path, ask: Ask, ids: Id
         assert ended(ask(url)) == ("abcdefgh", "stop", None)
 
 
-def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: Ids) -> None:
+def test_prefill_workers_become_candidates(serve: Serve, ask: Ask, ids: Ids) -> None:
     double, prefill = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
-    with serving(directory, double, prefill) as (_, url):
+    with serve(double, prefill) as (_, url):
         future = ask(url)
         peer, generate = double.take()
         assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
@@ -235,9 +230,9 @@ def test_prefill_workers_become_candidates(directory: Path, ask: Ask, ids: Ids) 
         assert ended(future) == ("abcdefgh", "stop", None)
 
 
-def test_a_client_that_does_not_read_is_given_up(directory: Path, ids: Ids) -> None:
+def test_a_client_that_does_not_read_is_given_up(serve: Serve, ids: Ids) -> None:
     double = DecodeDouble()
-    with serving(directory, double, keep_alive_s=2) as (router, url), socket.socket() as client:
+    with serve(double, keep_alive_s=2) as (router, url), socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")
         client.connect((host, int(port)))

@@ -39,12 +39,6 @@ def test_simulated_acceptance_is_told_wherever_the_model_is(tmp_path: Path) -> N
         assert "SIMULATED" in httpx.get(f"{url}/config").json()["notes"][-1]
 
 
-def test_request_id_is_returned(url: str) -> None:
-    given = {"x-request-id": "mine"}
-    assert httpx.get(f"{url}/v1/models", headers=given).headers["x-request-id"] == "mine"
-    assert len(httpx.get(f"{url}/nothing").headers["x-request-id"]) == 32
-
-
 def test_state_of_the_router(served: Served) -> None:
     double, url, _ = served
     for path, said in (

@@ -7,13 +7,12 @@ from typing import Any
 
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from router.text.grammar import MAX_GRAMMAR_CHARS
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import KEEP, DecodeDouble, Script, Served, speak
+from tests.fault.router_doubles import KEEP, DecodeDouble, Script, Served, accepts, speak
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -38,13 +37,6 @@ def tokenizer(text: Text) -> LLTokenizer:
 
 def script_of(text: Text) -> Script:
     return KEEP
-
-
-def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(output)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def format_of(model: type[BaseModel], **more: Any) -> dict[str, Any]:
@@ -92,42 +84,6 @@ def test_wishes_become_grammars(
     grammar = double.take()[1].sampling.grammar
     assert [output for output in good if not accepts(tokenizer, grammar, output)] == []
     assert [output for output in bad if accepts(tokenizer, grammar, output)] == []
-
-
-IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(90):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
-BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
-        "response_format",
-    ),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": "json_object"}, "response_format"),
-    ({"guided_json": IMPOSSIBLE}, "guided_json"),
-    ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": {"type": "strin"}}, "guided_json"),
-    ({"guided_json": DEEP}, "guided_json"),
-    ({"guided_regex": "a("}, "guided_regex"),
-    ({"guided_regex": "(?=a)b"}, "guided_regex"),
-    ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_choice": [1]}, "guided_choice.0"),
-    ({"guided_grammar": "no grammar"}, "guided_grammar"),
-    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
-    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    ({"structural_tag": "{}"}, "structural_tag"),
-    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
-]
-
-
-@pytest.mark.parametrize(("wish", "param"), BAD, ids=lambda value: str(value)[:60])
-def test_what_nothing_can_satisfy_is_400(served: Served, wish: dict[str, Any], param: str) -> None:
-    assert served.refusal("chat/completions", messages=HELLO, **wish)["param"] == param
 
 
 def test_parse_of_the_client_plain_and_streamed(
