@@ -21,7 +21,7 @@ from router.dispatch.mailbox import Delta, Mailbox, Scored
 from router.dispatch.members import Known, Members, drafting
 from router.dispatch.policy.base import Policy
 from router.dispatch.queue import Queue, Req
-from router.errors import STATUS, ApiError
+from router.errors import ApiError
 from router.observe.metrics import RouterMetrics, prefilled
 from worker.api import (
     Abort,
@@ -101,7 +101,7 @@ class Dispatcher:
             ApiError: 429.
         """
         if len(self._reqs) + num_choices > self._config.max_inflight:
-            raise ApiError.of("busy", "this router is at its limit of requests", retry_after_s=1)
+            raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
 
     def submit(self, req: Req, server: Trace | None = None) -> None:
         """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
@@ -116,7 +116,7 @@ class Dispatcher:
         if self._closed:
             self._end(req, FinishReason.ERROR, error=_stopping())
             return
-        late = ApiError.of("timeout", f"not finished within {timeout_s:g} s")
+        late = ApiError("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
         self._queue.add(req)
 
@@ -208,7 +208,7 @@ class Dispatcher:
                 self._end(req, chunk.finish_reason, rest)
         except LibraryError as error:
             error.log(req.req_id)
-            self.give_up(req, ApiError.of(error.code, str(error)))
+            self.give_up(req, ApiError(error.code, str(error)))
 
     def _emit(
         self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], now: float
@@ -274,11 +274,11 @@ class Dispatcher:
         req.num_losses += 1
         if req.num_losses >= MAX_LOSSES:
             message = "the request was present when two workers were lost; it is not tried again"
-            error = ApiError(500, "internal_error", message)
+            error = ApiError("internal_error", message)
             error.retry = False
             self._end(req, FinishReason.ERROR, error=error)
         elif req.tokens:
-            error = ApiError.of("worker_lost", "the worker that had the request is lost")
+            error = ApiError("worker_lost", "the worker that had the request is lost")
             self._end(req, FinishReason.ERROR, error=error)
         else:
             assert req.choice is not None
@@ -292,9 +292,9 @@ class Dispatcher:
     def _waited(self, req: Req) -> None:
         """The queue timeout has passed: no decode worker had room, or there is none."""
         if self._members.live("decode"):
-            error = ApiError.of("busy", "no decode worker had room in time", retry_after_s=1)
+            error = ApiError("busy", "no decode worker had room in time", retry_after_s=1)
         else:
-            error = ApiError.of("no_worker", "no decode worker is alive", retry_after_s=1)
+            error = ApiError("no_worker", "no decode worker is alive", retry_after_s=1)
         self.give_up(req, error)
 
     def _end(
@@ -346,13 +346,10 @@ def _flush(mailboxes: Sequence[Mailbox]) -> None:
 def _failure(error: Error | None) -> ApiError:
     """What a worker's typed error means to the client."""
     if error is None:
-        return ApiError.of("world_error", "the worker gave the request up")
+        return ApiError("world_error", "the worker gave the request up")
     retry_after_s = 1.0 if error.code in ("busy", "out_of_pages") else None
-    status = STATUS.get(error.code, 500)
-    return ApiError(
-        status, error.code, error.message, param=error.param, retry_after_s=retry_after_s
-    )
+    return ApiError(error.code, error.message, param=error.param, retry_after_s=retry_after_s)
 
 
 def _stopping() -> ApiError:
-    return ApiError.of("draining", "the router is stopping", retry_after_s=1)
+    return ApiError("draining", "the router is stopping", retry_after_s=1)

@@ -92,7 +92,7 @@ class Answer(Response):
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
-            await self._fail(ApiError.of("internal_error", "internal error"), scope, receive, send)
+            await self._fail(ApiError("internal_error", "internal error"), scope, receive, send)
             raise
         finally:
             self._outlet.watch(None)

@@ -23,7 +23,7 @@ class ApiKeys:
         """Pass on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(GUARDED) and not self._knows(scope):
             message = "a valid API key is needed: Authorization: Bearer KEY"
-            response = ApiError(401, "invalid_api_key", message).response
+            response = ApiError("invalid_api_key", message).response
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)
             return

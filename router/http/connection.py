@@ -260,7 +260,7 @@ class LimitedProtocol(HttpToolsProtocol):
         log.debug("%s: cut, its %s took too long", self.client, part)
         if self._state is _Awaited.HEAD:
             message = f"the request's head did not arrive within {self.header_timeout_s:g} s"
-            response = ApiError(408, "request_timeout", message).response
+            response = ApiError("request_timeout", message).response
             lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
             self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
         self.transport.close()

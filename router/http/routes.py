@@ -91,7 +91,7 @@ class Routes:
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
         message = f"{request.url.path} is not served: this server generates text only"
-        raise ApiError(404, "unsupported", message)
+        raise ApiError("unsupported", message, status=404)
 
     async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
         """Run `work`, in a thread if it may take long: a large body, or a grammar to build.
@@ -110,7 +110,7 @@ class Routes:
         front = self._front
         try:
             if front.draining:
-                raise ApiError.of("draining", "the router is draining", retry_after_s=1)
+                raise ApiError("draining", "the router is draining", retry_after_s=1)
             prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except KvlaneError as error:
@@ -133,9 +133,9 @@ class Routes:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             message = f"Content-Encoding {encoding[:40]}: send the body as it is"
-            raise ApiError(415, "unsupported", message)
+            raise ApiError("unsupported", message, status=415)
         limit = config.max_body_bytes
-        error = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
+        error = ApiError("body_too_large", f"the body is larger than {limit} bytes")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > limit:
             raise error
@@ -148,7 +148,7 @@ class Routes:
                         raise error
         except TimeoutError:
             message = f"the body did not arrive within {config.body_timeout_s:g} s"
-            raise ApiError(408, "request_timeout", message) from None
+            raise ApiError("request_timeout", message) from None
         return bytes(body.removeprefix(BOM_UTF8))
 
     def _model(self) -> Model:
@@ -172,19 +172,19 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case ApiError():
             failure, headers = error, {}
         case UserError():
-            failure, headers = ApiError(400, error.code, str(error), param=error.param), {}
+            failure, headers = ApiError(error.code, str(error), param=error.param, status=400), {}
         case KvlaneError():
             if isinstance(error, LibraryError):
                 error.log(Exchange.of(request.scope).unique_id)
-            failure, headers = ApiError.of(error.code, str(error)), {}
+            failure, headers = ApiError(error.code, str(error)), {}
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-            failure = ApiError(error.status_code, code, str(error.detail))
+            failure = ApiError(code, str(error.detail), status=error.status_code)
             headers = dict(error.headers or {})  # 405 says what is allowed
         case ClientDisconnect():
             return Response(status_code=CLIENT_GONE)
         case _:
-            failure, headers = ApiError.of("internal_error", "internal error"), {}
+            failure, headers = ApiError("internal_error", "internal error"), {}
     Exchange.of(request.scope).failure = failure.code
     response = failure.response
     response.headers.update(headers)

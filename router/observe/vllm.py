@@ -1,18 +1,14 @@
-"""The router's figures under vLLM's names, so that what was made for vLLM works unchanged.
+"""The router's figures under vLLM's names (0.22, and those before), for what was made for vLLM.
 
-Endpoint pickers, KEDA's examples and public dashboards ask for them: the names of vLLM 0.22, and
-those before them. All are made when scraped, from counts that the router keeps anyway. Only the end
-of a choice, and its time in vLLM's stages, are counted here. Requests that are refused at once are
-not among them.
+Endpoint pickers, KEDA's examples and public dashboards ask for them. All are made when scraped,
+from counts that the router keeps anyway, but for a choice's end and its time in vLLM's stages.
 
 A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else has the router's
-number as its engine, as vLLM's engines with data parallelism have. So where several routers share a
-port, `merged_samples` adds up the gauges, and counters stay apart: a sum of counters would jump
-back when a router is replaced.
+number as its engine. Where routers share a port, `merged_samples` adds up gauges only: a sum of
+counters would jump back when a router is replaced.
 
-What windows drafted and accepted is counted by decode workers, each of which is an engine here. All
-routers know the same of it, so only the first by name tells it: a sum over routers would count it
-as often as there are routers.
+Decode workers, each an engine here, count what windows drafted and accepted. All routers know the
+same of that, so only the first by name exposes it.
 """
 
 from __future__ import annotations

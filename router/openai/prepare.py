@@ -230,7 +230,7 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
     if asked is not None:
         message += f" and {field} is {asked}"
     fits = room > 0  # then a shorter output would fit
-    raise ApiError(400, "context_length_exceeded", message, param=field if fits else param)
+    raise ApiError("context_length_exceeded", message, param=field if fits else param)
 
 
 def _bounds(config: RouterConfig, context: int) -> Bounds:

@@ -43,7 +43,7 @@ class Served:
         """
         if name and name != self.model:
             message = f"the model {name!r} does not exist; {self.model!r} is served here"
-            raise ApiError(404, "model_not_found", message, param="model")
+            raise ApiError("model_not_found", message, param="model")
 
     def encode(self, prompt: str, param: str, *, adds: bool) -> tuple[int, ...]:
         """The tokens of a prompt, with those that the tokenizer `adds`.
@@ -55,7 +55,7 @@ class Served:
         if len(prompt) > limit * self.text.max_token_chars:
             characters = f"the prompt has {len(prompt)} characters"
             message = f"the model's context is {limit} tokens; {characters}"
-            raise ApiError(400, "context_length_exceeded", message, param=param)
+            raise ApiError("context_length_exceeded", message, param=param)
         return self.text.encode(prompt, add_special_tokens=adds)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:

@@ -122,7 +122,7 @@ class Validator:
         with contained("llguidance"):
             error = self._error(grammar)
         if error:
-            raise ApiError(400, "invalid_value", f"{param}: {error[:1000]}", param=param)
+            raise ApiError("invalid_value", f"{param}: {error[:1000]}", param=param)
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""

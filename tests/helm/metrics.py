@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from router import errors
 from router.errors import STATUS
 from router.observe.metrics import RETRY_CAUSES, RouterMetrics
 from router.observe.tally import Tallies
@@ -20,13 +19,12 @@ MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
 GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 OF_TARGETS = {"namespace", "job", "pod", "service", "container", "endpoint", "instance"}
-CODE = re.compile(r"^\d{3} +(\w+)  ", re.MULTILINE)  # of the table there
 ROLES = {"prefill", "decode", "router"}
 # Values of labels, of which queries may name no others.
 KNOWN = {
     "where": set(PLACES),
     "cause": set(RETRY_CAUSES),
-    "outcome": {"stop", "length", "abort", *STATUS, *CODE.findall(errors.__doc__ or "")},
+    "outcome": {"stop", "length", "abort", *STATUS},
 }
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
