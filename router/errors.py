@@ -43,14 +43,9 @@ HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
 class ApiError(KvlaneError):
-    """Ends one HTTP request.
+    """Ends one HTTP request; `param` is the field that is wrong.
 
-    Args:
-        code: of `STATUS`, or of `worker.errors`.
-        message: for people.
-        param: the field that is wrong.
-        retry_after_s: when to try again.
-        status: if it is not the one of `code`.
+    Its status is that of `code` in STATUS, 500 for others, unless `status` says another.
     """
 
     def __init__(

@@ -56,12 +56,7 @@ FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 class Dispatcher:
     """Sends requests to decode workers and turns what comes back into deltas.
 
-    Args:
-        config: limits.
-        wire: started; hands its events to `deliver`.
-        members: the workers.
-        policy: chooses among them.
-        metrics: counts what happens.
+    `wire` is started, and hands its events to `deliver`.
     """
 
     def __init__(

@@ -104,13 +104,7 @@ class Queue:
     """The requests that wait.
 
     Only this class changes where a request is: in the queue (its choice is None) or at a worker.
-
-    Args:
-        wire: carries requests to workers.
-        members: the workers.
-        policy: chooses among them.
-        queue_timeout_s: how long a request may wait at a stretch.
-        expired: called with a request that has waited so long.
+    `expired` is called with a request that has waited for `queue_timeout_s` at a stretch.
     """
 
     def __init__(

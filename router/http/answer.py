@@ -45,12 +45,8 @@ class _Gone(Exception):
 class Answer(Response):
     """Runs a prepared request; aborts what is left of it when the client goes.
 
-    Args:
-        prepared: the request.
-        dispatcher: runs its choices.
-        exchange: the HTTP request; the choices are added to it.
-        config: has the limits of silence, of ours (`sse_ping_s`) and of a client (`keep_alive_s`).
-        closed: called once, when nothing of the request is left.
+    The choices are added to `exchange`. `config` limits silence, ours (`sse_ping_s`) and a client's
+    (`keep_alive_s`). `closed` is called once, when nothing of the request is left.
     """
 
     def __init__(

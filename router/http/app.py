@@ -155,10 +155,7 @@ class RouterServer:
 
     All methods may be called from any thread; what they change is changed on the router's loop.
 
-    Args:
-        settings: resolved.
-        place: which router this is, and where it listens.
-        tracer: makes the spans of requests, and is closed at the end; None: nobody wants them.
+    `tracer` makes the spans of requests, and is closed at the end; None: nobody wants them.
 
     Raises:
         UserError: the model directory or the file of API keys is unfit, or no policy has the name.
@@ -231,9 +228,7 @@ class RouterServer:
     def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
         """The controller's whole list; a worker that is no longer on it is lost at once.
 
-        Args:
-            members: the list.
-            changes: what has happened to members, for the dashboard.
+        `changes` has what has happened to members, for the dashboard.
         """
         self.listed, self._changes = tuple(members), tuple(changes)
         self._post(self._apply_members)

@@ -40,9 +40,7 @@ UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 class Outlet:
     """The way out of one response, in place of its transport. The loop's; routes get it by scope.
 
-    Args:
-        cycle: uvicorn's, which writes the response.
-        connection: on which it is written.
+    uvicorn's `cycle` writes the response on `connection`.
     """
 
     def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:

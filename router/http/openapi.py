@@ -197,13 +197,7 @@ OPERATIONS = (
 
 
 def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
-    """The document.
-
-    Args:
-        version: of kvlane.
-        model: the served name.
-        keys: whether some paths need a key.
-    """
+    """The document; `keys`: some paths need one."""
     bodies = [op.body.schema for op in OPERATIONS if op.body is not None]
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]

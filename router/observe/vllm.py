@@ -81,15 +81,7 @@ def times_of(spent: Spent) -> Times:
 
 
 class VllmMetrics(Collector):
-    """The group of one router.
-
-    Args:
-        model: the served name.
-        worker: the router's name, which ends with its number.
-        shared: counts.
-        e2e_buckets: of the stages of requests.
-        itl_buckets: of a request's mean time per token.
-    """
+    """The group of one router, whose name (`worker`) ends with its number."""
 
     def __init__(
         self,

@@ -38,12 +38,7 @@ class Reading:
 
 
 def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
-    """What the metrics count now.
-
-    Args:
-        reqs: those that have not ended.
-        metrics: of the same router.
-    """
+    """What the metrics count now; `reqs` are those that have not ended."""
     tallies = {
         "time_to_first_token": tuple(metrics.ttft.values()),
         "inter_token": (metrics.itl,),
@@ -74,11 +69,7 @@ def _total(counter: Counter) -> float:
 
 
 class Period:
-    """The readings of the last minutes.
-
-    Args:
-        read: makes one.
-    """
+    """The readings of the last minutes, which `read` makes."""
 
     def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read

@@ -42,12 +42,7 @@ def begin(
     """Begin the server's span of a request; None if it is not traced.
 
     Requests that generate nothing are not traced, nor are those that the sampler leaves out.
-
-    Args:
-        tracer: of this process.
-        scope: with the path as routes see it.
-        headers: of the request.
-        arrived_at: monotonic.
+    `scope` has the path as routes see it; `arrived_at` is monotonic.
     """
     path, method = scope["path"], scope["method"]
     if path not in TRACED or method != "POST":

@@ -258,8 +258,7 @@ class Hermes(_Calls):
 class Llama3(_Calls):
     """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
 
-    Args:
-        names: of the functions; JSON with another name is content.
+    JSON with a name that is not among `names` is content.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -8,9 +8,7 @@ from router.text.parsers import THINK, THINK_END, Parsed, Parser, held
 class Reasoning(Parser):
     """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
 
-    Args:
-        inner: parses the rest.
-        inside: the prompt has opened the reasoning.
+    `inside`: the prompt has opened the reasoning.
     """
 
     def __init__(self, inner: Parser, *, inside: bool) -> None:

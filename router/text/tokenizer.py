@@ -96,9 +96,7 @@ def _strftime_now(form: str) -> str:
 class ChatTemplate:
     """A model's chat template, run in jinja2's sandbox with the names that Hugging Face defines.
 
-    Args:
-        source: the template.
-        special: bos_token and the like, by name.
+    `special` has bos_token and the like, by name.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
