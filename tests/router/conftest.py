@@ -77,6 +77,12 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield found
 
 
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def streamed(request: pytest.FixtureRequest) -> bool:
+    """Both ways to answer."""
+    return request.param
+
+
 @pytest.fixture
 def serve(directory: Path) -> Serve:
     """Starts a router of the test's own: `with serve(double, max_inflight=1) as (router, url)`."""

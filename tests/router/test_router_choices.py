@@ -15,10 +15,18 @@ from pydantic import ValidationError
 
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, seed_of
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, DecodeDouble, Script, Served, events, serving, speak
+from tests.fault.router_doubles import (
+    HANG_S,
+    HELLO,
+    DecodeDouble,
+    Script,
+    Served,
+    events,
+    serving,
+    speak,
+)
 from worker.api import FinishReason, Generate
 
-HELLO: Any = [{"role": "user", "content": "hello"}]
 ANSWER = "hello 😀 there"
 
 
@@ -74,7 +82,6 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(
     assert {"logprobs.content.delta", "logprobs.content.done", "content.done"} <= kinds
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_many_logprobs_are_written_off_the_loop(
     served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
@@ -93,7 +100,6 @@ def test_many_logprobs_are_written_off_the_loop(
         assert any(name != "kvlane-router" for name in threads) is (size == 300)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_logprobs_of_a_completion(
     served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
@@ -114,7 +120,6 @@ def test_logprobs_of_a_completion(
     assert all(token in top for part in parts for token, top in zip(part["tokens"], part["top_logprobs"], strict=True))  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(
     client: openai.OpenAI, double: DecodeDouble, streamed: bool
 ) -> None:
@@ -188,7 +193,6 @@ def test_best_of_gives_the_likeliest_back(
         assert answer.usage.prompt_tokens == 1
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_echo_repeats_the_prompt(client: openai.OpenAI, text: Text, streamed: bool) -> None:
     ids = text.encode("again", add_special_tokens=False)
     for prompt, said in (("hello ", "hello "), ([list(ids)], "again")):

@@ -91,7 +91,6 @@ def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: I
         double.die()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_no_room_until_the_queue_timeout_is_429(serve: Serve, ask: Ask, streamed: bool) -> None:
     double = DecodeDouble(
         script=lambda d, p, g: d.refuse(p, g), stats=WorkerStats(max_num_reqs=1, num_running=1)

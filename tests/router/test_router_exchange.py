@@ -17,6 +17,7 @@ from router.observe.metrics import STAGES
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
+    TOLD_STAGES,
     DecodeDouble,
     Script,
     Serve,
@@ -28,13 +29,11 @@ from tests.fault.router_doubles import (
     speak,
     wait_until,
 )
-from worker.api import FinishReason, Stages
-
-TOLD = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
+from worker.api import FinishReason
 
 
 def script_of(text: Text) -> Script:
-    return speak([5, 6, 7], stages=TOLD)
+    return speak([5, 6, 7], stages=TOLD_STAGES)
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_server_timing_has_the_stages(url: str, double: DecodeDouble) -> None:
     with asking() as ask:  # headers leave with the first token, while the answer goes on
         future = ask(url)
         peer, generate = double.take()
-        double.chunk(peer, generate, [5], stages=TOLD)
+        double.chunk(peer, generate, [5], stages=TOLD_STAGES)
         wait_until(lambda: metric(url, "time_to_first_token_seconds_count") > num_firsts)
         double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
         assert list(timing(future.result(HANG_S))) == ["prepare", *STAGES[:-1], "total"]

@@ -45,7 +45,6 @@ def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> 
         assert ended(first) == ("abcdefgh", "stop", None)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
 def test_client_that_goes_is_an_abort(serve: Serve, ids: Ids, streamed: bool, phase: str) -> None:
     double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))

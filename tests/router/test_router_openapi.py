@@ -13,12 +13,11 @@ import jsonschema
 import pytest
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, Script, Served, serving, speak
-from worker.api import Stages
+from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Script, Served, serving, speak
 
 
 def script_of(text: Text) -> Script:
-    return speak([5, 6], stages=Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc"))
+    return speak([5, 6], stages=TOLD_STAGES)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from router.text.grammar import MAX_GRAMMAR_CHARS
-from tests.fault.router_doubles import Served
+from tests.fault.router_doubles import HELLO, Served
 
 CHAT, TEXT = "chat/completions", "completions"
-HELLO: Any = [{"role": "user", "content": "hello"}]
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(90):

@@ -12,10 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.observe.metrics import STAGES
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, Script, Served, events, speak
-from worker.api import Stages
+from tests.fault.router_doubles import HANG_S, HELLO, TOLD_STAGES, Script, Served, events, speak
 
-TOLD = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
 WANTED = {
     "prefill_queue_s": 0.5,
     "prefill_s": 0.25,
@@ -25,11 +23,10 @@ WANTED = {
     "prefilled_by": "prefill-3",
     "decoded_by": "decode-0",
 }
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 def script_of(text: Text) -> Script:
-    return speak([5, 6, 7], stages=TOLD)
+    return speak([5, 6, 7], stages=TOLD_STAGES)
 
 
 def check(stages: dict[str, Any]) -> None:

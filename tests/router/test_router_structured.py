@@ -12,9 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import KEEP, DecodeDouble, Script, Served, accepts, speak
-
-HELLO: Any = [{"role": "user", "content": "hello"}]
+from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Script, Served, accepts, speak
 
 
 class Step(BaseModel):

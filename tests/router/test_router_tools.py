@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.openai.tools import detected
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
+    HELLO,
     QWEN,
     DecodeDouble,
     Served,
@@ -27,7 +28,6 @@ from tests.fault.router_doubles import (
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
-HELLO: Any = [{"role": "user", "content": "hello"}]
 LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -186,7 +186,6 @@ def test_one_call_only_and_none_at_all(
     assert "<tools>" not in asked(double, text)[0]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_reasoning_is_told_apart(
     client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
@@ -296,7 +295,6 @@ def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_of_one_call_ends_with_the_call(
     served: Served, text: Text, streamed: bool
 ) -> None:

@@ -9,17 +9,16 @@ import httpx
 import pytest
 
 from router.show import tracing
-from tests.fault.router_doubles import HANG_S, DecodeDouble, make_model, serving, speak
+from tests.fault.router_doubles import HANG_S, TOLD_STAGES, DecodeDouble, make_model, serving, speak
 from tests.support.collector import Collector, Span, collecting
 from tests.support.made_spans import Made
 from tests.support.trace_laws import check_request, children, named
-from worker.api import Error, FinishReason, Generate, Stages
+from worker.api import Error, FinishReason, Generate
 from worker.config import TracingConfig
 from worker.tracing.setup import tracer_of
 
 PARENT = "b7ad6b7169203331"
-STAGES = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
-SPEAK = speak([5, 6, 7], stages=STAGES)
+SPEAK = speak([5, 6, 7], stages=TOLD_STAGES)
 
 
 def moody(double: DecodeDouble, peer: str, generate: Generate) -> None:
