@@ -342,10 +342,15 @@ class Served(NamedTuple):
         return connected(self.url)
 
 
-def connected(url: str) -> socket.socket:
-    """A socket to the server at `url`."""
+def connected(url: str, buffer: int = 0) -> socket.socket:
+    """A socket to the server at `url`, which takes so many bytes unread; 0: as many as usual."""
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=HANG_S)
+    client = socket.socket()
+    client.settimeout(HANG_S)
+    if buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.connect((host, int(port)))
+    return client
 
 
 def read_until(client: socket.socket, end: bytes) -> bytes:

@@ -25,6 +25,8 @@ from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     Served,
+    connected,
+    raw_post,
     scores,
     wait_until,
 )
@@ -51,16 +53,9 @@ class Raw:
     """A client that sees every write."""
 
     def __init__(self, url: str, body: dict[str, Any], *, buffer: int = 0) -> None:
-        raw = json.dumps({"stream": True} | body).encode()
         path = "chat/completions" if "messages" in body else "completions"
-        head = f"POST /v1/{path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(raw)}\r\n\r\n"
-        self.sock = socket.socket()
-        if buffer:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        self.sock.settimeout(HANG_S)
-        host, port = url.removeprefix("http://").split(":")
-        self.sock.connect((host, int(port)))
-        self.sock.sendall(head.encode() + raw)
+        self.sock = connected(url, buffer)
+        self.sock.sendall(raw_post(path, **{"stream": True} | body))
         self.data = b""
 
     def read(self, until: Callable[[bytes], bool]) -> bytes:
@@ -87,10 +82,8 @@ class Raw:
         while rest:
             size, _, rest = rest.partition(b"\r\n")
             body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-        body = re.sub(rb'"id":"(cmpl|chatcmpl)-[0-9a-f]+"', b'"id":""', body)
-        return re.sub(
-            rb'"id":"call_[0-9a-f]+"', b'"id":""', re.sub(rb'"created":\d+', b'"created":0', body)
-        )
+        body = re.sub(rb'"id":"(cmpl-|chatcmpl-|call_)[0-9a-f]+"', b'"id":""', body)
+        return re.sub(rb'"created":\d+', b'"created":0', body)
 
 
 def pieces_of(tokens: tuple[int, ...], rng: random.Random) -> list[tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 
 import httpx
@@ -231,10 +230,7 @@ def test_prefill_workers_become_candidates(serve: Serve, ask: Ask, ids: Ids) -> 
 
 def test_a_client_that_does_not_read_is_given_up(serve: Serve, ids: Ids) -> None:
     double = DecodeDouble()
-    with serve(double, keep_alive_s=2) as (router, url), socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = url.removeprefix("http://").split(":")
-        client.connect((host, int(port)))
+    with serve(double, keep_alive_s=2) as (router, url), connected(url, 4096) as client:
         client.sendall(raw_post(prompt="a", stream=True, n=120, logprobs=20))
         for _ in range(120):
             peer, generate = double.take()
