@@ -221,12 +221,7 @@ def application(front: Front) -> ASGIApp:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
     Pages(front).add_to(app)
     for path in NOT_SERVED:
-        app.add_api_route(
-            path,
-            routes.not_served,
-            methods=["GET", "POST"],
-            response_model=None,
-        )
+        app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app

@@ -62,10 +62,7 @@ class ChatWriter(AnswerWriter):
         if empty and reason is None and not delta.scored:
             return None
         return ChunkChoice(
-            index=delta.index,
-            delta=message,
-            logprobs=self._logprobs(delta),
-            finish_reason=reason,
+            index=delta.index, delta=message, logprobs=self._logprobs(delta), finish_reason=reason
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
@@ -80,9 +77,7 @@ class ChatWriter(AnswerWriter):
             for call in parsed.calls
         ]
         message = AssistantMessage(
-            content=content,
-            reasoning_content=parsed.reasoning or UNSET,
-            tool_calls=calls or UNSET,
+            content=content, reasoning_content=parsed.reasoning or UNSET, tool_calls=calls or UNSET
         )
         reason = self._reason(delta)
         assert reason is not None

@@ -181,11 +181,7 @@ class Preparer:
             leader = len(choices)
             for i in range(body.num_samples):
                 output = text.output(
-                    prompt,
-                    stop=body.stop,
-                    min_tokens=body.min_tokens,
-                    over=job.over(),
-                    skip=skip,
+                    prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
                 )
                 own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))

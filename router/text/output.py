@@ -93,10 +93,7 @@ class WindowDetokenizer(Detokenizer):
     """
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        prompt: Sequence[int],
-        skip: frozenset[int],
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], skip: frozenset[int]
     ) -> None:
         self._decode = decode
         self._skip = skip

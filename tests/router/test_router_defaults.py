@@ -26,13 +26,7 @@ QWEN = {
     "repetition_penalty": 1.05,
     "transformers_version": "4.51.0",
 }
-PLAIN = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 OWN = {name: QWEN[name] for name in PLAIN}
 
 

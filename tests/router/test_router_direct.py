@@ -22,14 +22,7 @@ from router.observe.tally import Tallies
 from router.openai.body import Body
 from router.text.output import ByteDetokenizer
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import (
-    HANG_S,
-    Served,
-    connected,
-    raw_post,
-    scores,
-    wait_until,
-)
+from tests.fault.router_doubles import HANG_S, Served, connected, raw_post, scores, wait_until
 from worker.api import FinishReason, Generate, TokenChunk
 
 ODD = '"\\/\b\f\n\r\t\x00\x1f\x7f\u2028é😀<|im_end|>'
@@ -147,11 +140,7 @@ def chunk(each: Generate, tokens: tuple[int, ...], at: int, *, last: bool = Fals
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["chat", "tools", "completion"])
 def test_what_is_written_directly_is_what_the_general_way_writes(
-    served: Served,
-    text: Text,
-    options: dict[str, Any],
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+    served: Served, text: Text, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(f"{options}{kind}")
     body: dict[str, Any] = {"prompt": "a"} if kind == "completion" else dict(CHAT)
@@ -184,10 +173,7 @@ def test_what_is_written_directly_is_what_the_general_way_writes(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_client_that_pauses_gets_everything_in_order(
-    served: Served,
-    text: Text,
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    served: Served, text: Text, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double, url, router = served
     rng = random.Random(seed)

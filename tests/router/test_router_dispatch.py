@@ -171,10 +171,7 @@ def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
 
 def test_lost_in_mid_stream_is_one_error_event(serve: Serve, ask: Ask, ids: Ids) -> None:
     double = DecodeDouble()
-    with serve(double, sse_ping_s=0.1) as (
-        router,
-        url,
-    ):  # the client waits for headers
+    with serve(double, sse_ping_s=0.1) as (router, url):  # the client waits for headers
         with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             stream = client.completions.create(model="small", prompt="a", stream=True)
             double.chunk(*double.take(), ids[:2])

@@ -151,9 +151,7 @@ def told(name: str, state: str, text: str, ago_s: float) -> Change:
     return Change(name, role, "abc", state, text, ago_s)
 
 
-def test_deaths_and_replacements_are_shown_with_reasons(
-    served: tuple[RouterServer, str],
-) -> None:
+def test_deaths_and_replacements_are_shown_with_reasons(served: tuple[RouterServer, str]) -> None:
     router, url = served
     before = router.listed
     changes = (

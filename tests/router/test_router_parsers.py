@@ -67,11 +67,7 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     (Hermes, "just text \n", ("just text \n", "", [])),
     (Hermes, hermes(ONE), ("", "", [("look", ARGS)])),
     (Hermes, f"Let me see.\n{hermes(ONE)}", ("Let me see.", "", [("look", ARGS)])),
-    (
-        Hermes,
-        f"{hermes(ONE)}\n{hermes(TWO)}\n",
-        ("", "", [("look", ARGS), ("add", "{}")]),
-    ),
+    (Hermes, f"{hermes(ONE)}\n{hermes(TWO)}\n", ("", "", [("look", ARGS), ("add", "{}")])),
     (Hermes, hermes('{"arguments": {"a": 1}, "name": "x"}'), ("", "", [("x", '{"a": 1}')])),
     (Hermes, hermes('{"name": "x"}'), ("", "", [("x", "{}")])),
     (Hermes, hermes(call("x", '"{}"')), ("", "", [("x", "{}")])),

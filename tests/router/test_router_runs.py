@@ -93,11 +93,7 @@ def test_the_answer_is_that_of_single_tokens(
 
 @pytest.mark.parametrize(("stop", "num_chars", "num_tokens"), STOPS)
 def test_a_stop_string_ends_it_wherever_chunks_begin(
-    served: Served,
-    directory: Path,
-    stop: str,
-    num_chars: int,
-    num_tokens: int,
+    served: Served, directory: Path, stop: str, num_chars: int, num_tokens: int
 ) -> None:
     """It lies inside one chunk, or begins in one and ends in the next or the one after that."""
     double, url, _ = served

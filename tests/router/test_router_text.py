@@ -167,8 +167,7 @@ def test_chat_template_gets_what_hugging_face_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{{ messages + 1 }}"],
+    "source", ["{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{{ messages + 1 }}"]
 )
 def test_chat_template_that_refuses_is_the_users_error(source: str) -> None:
     with pytest.raises(UserError, match="chat template refused"):

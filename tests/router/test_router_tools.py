@@ -138,11 +138,7 @@ NAMED = {"type": "function", "function": {"name": "time"}}
             ["\n".join([CALL2] * 9)],
         ),
         ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a", f"{CALL2}\n{CALL2}"]),
-        (
-            {"tool_choice": "required", "parallel_tool_calls": False},
-            [CALL2],
-            [f"{CALL2}\n{CALL2}"],
-        ),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL2], [f"{CALL2}\n{CALL2}"]),
         (
             {"response_format": {"type": "json_object"}},
             ["{}", CALL2, "<think>a</think>\n\n{}"],
@@ -217,10 +213,7 @@ def test_llama3_and_configuration(tmp_path: Path) -> None:
         says(double, text, call)
         body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
         found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-        assert found["message"]["tool_calls"][0]["function"] == {
-            "name": "time",
-            "arguments": "{}",
-        }
+        assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
         assert found["message"]["content"] is None
         grammar = asked(double, text)[1]
         assert grammar_accepts(text, grammar, call)
@@ -259,10 +252,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
     ),
-    (
-        {"tools": tool(name="a", parameters={"type": "strin"}), "tool_choice": "required"},
-        "tools",
-    ),
+    ({"tools": tool(name="a", parameters={"type": "strin"}), "tool_choice": "required"}, "tools"),
     (
         {
             "tools": tool(name="a", parameters={"type": "strin"}),
