@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, cast
-
-from llguidance import LLMatcher
 
 from router.errors import invalid, unsupported
 from router.openai.schema import GenerationBody
 from router.text.bounded import Bounds
-from router.text.grammar import Part, quoted, schema_part
+from router.text.grammar import Part, quoted, regex_part, schema_part
 
 FIELDS = ("json", "regex", "choice", "grammar")
 NOT_BUILT = "structural_tag"  # of structured_outputs
@@ -40,8 +37,7 @@ def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
     if not isinstance(value, str) or not value:
         raise invalid(f"{param}: must be a string that is not empty", param)
     if kind == "regex":
-        grammar = json.loads(LLMatcher.grammar_from_regex(value))
-        return {"lark_grammar": grammar["grammars"][0]["lark_grammar"]}
+        return regex_part(value)
     return {"lark_grammar": value}
 
 

@@ -51,6 +51,12 @@ def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = Fals
     return {"json_schema": closed | {"x-guidance": options}}
 
 
+def regex_part(pattern: str) -> Part:
+    """A regular expression, as llguidance writes it in a grammar."""
+    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
+    return {"lark_grammar": grammar["grammars"][0]["lark_grammar"]}
+
+
 def quoted(text: str) -> str:
     """A string of a lark grammar."""
     return json.dumps(text, ensure_ascii=False)
