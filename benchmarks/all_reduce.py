@@ -35,7 +35,7 @@ from torch.cuda import nccl
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.all_reduce_ways import SCALE, Ways, gpu_ways, interpreted_ways
-from worker.kernels.jit import INTERPRETED
+from worker.ops.jit import INTERPRETED
 
 SIZES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
 TINY = (1 << 13, 1 << 15)
@@ -263,7 +263,7 @@ def main() -> None:
     args = parsed()
     regions: list[Tensor] = []
     if args.device == "cpu":
-        from worker.kernels.peer_layout import PeerLayout
+        from worker.peers.peer_layout import PeerLayout
 
         layout = PeerLayout(args.ranks, 1 << 20)
         for _ in range(args.ranks):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from worker.comm.custom import CustomCollective
-from worker.comm.gloo import GlooCollective
-from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT
-from worker.kernels import all_reduce as kernels
-from worker.kernels.peer_layout import (
+from worker.ops.rms_norm import add_rms_norm, add_rms_norm_ref
+from worker.peers import all_reduce_triton as kernels
+from worker.peers.custom import CustomCollective
+from worker.peers.gloo import GlooCollective
+from worker.peers.peer_layout import (
     PeerLayout,
     PeerMemory,
     Tiles,
@@ -24,7 +24,7 @@ from worker.kernels.peer_layout import (
     fits_one_shot,
     share_of,
 )
-from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
 Way = tuple[Tensor, Callable[[], Any]]  # the input, and what sums it; None: in place
 SCALE = 2.0**-60

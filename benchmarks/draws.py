@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from benchmarks.engine import ints, synchronize
+from worker.draw.sampler import SamplingRows, sample
 from worker.plan import Tail
-from worker.sampling.sampler import SamplingRows, sample
 
 KINDS: dict[str, tuple[Tail, float, float, int, float]] = {
     # the tail, temperature, top_p, top_k, min_p

@@ -60,14 +60,14 @@ from benchmarks.load.result import machine
 from benchmarks.ranks import led_engine
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.engine.engine import Engine
-from worker.engine.runner import Step
-from worker.graph.base import ChunkGraphs, Decoded
-from worker.graph.build import build_graphs
-from worker.graph.eager import EagerChunks, draw_eagerly
-from worker.kernels.step.logits import Masks
-from worker.models.decoder import DecoderLayer
+from worker.forward.draws import Masks
+from worker.model.decoder import DecoderLayer
 from worker.plan import LONG_STEP_TOKENS, Plan, max_rows, tail_of
+from worker.run.base import ChunkGraphs, Decoded
+from worker.run.build import build_graphs
+from worker.run.eager import EagerChunks, draw_eagerly
+from worker.run.engine import Engine
+from worker.run.step import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
@@ -208,16 +208,19 @@ class Bench:
         pending: Step | None = None
         num_left = batch
         while num_left or pending is not None:
-            step = engine.launch(scheduler.plan())
+            plan = scheduler.plan()
+            step = engine.runner.launch(plan) if plan is not None else None
             if pending is not None:
-                drawn = engine.settle(pending)
+                drawn = engine.runner.settle(pending)
                 self.path = pending.path
                 for req, _, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
                         scheduler.finish(req)
                         num_left -= 1
             if step is not None and step.plan.masked:
-                engine.launch_tail(step, self.masks(len(step.plan.sampled_rows) * step.plan.width))
+                engine.runner.launch_tail(
+                    step, self.masks(len(step.plan.sampled_rows) * step.plan.width)
+                )
             pending = step
         took_s = time.perf_counter() - began
         assert all(len(req.tokens) == prompt_len + output_len for req in reqs)

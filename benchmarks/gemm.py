@@ -2,9 +2,9 @@
 
     python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64 --json out.json
     python -m benchmarks.gemm --m 80,128,192,256,512 --json out.json
-    python -m benchmarks.gemm --tune --m 96,128 --json worker/kernels/gemm/tuned/NVIDIA_H200.json
+    python -m benchmarks.gemm --tune --m 96,128 --json worker/ops/tuned/NVIDIA_H200.json
 
-`product` is what linear layers call (`worker.kernels.gemm.product`): our kernel for few rows, then
+`product` is what linear layers call (`worker.ops.product`): our kernel for few rows, then
 a tuned algorithm of cuBLASLt where the table has one. `cublas` and `cublaslt` are torch's.
 
 Every layer has weights of its own, so nothing but activations is ever found in the L2. The products
@@ -40,7 +40,7 @@ from benchmarks.gemm_step import (
     times_by_turns,
 )
 from benchmarks.gemm_tune import tune
-from worker.kernels.gemm.product import OWN_ROWS, product
+from worker.ops.product import OWN_ROWS, product
 
 AGAIN = " again"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.kernels.jit import HAS_TRITON, tl, triton
+from worker.ops.jit import HAS_TRITON, tl, triton
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 BLOCK = 4096

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gemm_step import Product, Step, error, times_ms
-from worker.kernels.gemm.lt_gemm import (
+from worker.ops.lt_gemm import (
     COMPUTE_F32,
     REAL_BF16,
     REAL_F32,

@@ -27,10 +27,10 @@ from worker.api import (
 from worker.cache.pool import KVPool
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
-from worker.engine.meter import StepMeter
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
-from worker.pull.fetch import Fetch
+from worker.transfer.fetch import Fetch
 from worker.wire import Event, Wire
 from worker.worker import Worker
 
@@ -130,7 +130,7 @@ class LandingLoop(DecodeLoop):
         if self.digests:
             assert req.hold is not None
             found = digest(self._engine.pool, req.hold.pages, len(req.tokens) - 1)
-        self.landed.append(Landed(req.marks.landed_at, found))
+        self.landed.append(Landed(req.timeline.landed_at, found))
 
 
 class Router:

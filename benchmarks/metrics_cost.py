@@ -32,12 +32,13 @@ from router.observe.metrics import ITL_BUCKETS, RouterMetrics
 from router.observe.spent import Spent
 from router.observe.tally import Tally
 from worker.api import Stages
-from worker.comm.single import SingleCollective
-from worker.comm.table import choose, default_table
-from worker.engine.engine import Engine
-from worker.engine.sums import Sums
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
+from worker.peers.single import SingleCollective
+from worker.peers.table import choose, default_table
 from worker.plan import Plan
+from worker.run.engine import Engine
+from worker.run.sums import Sums
 
 MAX_SHARE = 0.01
 STEP_MS = 5.0  # of 256 rows on a GPU
@@ -112,11 +113,11 @@ def of_worker(num_rows: int, num_steps: int) -> tuple[float, float]:
 
 def of_windows(num_rows: int) -> float:
     """Microseconds of what a step counts of its windows, of any number of drafts and accepted."""
-    metrics = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
-    metrics.verifies(WIDTH)
+    meter = StepMeter(WorkerMetrics(model="tiny", role="decode", worker="decode-0"))
+    meter.verifies(WIDTH)
     nums = [1 + row % WIDTH for row in range(num_rows)]
     drafts = [(7,) * (row % WIDTH) + (-1,) * (WIDTH - 1 - row % WIDTH) for row in range(num_rows)]
-    return timed_us(lambda: metrics.windows(WIDTH, nums, drafts))
+    return timed_us(lambda: meter.verified(WIDTH, nums, drafts))
 
 
 def of_sums(num_rows: int) -> float:

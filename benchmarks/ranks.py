@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from worker.comm.meeting import Meeting
-from worker.comm.rendezvous import free_rendezvous
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine, build_engine
-from worker.engine.ranks import Ranks, others
+from worker.peers.meeting import Meeting
+from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
+from worker.run.engine import Engine
+from worker.run.ranks import Ranks, others
+from worker.start.build import build_engine
 from worker.wire import Wire
 
 HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"

@@ -29,8 +29,8 @@ import msgspec
 
 from benchmarks.load import result
 from benchmarks.load.report import aligned
-from worker.engine.step_log import StepLine
-from worker.graph.full import decode_buckets
+from worker.observe.step_log import StepLine
+from worker.run.full import decode_buckets
 
 MIN_STEPS = 20  # of a bucket, for a row of the table
 

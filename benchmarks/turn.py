@@ -20,8 +20,9 @@ from typing import Any
 from worker.api import AnyMessage, Generate, PeerId, Refused, Sampling, WorkerStats, encode
 from worker.config import WorkerConfig
 from worker.decode import DecodeLoop
-from worker.engine.engine import Engine, build_engine
 from worker.plan import Drawn, Plan
+from worker.run.engine import Engine
+from worker.start.build import build_engine
 
 ROUTER: PeerId = "router/1"
 PROMPT_TOKENS = 64

@@ -36,9 +36,11 @@ import torch
 from benchmarks.engine import Bench, add_engine_options, build, ints, profile, synchronize
 from benchmarks.load.result import machine
 from worker.api import Sampling
-from worker.engine.engine import Engine
-from worker.engine.runner import Step, step_stream
+from worker.draw.simulated import SimulatedAcceptance
 from worker.plan import Plan
+from worker.run.engine import Engine
+from worker.run.step import Step
+from worker.run.stream import step_stream
 from worker.schedule.width import WidthPolicy
 
 WORK_CYCLES = 6_000_000  # of the device's clock, 3 ms: some times what a launch takes
@@ -98,7 +100,7 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
 
     def settle(step: Step, device_s: float | None = None) -> None:
         nonlocal num_left, began
-        drawn = engine.settle(step)
+        drawn = engine.runner.settle(step)
         now, plan = time.perf_counter(), step.plan
         if plan.decode:
             policy.took(len(plan.decode), plan.width, engine.meter.took_s)
@@ -124,7 +126,7 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
             if step is not None:
                 settle(step, took_s)
             continue
-        step = engine.launch(plan)
+        step = engine.runner.launch(plan) if plan is not None else None
         if pending is not None:
             settle(pending)
         if rate.launched == "sync" and step is not None:
@@ -144,7 +146,7 @@ def launch_behind_work(engine: Engine, plan: Plan) -> tuple[Step | None, float]:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(WORK_CYCLES)
     begin.record(stream)
-    step = engine.launch(plan)
+    step = engine.runner.launch(plan)
     late = "the launch took longer than the work before it"
     assert plan.chunks or not begin.query(), late
     end.record(stream)
@@ -154,12 +156,9 @@ def launch_behind_work(engine: Engine, plan: Plan) -> tuple[Step | None, float]:
 
 def accept(bench: Bench, mean_len: float) -> None:
     """So many tokens of a step count from now on, in graphs that were captured too; see above."""
-    simulated = bench.engine.runner.loaded.simulated
-    assert simulated is not None
-    if mean_len < 1:
-        simulated.change_share(mean_len)
-    else:
-        simulated.change(mean_len)
+    simulated = bench.engine.runner.loaded.state.accept
+    assert isinstance(simulated, SimulatedAcceptance)
+    simulated.change(mean_len)
 
 
 def parse() -> argparse.Namespace:
@@ -227,7 +226,7 @@ def with_drafter(options: argparse.Namespace, plain: dict[int, float]) -> tuple[
         for rate in rates:
             accept(bench, rate.accept)
             chosen = tuple(options.widths) if rate.width == "auto" else (int(rate.width),)
-            policy = WidthPolicy(chosen, bench.engine.step_s, simulated=True)
+            policy = WidthPolicy(chosen, bench.engine.step_s)
             run(bench, rate, policy, options)
             print(rate.line(plain[rate.rows]), flush=True)
         if options.profile:

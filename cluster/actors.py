@@ -28,10 +28,10 @@ from cluster.placement import Group
 from cluster.process import News, Report, Stage
 from cluster.ray_private import RAY, reason_of
 from worker.api import Member
-from worker.comm.rendezvous import free_rendezvous
 from worker.config import WorkerConfig
 from worker.errors import PeerLost, UserError, WorldError
-from worker.tracing.setup import tracer_of
+from worker.observe.tracing import tracer_of
+from worker.peers.rendezvous import free_rendezvous
 
 log = logging.getLogger("kvlane.actors")
 

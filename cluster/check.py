@@ -23,12 +23,12 @@ from router.http.port import listen
 from router.openai.defaults import defaults_of
 from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
+from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
-from worker.layers.shard import split_even, split_heads
-from worker.models.config import ModelSpec, read_model_spec
-from worker.models.drafter_spec import READERS, DrafterSpec, check_block
-from worker.models.files import check_weights
-from worker.tracing.setup import check_tracing
+from worker.model.files import check_weights
+from worker.model.shape import LayerShape, ModelSpec, read_model_spec
+from worker.model.shard import split_even, split_heads
+from worker.observe.tracing import check_tracing
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS
 
@@ -161,7 +161,7 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         _drafter(config, spec)
 
 
-def _ranks(config: Config, spec: ModelSpec | DrafterSpec) -> None:
+def _ranks(config: Config, spec: LayerShape) -> None:
     """Whether a model, or a drafter, can be divided among the ranks of a worker."""
     for role in ROLES:
         part, path = config.role(role), f"{role}.tp"

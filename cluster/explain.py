@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from cluster.config import Config, WorkerRole, fields
 from cluster.resolve import ROLES, with_devices, with_transport
 from worker.config import Machine
-from worker.models.config import read_model_spec
+from worker.model.shape import read_model_spec
 
 Choices = dict[str, tuple[object, str]]  # path of a leaf -> what auto becomes, and why
 

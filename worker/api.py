@@ -334,7 +334,7 @@ class KVReady(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Decode to prefill: these transfers still matter. Window arithmetic: worker.pull.lease."""
+    """Decode to prefill: these transfers still matter. Window arithmetic: worker.transfer.lease."""
 
     seq: int
     xfers: tuple[Xfer, ...]
@@ -371,7 +371,7 @@ class Bye(Message, frozen=True):
 
 
 class Between(Message, frozen=True):
-    """Among the ranks of one worker; `worker.engine.ranks` knows what is in it."""
+    """Among the ranks of one worker; `worker.run.ranks` knows what is in it."""
 
     body: bytes
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from worker.api import Member, PeerId, WorkerStats
+from worker.api import Member, PeerId, PullPath, WorkerStats
 from worker.config import PingConfig
 from worker.errors import PeerLost
 from worker.wire import Wire
@@ -40,12 +40,36 @@ class DrainAsked:
 Incoming = tuple[PeerId, object]  # the sender and its message, or LOCAL and an event
 
 
-class EngineThread:
-    """Runs `turn(events) -> idle_s` until stopped.
+class Role(Protocol):
+    """What an engine thread runs: the loop of a prefill or a decode worker."""
 
-    `turn` handles events, launches and settles at most one step each, and returns idle_s: the next
-    turn starts when an event arrives, or after idle_s (MAX_IDLE_S at most). It sets `stats`, which
-    every Pong carries.
+    def turn(self, events: list[Incoming]) -> float:
+        """Handle events, launch and settle at most one step each; returns how long it can idle, s.
+
+        The next turn starts when an event arrives, or after that time (MAX_IDLE_S at most). It sets
+        EngineThread.stats, which every Pong carries.
+        """
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Resources held, by kind; all zero when idle. Threads of the control plane read it."""
+        ...
+
+    def num_peers(self) -> int:
+        """Number of workers that can be pulled from."""
+        ...
+
+    def measured_paths(self) -> list[PullPath]:
+        """Measure the ways from all prefill workers, while it serves."""
+        ...
+
+    def close(self) -> None:
+        """Close what the engine does not."""
+        ...
+
+
+class EngineThread:
+    """Runs the turns of a `Role` until stopped.
 
     Liveness. A turn is a beat of the wire if there was no work (`stats.has_work`), or if a step has
     settled since the last beat. So an engine that turns and gets nowhere is lost like one

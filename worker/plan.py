@@ -101,6 +101,11 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     num_keys: int = 0  # sum of all rows' bounds, for logs
 
     @property
+    def draws_apart(self) -> bool:
+        """Whether its draws are launched behind the forward, not as a part of the same graph."""
+        return self.masked or self.penalized or self.num_logprobs >= 0
+
+    @property
     def sampled_rows(self) -> tuple[int, ...]:
         """Rows for which this step draws a token, in the order of the result."""
         return self.decode or tuple(chunk.row for chunk in self.chunks if chunk.sample)
@@ -123,7 +128,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: launch this step, as the leader does at the same time.
 
     Which graph serves chunks follows from times that each rank would measure a little differently,
-    so the leader's choice (`worker.graph.base.PaddedShape`) comes with the plan.
+    so the leader's choice (`worker.run.base.PaddedShape`) comes with the plan.
     """
 
     plan: Plan
@@ -135,7 +140,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class LaunchTail(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: the masks of the masked step that was launched last; launch its tail.
 
-    Fields: `worker.kernels.step.logits.Masks`, in the leader's byte order.
+    Fields: `worker.forward.draws.Masks`, in the leader's byte order.
     """
 
     num_masks: int  # lines of `words`

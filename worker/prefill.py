@@ -1,6 +1,6 @@
 """The prefill loop: computes prompts, draws what follows them, announces KV, pins it in a lease.
 
-One turn: messages, launch step n, settle step n - 1 once it has ended (`Flight`), announce, sweep.
+One turn: messages, plan and launch step n, settle step n - 1 once it has ended, sweep.
 While step n - 1 is still being computed, its layer groups are announced as they become final:
 between the layers of step n's launch, and in the turns until step n - 1 ends.
 """
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
-from worker.engine.engine import Engine
-from worker.engine.flight import Flight
-from worker.engine.groups import LayerGroups
-from worker.engine.runner import Step
-from worker.graph.base import BucketCheck
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.plan import Plan
-from worker.pull.outbound import Outbound
+from worker.plan import Drawn, Plan
+from worker.run.base import BucketCheck
+from worker.run.engine import Engine
+from worker.run.flight import Flight
+from worker.run.groups import LayerGroups
+from worker.run.step import Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+from worker.transfer.outbound import Outbound
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 
 class PrefillLoop:
@@ -43,23 +43,23 @@ class PrefillLoop:
             engine.spec.num_layers,
             1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
         )
-        self._scheduler = PrefillScheduler(
+        self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
         self._outbound = Outbound(
             incarnation,
-            self._scheduler,
+            self.scheduler,
             self._pace.num_groups,
             thread.send,
             config.lease,
             engine.metrics,
             engine.tracer,
         )
-        self._flight = Flight(engine, self._launch, self._settle, wake=thread.wake)
+        self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
         metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
-        waiting = self._scheduler.waiting
+        waiting = self.scheduler.waiting
         metrics.on_scrape(metrics.waiting, lambda: len(waiting))
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(waiting))
         # A scrape may come between the two counts.
@@ -67,8 +67,7 @@ class PrefillLoop:
         metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
-        """Number of resources held, by kind; all zero when idle. Control-plane threads read it."""
-        return {"leases": self._outbound.num_leases, "waiting": len(self._scheduler.waiting)}
+        return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
 
     def num_peers(self) -> int:
         """0: prefill workers pull from nobody."""
@@ -82,60 +81,66 @@ class PrefillLoop:
         """Do nothing: there is nothing to close beyond the engine."""
 
     def turn(self, events: list[Incoming]) -> float:
-        """See EngineThread."""
-        now = time.monotonic()
+        now, flight = time.monotonic(), self.flight
         for peer, event in events:
             self._handle(peer, event, now)
-        self._announce_final_groups()
-        wait_s = self._flight.advance()
+        self._announce_groups(flight.running)
+        if flight.launch_due():
+            began_at = time.monotonic()
+            if (plan := self.scheduler.plan(began_at)) is not None:
+                step = self._engine.runner.launch(plan, self._layer_groups(plan))
+                flight.launched(step, time.monotonic() - began_at)
+        if (step := flight.ended()) is not None:
+            self._announce_rest(step)
+            self._settled(step.plan, self._engine.runner.settle(step))
         self._outbound.sweep(now)
         self._publish()
-        return MAX_IDLE_S if wait_s is None and not self._scheduler.waiting else wait_s or 0.0
+        idle_s = flight.idle_s()
+        return MAX_IDLE_S if idle_s is None and not self.scheduler.waiting else idle_s or 0.0
 
-    def _launch(self) -> Step | None:
-        plan = self._scheduler.plan(time.monotonic())
-        return self._engine.launch(plan, self._layer_groups(plan))
-
-    def _layer_groups(self, plan: Plan | None) -> LayerGroups | None:
+    def _layer_groups(self, plan: Plan) -> LayerGroups | None:
         """Make a step's layer hook, if its layer groups are worth announcing one by one."""
-        if plan is None:
-            return None
         if self._engine.config.kv.num_groups != "auto":
             worth = self._pace.num_groups > 1
         else:
-            computed = self._scheduler.chunks_of(plan.step)
+            computed = self.scheduler.chunks_of(plan.step)
             num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
             rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
             worth = self._pace.announce_groups(num_tokens, min(rates, default=0.0))
-        return self._engine.layer_groups(self._announce_final_groups) if worth else None
+        if not worth:
+            return None
+        return self._engine.layer_groups(lambda: self._announce_groups(self.flight.running))
 
-    def _settle(self, step: Step) -> None:
-        if step.groups is not None:  # wait for each layer group, so that it is announced at once
-            for group in range(step.groups.num_groups):
-                step.groups.wait(group)
-                self._announce_final_groups()
-        self._num_groups_announced = 0
-        drawn, chunks = self._engine.settle(step), self._scheduler.chunks_of(step.plan.step)
-        computed = self._scheduler.settle(step.plan.step, drawn)
+    def _settled(self, plan: Plan, drawn: list[Drawn]) -> None:
+        """Announce what a step that has ended has computed, with the first tokens that it drew."""
+        chunks = self.scheduler.chunks_of(plan.step)
+        computed = self.scheduler.settle(plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
         for req, chunk in chunks:
             if req.trace is not None and not req.dropped:
                 _trace_chunk(req, req.trace, len(chunk.tokens), self._engine.meter.took_s)
-        self._scheduler.commit(computed)
+        self.scheduler.commit(computed)
 
-    def _announce_final_groups(self) -> None:
-        """Announce the layer groups of step n - 1 that have become final since the last call."""
-        step = self._flight.pending
+    def _announce_rest(self, step: Step) -> None:
+        """Wait for each layer group of a step that is about to end, to announce it at once."""
+        if step.groups is not None:
+            for group in range(step.groups.num_groups):
+                step.groups.wait(group)
+                self._announce_groups(step)
+        self._num_groups_announced = 0
+
+    def _announce_groups(self, step: Step | None) -> None:
+        """Announce the layer groups of the running step that are final since the last call."""
         if step is None or step.groups is None:
             return
         if self._num_groups_announced == step.groups.num_groups:
             return  # the rest of a launch asks no event
         num_final = step.groups.num_final
         if num_final > self._num_groups_announced:
-            self._engine.check_ranks()  # a sum that gave up makes groups final as well
+            self._engine.runner.check_ranks()  # a sum that gave up makes groups final as well
             self._num_groups_announced = num_final
-            chunks = self._scheduler.chunks_of(step.plan.step)
+            chunks = self.scheduler.chunks_of(step.plan.step)
             self._outbound.announce_groups(chunks, num_final, time.monotonic())
 
     def _handle(self, peer: str, event: object, now: float) -> None:
@@ -157,16 +162,16 @@ class PrefillLoop:
         book = self._engine.book
         self._thread.stats = WorkerStats(
             num_running=self._outbound.num_leases,  # prompts held for decode, computed or not
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting),
             max_num_reqs=int(self._engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
-            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_queued_tokens=self.scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,
             num_steps=self._engine.meter.num_steps,
-            has_work=bool(self._scheduler.waiting) or self._flight.busy,
+            has_work=bool(self.scheduler.waiting) or self.flight.busy,
         )
 
 

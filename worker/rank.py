@@ -14,10 +14,15 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from worker.api import Between, Lost, PeerId, WorkerStats
-from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine, build_engine
-from worker.engine.ranks import (
+from worker.errors import PeerLost
+from worker.loop import MAX_IDLE_S, EngineThread, Incoming
+from worker.observe.metrics import Progress, untold
+from worker.peers.meeting import Meeting
+from worker.plan import Ended, Launch, LaunchTail
+from worker.run.base import PaddedShape
+from worker.run.engine import Engine
+from worker.run.ranks import (
     FromLeader,
     FromRank,
     between,
@@ -26,16 +31,12 @@ from worker.engine.ranks import (
     masks_of,
     rank_peer,
 )
-from worker.errors import PeerLost
-from worker.graph.base import PaddedShape
-from worker.loop import MAX_IDLE_S, EngineThread, Incoming
-from worker.metrics import Progress, untold
-from worker.plan import Ended, Launch, LaunchTail
-from worker.pull.rank import RankPulls
-from worker.pull.ranked import PullPages
+from worker.start.build import build_engine
+from worker.transfer.rank import RankPulls
+from worker.transfer.ranked import PullPages
 
 if TYPE_CHECKING:
-    from worker.engine.runner import Step
+    from worker.run.step import Step
 
 log = logging.getLogger("kvlane.rank")
 
@@ -120,7 +121,7 @@ class RankLoop:
         while self._steps and self._steps[0].done():
             step = self._steps.popleft()
             drawn = step.wait()
-            self._engine.check_ranks()
+            self._engine.runner.check_ranks()
             self._num_steps += 1
             if self._engine.config.engine.strict:
                 self._answer(launched(step, drawn))

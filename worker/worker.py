@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worker.api import Between, Lost, Member, PullPath
-from worker.comm.meeting import Meeting
 from worker.config import WorkerConfig
-from worker.engine.engine import build_engine
-from worker.engine.ranks import Ranks, from_rank, others
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.metrics import Progress, untold
+from worker.observe.metrics import Progress, untold
+from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launched
 from worker.registry import resolve
+from worker.run.ranks import Ranks, from_rank, others
+from worker.start.build import build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
@@ -59,7 +59,7 @@ class Worker:
             found = others(self._meeting, self._name, self._incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
-            self.engine.ranks = Ranks(tuple(found), self._thread.send, compared=strict)
+            self.engine.runner.ranks = Ranks(tuple(found), self._thread.send, compared=strict)
             for peer, listens_at in found.items():
                 self._thread.connect(peer, listens_at)
         return self.engine.member(
@@ -109,7 +109,7 @@ class Worker:
 
     def _turn(self, events: list[Incoming]) -> float:
         """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
-        ranks = self.engine.ranks
+        ranks = self.engine.runner.ranks
         if ranks is None:
             return self._loop.turn(events)
         rest: list[Incoming] = []

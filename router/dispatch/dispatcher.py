@@ -23,6 +23,7 @@ from router.dispatch.policy.base import Policy
 from router.dispatch.queue import Queue, Req
 from router.errors import ApiError
 from router.observe.metrics import RouterMetrics, prefilled
+from router.observe.vllm import Live
 from worker.api import (
     Abort,
     Ack,
@@ -42,7 +43,7 @@ from worker.errors import LibraryError, contained
 from worker.wire import Event, Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 
@@ -80,14 +81,15 @@ class Dispatcher:
         # at the same time, so most of these are equal.
         self._lasts: list[float] = []
         self._closed = False
-        metrics.watch(
-            lambda: len(self._reqs) - len(self._queue),
-            lambda: len(self._queue),
-            lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
-            lambda role: len(members.live("decode" if role == "decode" else "prefill")),
-            lambda: [known.stats for known in members.live("decode")],
-            partial(drafting, members),
+        live = Live(
+            running=lambda: len(self._reqs) - len(self._queue),
+            waiting=lambda: len(self._queue),
+            outputs=lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
+            alive=lambda role: len(members.live(role)),
+            decodes=lambda: [known.stats for known in members.live("decode")],
+            drafting=partial(drafting, members),
         )
+        metrics.watch(live)
 
     def check_room(self, num_choices: int) -> None:
         """Refuse a request whose choices would exceed max_inflight.

@@ -25,7 +25,7 @@ from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace
+    from worker.observe.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 
@@ -194,7 +194,7 @@ class Queue:
         self._members.sent(choice.decode, first, len(req.prompt), now)
         trace = ""
         if req.trace is not None:
-            req.trace.attempt("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
+            req.trace.enter("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
             trace = req.trace.carried
         generate = Generate(
             req_id=req.req_id,

@@ -36,7 +36,7 @@ from worker.errors import UserError, WorldError
 from worker.wire import Event, Wire
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Tracer
+    from worker.observe.spans import Tracer
 
 log = logging.getLogger("kvlane.router")
 
@@ -347,7 +347,7 @@ class RouterServer:
     def _apply_members(self) -> None:
         assert self.front is not None
         for death in self._members.note_changes(self._changes):
-            self.front.metrics.deaths[death.role].inc()
+            self.front.metrics.deaths(death.role).inc()
         self.front.dispatcher.update_members(self.listed)
 
     async def _begin_drain(self, others: bool) -> None:

@@ -17,7 +17,7 @@ from router.observe.metrics import by_stage
 from router.show import tracing
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace, Tracer
+    from worker.observe.spans import Trace, Tracer
 
 log = logging.getLogger("kvlane.router")
 access_log = logging.getLogger("kvlane.access")

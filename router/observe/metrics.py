@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    disable_created_metrics,
-)
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from router.observe.exposition import text
 from router.observe.spent import Spent
-from router.observe.tally import Tallies, Tally
-from router.observe.vllm import Shared, VllmMetrics
+from router.observe.tally import Tallies
+from router.observe.vllm import Live, Shared, VllmMetrics
 from router.text.encoder import Encoder
-from worker.api import PeerId, Stages, WorkerStats
+from worker.api import PeerId, Role, Stages
+from worker.observe.metrics import Families, counter, gauge, histogram, reading
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -45,8 +40,7 @@ OUTCOMES = (
     "stop", "length", "abort", "busy", "worker_lost", "no_worker", "timeout", "internal_error",
 )  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
-WORKER_ROLES = ("prefill", "decode")
-LABELS = ("model", "role", "worker")  # worker is the name of the process, a router's here
+WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 def by_stage(spent: Spent) -> dict[str, float]:
@@ -76,8 +70,8 @@ def prefilled(stages: Stages | None, decoded_by: PeerId, *, cached: bool) -> str
     return "cached" if cached else "local"
 
 
-class RouterMetrics:
-    """Every family has the labels in LABELS; none grows with requests.
+class RouterMetrics(Families):
+    """All families of one router; none grows with requests.
 
     Args:
         model: the served name.
@@ -85,72 +79,81 @@ class RouterMetrics:
         vllm: the group of families with vLLM's names as well.
     """
 
-    deaths: dict[str, Counter]  # of workers, by role; from `watch` on
+    histogram_type = Tallies
+
+    requests = counter(
+        "requests",
+        "Choices ended, and requests refused at once: stop, length, abort or an error code",
+        "outcome",
+    )
+    retries = counter("retries", "Choices sent to a worker again, by cause", "cause")
+    dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
+    prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that had their first token")
+    cached_tokens = counter(
+        "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
+    )
+    generation_tokens = counter("generation_tokens", "Output tokens of ended choices")
+    ttft = histogram(
+        "time_to_first_token_seconds",
+        "From arrival to the first token, by where the prompt was prefilled",
+        "prefill",
+        buckets=TTFT_BUCKETS,
+    )
+    itl = histogram(
+        "inter_token_latency_seconds",
+        "Between two tokens; those of one step share the time since the step before",
+        buckets=ITL_BUCKETS,
+    )
+    e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", buckets=E2E_BUCKETS)
+    queue_time = histogram(
+        "request_queue_time_seconds", "Spent waiting for a decode worker", buckets=E2E_BUCKETS
+    )
+    prompt_length = histogram(
+        "request_prompt_tokens", "Prompt tokens of one choice", buckets=TOKEN_BUCKETS
+    )
+    output_length = histogram(
+        "request_generation_tokens", "Output tokens of one choice", buckets=TOKEN_BUCKETS
+    )
+    stages = histogram(
+        "request_stage_seconds",
+        "Time of ended choices by stage, in the order in which they pass them",
+        "stage",
+        buckets=STAGE_BUCKETS,
+    )
+    running = gauge("requests_running", "Choices that are at a decode worker")
+    waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
+    decoding = gauge("requests_decoding", "Choices that have had their first token")
+    alive = gauge("workers_alive", "Workers that answer this router", "worker_role")
+    deaths = counter(
+        "worker_deaths",
+        "Workers that died, each with all of its ranks, since this router has been here",
+        "worker_role",
+    )
+    prompt_chars = reading("prompt_chars", "Characters of prompts that were tokenized in parts")
+    prompt_chars_known = reading(
+        "prompt_chars_known", "Characters of prompts in parts whose tokens were known"
+    )
 
     def __init__(self, model: str, worker: str, *, vllm: bool = True) -> None:
-        disable_created_metrics()  # else every counter has a twin that says when it began
-        self.registry = CollectorRegistry()
-        self._values = (model, "router", worker)
-        text = "Choices ended, and requests refused at once: stop, length, abort or an error code"
-        self.requests = self._counter("requests", text, "outcome")
-        self._ended = {each: self.requests.labels(*self._values, each) for each in OUTCOMES}
-        self.retries = self._counter("retries", "Choices sent to a worker again, by cause", "cause")
-        self.stale_chunks = self._counter(
-            "stale_messages_dropped", "Messages of attempts that are over", "kind"
-        ).labels(*self._values, "chunk")
-        self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens of choices that had their first token"
-        ).labels(*self._values)
-        self._cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
-        )
-        self.cached_tokens = self._cached_tokens.labels(*self._values)
-        self.generation_tokens = self._counter(
-            "generation_tokens", "Output tokens of ended choices"
-        ).labels(*self._values)
-        self.ttft = self._histograms(
-            "time_to_first_token_seconds",
-            "From arrival to the first token, by where the prompt was prefilled",
-            TTFT_BUCKETS,
-            prefill=PREFILLS,
-        )
-        self.itl = self._histogram(
-            "inter_token_latency_seconds",
-            "Between two tokens; those of one step share the time since the step before",
-            ITL_BUCKETS,
-        )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the end", E2E_BUCKETS
-        )
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Spent waiting for a decode worker", E2E_BUCKETS
-        )
-        self.prompt_length = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of one choice", TOKEN_BUCKETS
-        )
-        self.output_length = self._histogram(
-            "request_generation_tokens", "Output tokens of one choice", TOKEN_BUCKETS
-        )
-        self._stages = self._histograms(
-            "request_stage_seconds",
-            "Time of ended choices by stage, in the order in which they pass them",
-            STAGE_BUCKETS,
-            stage=STAGES,
-        )
-        for cause in RETRY_CAUSES:
-            self.retries.labels(*self._values, cause)
+        super().__init__(model=model, role="router", worker=worker)
+        self.count_from_zero(
+            requests=OUTCOMES, retries=RETRY_CAUSES, ttft=PREFILLS, stages=STAGES,
+            deaths=WORKER_ROLES,
+        )  # fmt: skip
+        self.stale_chunks = self.dropped("chunk")
+        self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
         self._vllm: VllmMetrics | None = None
         if vllm:
             shared = Shared(
-                tuple(self.ttft.values()), (self.itl,), (self.e2e,),
-                (self.prompt_length,), (self.output_length,), self._cached_tokens,
+                self.first_tokens, (self.itl,), (self.e2e,),
+                (self.prompt_length,), (self.output_length,), self.cached_tokens,
             )  # fmt: skip
             self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
             self.registry.register(self._vllm)
 
     def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:
         """Observe one choice's first token; where: see `prefilled`."""
-        self.ttft[where].observe(seconds, trace_id)
+        self.ttft(where).observe(seconds, trace_id)
 
     def prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count the prompt of a choice that has got its first token."""
@@ -160,108 +163,40 @@ class RouterMetrics:
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice."""
-        self._count(outcome)
+        self.requests(outcome).inc()
         if self._vllm is not None:
             self._vllm.ended(outcome)
 
     def refused(self, outcome: str) -> None:
         """Count a request of which no choice was made, by the code of its error."""
-        self._count(outcome)
-
-    def _count(self, outcome: str) -> None:
-        if outcome not in self._ended:  # the codes of errors are few
-            self._ended[outcome] = self.requests.labels(*self._values, outcome)
-        self._ended[outcome].inc()
+        self.requests(outcome).inc()
 
     def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
-            self._stages[stage].observe(seconds, trace_id)
+            self.stages(stage).observe(seconds, trace_id)
         if self._vllm is not None:
             self._vllm.spent(spent, num_tokens)
 
     def retried(self, cause: str) -> None:
         """Count one re-dispatch or return to the queue."""
-        self.retries.labels(*self._values, cause).inc()
+        self.retries(cause).inc()
 
-    def watch(
-        self,
-        running: Callable[[], int],
-        waiting: Callable[[], int],
-        outputs: Callable[[], Sequence[int]],
-        alive: Callable[[str], int],
-        decodes: Callable[[], Sequence[WorkerStats]],
-        drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {},
-    ) -> None:
-        """Gauges that are read when scraped.
-
-        Args:
-            running: choices at workers.
-            waiting: choices in the queue.
-            outputs: output tokens of each open choice that has any.
-            alive: workers of a role.
-            decodes: what each live decode worker said last.
-            drafting: the same by name, of those whose drafts a router of this name tells of.
-        """
-        gauge = self._gauge("requests_running", "Choices that are at a decode worker")
-        gauge.labels(*self._values).set_function(running)
-        gauge = self._gauge("requests_waiting", "Choices that wait for a decode worker")
-        gauge.labels(*self._values).set_function(waiting)
-        gauge = self._gauge("requests_decoding", "Choices that have had their first token")
-        gauge.labels(*self._values).set_function(lambda: len(outputs()))
-        gauge = self._gauge("workers_alive", "Workers that answer this router", "worker_role")
-        text = "Workers that died, each with all of its ranks, since this router has been here"
-        deaths = self._counter("worker_deaths", text, "worker_role")
-        self.deaths = {role: deaths.labels(*self._values, role) for role in WORKER_ROLES}
+    def watch(self, live: Live) -> None:
+        """Gauges read from `live` when they are scraped."""
+        self.on_scrape(self.running, live.running)
+        self.on_scrape(self.waiting, live.waiting)
+        self.on_scrape(self.decoding, lambda: len(live.outputs()))
         for role in WORKER_ROLES:
-            gauge.labels(*self._values, role).set_function(lambda role=role: alive(role))
+            self.on_scrape(self.alive(role), partial(live.alive, role))
         if self._vllm is not None:
-            router = self._values[2]
-            self._vllm.watch(running, waiting, outputs, decodes, lambda: drafting(router))
+            self._vllm.live = live
 
     def watch_encoder(self, encoder: Encoder) -> None:
-        """Counts that are read when scraped."""
-        text = "Characters of prompts that were tokenized in parts"
-        known = "Characters of prompts in parts whose tokens were known"
-        for count in (
-            _Count("kvlane_prompt_chars", text, self._values, lambda: encoder.num_chars),
-            _Count("kvlane_prompt_chars_known", known, self._values, lambda: encoder.num_known),
-        ):
-            self.registry.register(count)
+        """Read these counts when they are scraped."""
+        self.on_scrape(self.prompt_chars, lambda: encoder.num_chars)
+        self.on_scrape(self.prompt_chars_known, lambda: encoder.num_known)
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The exposition; encode: writes its form."""
         return encode(self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"kvlane_{name}", text, (*LABELS, *labels), registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Tally:
-        family = Tallies(f"kvlane_{name}", text, LABELS, buckets, self.registry)
-        return family.labels(*self._values)
-
-    def _histograms(
-        self, name: str, text: str, buckets: tuple[float, ...], **label: Sequence[str]
-    ) -> dict[str, Tally]:
-        """A family with one more label; by the values of that, all of which are there at once."""
-        ((key, values),) = label.items()
-        labels = *LABELS, key
-        family = Tallies(f"kvlane_{name}", text, labels, buckets, self.registry)
-        return {value: family.labels(*self._values, value) for value in values}
-
-
-class _Count(Collector):
-    """A counter that somebody else keeps."""
-
-    def __init__(
-        self, name: str, text: str, values: tuple[str, ...], read: Callable[[], int]
-    ) -> None:
-        self._name, self._text, self._values, self._read = name, text, values, read
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(self._name, self._text, labels=LABELS)
-        family.add_metric(self._values, self._read())  # pyright: ignore[reportUnknownMemberType]
-        yield family

@@ -73,13 +73,13 @@ class Tally:
 
 
 class Tallies(Collector):
-    """A family of series that differ in labels.
+    """A family of series that differ in labels; made as prometheus_client's Histogram is.
 
     Args:
         name: of the family.
         text: what it counts.
         labels: names of the labels.
-        bounds: upper bounds of the buckets, without infinity.
+        buckets: upper bounds, without infinity.
         registry: scrapes it.
     """
 
@@ -88,23 +88,21 @@ class Tallies(Collector):
         name: str,
         text: str,
         labels: Sequence[str],
-        bounds: Sequence[float],
+        buckets: Sequence[float],
         registry: CollectorRegistry,
     ) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
-        self._bounds = bounds
+        self._about = name, text
+        self._labels, self._buckets = labels, buckets
         self._series: dict[tuple[str, ...], Tally] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> Tally:
         """The series with these labels; to be kept, not looked up for each value."""
-        return self._series.setdefault(values, Tally(self._bounds))
+        return self._series.setdefault(values, Tally(self._buckets))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """For prometheus_client."""
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        family = HistogramMetricFamily(*self._about, labels=self._labels)
         for values, tally in self._series.items():
             buckets, total = tally.sample()
             family.add_metric(values, buckets, total)

@@ -1,28 +1,32 @@
-"""The router's figures under vLLM's names (0.22, and those before), for what was made for vLLM.
+"""The router's figures under vLLM's names, so that what was made for vLLM works unchanged.
 
-Endpoint pickers, KEDA's examples and public dashboards ask for them. All are made when scraped,
-from counts that the router keeps anyway, but for a choice's end and its time in vLLM's stages.
+Endpoint pickers, KEDA's examples and public dashboards ask for them: the names of vLLM 0.22, and
+those before them. All are made when scraped, from counts that the router keeps anyway; only the end
+of a choice, and its time in vLLM's stages, are counted here.
 
-A gauge is one series, of `engine="0"`: an endpoint picker reads one. All else has the router's
-number as its engine. Where routers share a port, `merged_samples` adds up gauges only: a sum of
-counters would jump back when a router is replaced.
-
-Decode workers, each an engine here, count what windows drafted and accepted. All routers know the
-same of that, so only the first by name exposes it.
+A gauge is one series, of `engine="0"`: an endpoint picker reads one, and `merged_samples` adds up
+those of the routers of a port. All else has the router's number as its engine: a sum of counters
+would jump back when a router is replaced. What windows drafted and accepted is a decode worker's,
+which is an engine of its own here. All routers know it, so only the first by name exports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client import Counter, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from router.observe.spent import Spent
 from router.observe.tally import Tally
-from worker.api import WorkerStats
+from worker.api import Role, WorkerStats
 
 PREFIX = "vllm:"
 LABELS = ("model_name", "engine")
@@ -35,16 +39,20 @@ OF_WORKERS = frozenset(
 )  # fmt: skip
 
 OF_DRAFTS = "spec_decode_"  # begins the names of what windows drafted and accepted
-DRAFTS = (
-    ("num_drafts", "Windows with drafts", CounterMetricFamily),
-    ("num_draft_tokens", "Drafts that windows verified", CounterMetricFamily),
-    ("num_accepted_tokens", "Drafts that windows accepted", CounterMetricFamily),
-    ("num_emitted_tokens", "Tokens that windows yielded", CounterMetricFamily),
-    ("draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
-     GaugeMetricFamily),
-    ("efficiency", "Tokens of the most that windows could yield, since the worker's start",
-     GaugeMetricFamily),
-)  # fmt: skip
+Figures = Mapping[tuple[str, ...], float]  # values of the labels -> value of the series
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is read when gauges are scraped."""
+
+    running: Callable[[], int] = int  # choices at workers
+    waiting: Callable[[], int] = int  # choices in the queue
+    outputs: Callable[[], Sequence[int]] = tuple  # output tokens of each open choice that has any
+    alive: Callable[[Role], int] = lambda role: 0  # workers
+    decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what each live one said last
+    # The same by name, of those whose drafts a router of this name exports.
+    drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
 class Shared(NamedTuple):
@@ -77,7 +85,15 @@ def times_of(spent: Spent) -> Times:
 
 
 class VllmMetrics(Collector):
-    """The group of one router, whose name (`worker`) ends with its number."""
+    """The group of one router.
+
+    Args:
+        model: the served name.
+        worker: the router's name, which ends with its number.
+        shared: counts.
+        e2e_buckets: of the stages of requests.
+        itl_buckets: of a request's mean time per token.
+    """
 
     def __init__(
         self,
@@ -87,32 +103,15 @@ class VllmMetrics(Collector):
         e2e_buckets: Sequence[float],
         itl_buckets: Sequence[float],
     ) -> None:
-        self._model = model
-        self._gauge_values = (model, ENGINE)
-        self._values = (model, worker.rpartition("-")[2])
+        self.live = Live()
+        self._model, self._router = model, worker
+        self._engine = (model, worker.rpartition("-")[2])
         self._shared = shared
         self._queue, self._prefill, self._decode, self._inference = (
             Tally(e2e_buckets) for _ in range(4)
         )
         self._per_token = Tally(itl_buckets)
         self._ended = dict.fromkeys(REASONS, 0)
-        self._running: Callable[[], int] = int
-        self._waiting: Callable[[], int] = int
-        self._outputs: Callable[[], Sequence[int]] = tuple
-        self._decodes: Callable[[], Sequence[WorkerStats]] = tuple
-        self._drafting: Callable[[], Mapping[str, WorkerStats]] = dict
-
-    def watch(
-        self,
-        running: Callable[[], int],
-        waiting: Callable[[], int],
-        outputs: Callable[[], Sequence[int]],
-        decodes: Callable[[], Sequence[WorkerStats]],
-        drafting: Callable[[], Mapping[str, WorkerStats]],
-    ) -> None:
-        """What is read when scraped; `RouterMetrics.watch` describes it."""
-        self._running, self._waiting, self._outputs = running, waiting, outputs
-        self._decodes, self._drafting = decodes, drafting
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice."""
@@ -136,46 +135,42 @@ class VllmMetrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        at_workers, decoding, stats = self._running(), len(self._outputs()), self._decodes()
-        queued, unstarted = self._waiting(), at_workers - decoding
-        num_pages = sum(worker.num_pages for worker in stats)
-        free = sum(worker.num_free_pages for worker in stats)
+        at_workers, decoding = self.live.running(), len(self.live.outputs())
+        queued, unstarted, stats = self.live.waiting(), at_workers - decoding, self.live.decodes()
+        num_pages = sum(each.num_pages for each in stats)
+        free = sum(each.num_free_pages for each in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
-        page_size = str(max((worker.page_size for worker in stats), default=0))
-        config = {(page_size, str(num_pages)): 1.0} if stats else {}
-        reasons = {("capacity",): float(queued), ("deferred",): float(unstarted)}
-        for name, text, labels, values in (
-            ("num_requests_running", "Choices that have had their first token", (),
-             {(): decoding}),
-            ("num_requests_waiting", "Choices without a token, queued or at workers", (),
-             {(): queued + unstarted}),
-            ("num_requests_swapped", "Always 0, as nothing is swapped", (), {(): 0}),
-            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", (),
-             {(): used}),
-            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", (), {(): used}),
-            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", (), {(): 0}),
-            ("num_requests_waiting_by_reason", "Choices without a token, by reason", ("reason",),
-             reasons),
-            ("cache_config_info", "KV pages of the decode workers",
-             ("block_size", "num_gpu_blocks"), config),
-            ("lora_requests_info", "There are no adapters",
-             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"), {("0", "", ""): 0}),
+        engine = self._model, ENGINE
+        for name, text, value in (
+            ("num_requests_running", "Choices that have had their first token", decoding),
+            ("num_requests_waiting", "Choices without a token, queued or at workers",
+             queued + unstarted),
+            ("num_requests_swapped", "Always 0, as nothing is swapped", 0),
+            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", used),
+            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", used),
+            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", 0),
         ):  # fmt: skip
-            family = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels))
-            for more, value in values.items():
-                family.add_metric((*self._gauge_values, *more), value)
-            yield family
+            yield _gauge(name, text, {engine: value})
+        name, text = "num_requests_waiting_by_reason", "Choices without a token, by reason"
+        reasons = {(*engine, "capacity"): queued, (*engine, "deferred"): unstarted}
+        yield _gauge(name, text, reasons, "reason")
+        page_size = str(max((each.page_size for each in stats), default=0))
+        pages = {(*engine, page_size, str(num_pages)): 1} if stats else {}
+        name, text = "cache_config_info", "KV pages of the decode workers"
+        yield _gauge(name, text, pages, "block_size", "num_gpu_blocks")
+        name, adapters = "lora_requests_info", {(*engine, "0", "", ""): 0}
+        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+        yield _gauge(name, "There are no adapters", adapters, *labels)
 
     def _counters(self) -> Iterator[Metric]:
-        shared = self._shared
-        prompt, generation = _together(shared.prompt)[1], _together(shared.generation)[1]
-        generation += sum(self._outputs())
+        shared, live = self._shared, self.live
+        prompt, generation = (_together(each)[1] for each in (shared.prompt, shared.generation))
         families = shared.cached_tokens.collect()
         cached = sum(sample.value for family in families for sample in family.samples)
-        arrived = sum(self._ended.values()) + self._running() + self._waiting()
+        arrived = sum(self._ended.values()) + live.running() + live.waiting()
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
-            ("generation_tokens", "Output tokens", generation),
+            ("generation_tokens", "Output tokens", generation + sum(live.outputs())),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix tree", cached),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix tree", prompt),
             ("prefix_cache_hits", "Prompt tokens found in the prefix tree", cached),
@@ -183,36 +178,26 @@ class VllmMetrics(Collector):
             ("gpu_prefix_cache_queries", "The former name of prefix_cache_queries", prompt),
             ("gpu_prefix_cache_hits", "The former name of prefix_cache_hits", cached),
         ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-            family.add_metric(self._values, value)
-            yield family
-        labels = *LABELS, "finished_reason"
-        family = CounterMetricFamily(
-            PREFIX + "request_success", "Choices ended, by reason", labels=labels
-        )
-        for reason, number in self._ended.items():
-            family.add_metric((*self._values, reason), number)
-        yield family
+            yield _counter(name, text, {self._engine: value})
+        ended = {(*self._engine, reason): number for reason, number in self._ended.items()}
+        yield _counter("request_success", "Choices ended, by reason", ended, "finished_reason")
 
     def _drafts(self) -> Iterator[Metric]:
         """Where a worker verifies; a draft is a window's, a draft token one place of it."""
-        by_engine = {
+        stats = {
             (self._model, name.rpartition("-")[2]): stats
-            for name, stats in self._drafting().items()
+            for name, stats in self.live.drafting(self._router).items()
             if stats.drafted
         }
-        figures = {labels: _figures(stats) for labels, stats in by_engine.items()}
-        for name, text, kind in DRAFTS:
-            family = kind(PREFIX + OF_DRAFTS + name, text, labels=LABELS)
-            for labels, values in figures.items():
-                family.add_metric(labels, values[name])
-            yield family
+        for make, name, text, figure in DRAFTS:
+            yield make(OF_DRAFTS + name, text, {key: figure(each) for key, each in stats.items()})
+        places = {
+            (*key, str(place)): number
+            for key, each in stats.items()
+            for place, number in enumerate(each.accepted)
+        }
         name, text = OF_DRAFTS + "num_accepted_tokens_per_pos", "Drafts accepted, by place from 0"
-        family = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "position"))
-        for labels, stats in by_engine.items():
-            for place, number in enumerate(stats.accepted):
-                family.add_metric((*labels, str(place)), number)
-        yield family
+        yield _counter(name, text, places, "position")
 
     def _histograms(self) -> Iterator[Metric]:
         shared = self._shared
@@ -233,10 +218,44 @@ class VllmMetrics(Collector):
             ("request_max_num_generation_tokens", "Output tokens, as each choice is a request",
              shared.generation),
         ):  # fmt: skip
-            buckets, total = _together(tallies)
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
-            family.add_metric(self._values, buckets, total)
+            family.add_metric(self._engine, *_together(tallies))
             yield family
+
+
+def _gauge(name: str, text: str, figures: Figures, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
+
+
+def _counter(name: str, text: str, figures: Figures, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, figures: Figures) -> Metric:
+    for labels, value in figures.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _emitted(stats: WorkerStats) -> int:
+    return stats.num_windows + sum(stats.accepted)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+# Of one worker: what makes the family, its name, its text, and the figure.
+DRAFTS: tuple[tuple[Callable[..., Metric], str, str, Callable[[WorkerStats], float]], ...] = (
+    (_counter, "num_drafts", "Windows with drafts", lambda of: of.drafted[0]),
+    (_counter, "num_draft_tokens", "Drafts that windows verified", lambda of: sum(of.drafted)),
+    (_counter, "num_accepted_tokens", "Drafts that windows accepted", lambda of: sum(of.accepted)),
+    (_counter, "num_emitted_tokens", "Tokens that windows yielded", _emitted),
+    (_gauge, "draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
+     lambda of: _share(sum(of.accepted), sum(of.drafted))),
+    (_gauge, "efficiency", "Tokens of the most that windows could yield, since the worker's start",
+     lambda of: _share(_emitted(of), of.num_windows + sum(of.drafted))),
+)  # fmt: skip
 
 
 def merged_samples(head: str, samples: Sequence[str]) -> str:
@@ -258,33 +277,19 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
 
 def _latest(lines: Sequence[str]) -> Iterator[str]:
     """One line a series, the one with most: counts of one worker, of which some are older."""
-    latest: dict[str, str] = {}
+    found: dict[str, str] = {}
     for line in lines:
         series, _, value = line.rpartition(" ")
-        if series not in latest or float(value) > float(latest[series].rpartition(" ")[2]):
-            latest[series] = line
-    yield from latest.values()
-
-
-def _figures(of: WorkerStats) -> dict[str, float]:
-    """By name, see DRAFTS."""
-    drafted, accepted = sum(of.drafted), sum(of.accepted)
-    emitted, most = of.num_windows + accepted, of.num_windows + drafted
-    return {
-        "num_drafts": of.drafted[0],
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": accepted,
-        "num_emitted_tokens": emitted,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "efficiency": emitted / most if most else 0.0,
-    }
+        if series not in found or float(value) > float(found[series].rpartition(" ")[2]):
+            found[series] = line
+    yield from found.values()
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
     """The buckets and the sum of series with the same bounds."""
-    samples = [tally.sample() for tally in tallies]
+    found = [tally.sample() for tally in tallies]
     buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(bucket[1] for bucket in same))
-        for same in zip(*(sample[0] for sample in samples), strict=True)
+        (same[0][0], sum(each[1] for each in same))
+        for same in zip(*(each[0] for each in found), strict=True)
     ]
-    return buckets, sum((sample[1] for sample in samples), 0.0)
+    return buckets, sum((each[1] for each in found), 0.0)

@@ -13,7 +13,7 @@ from router.show.period import Period, read
 from router.show.siblings import Siblings
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Tracer
+    from worker.observe.spans import Tracer
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class Reading:
 def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
     """What the metrics count now; `reqs` are those that have not ended."""
     tallies = {
-        "time_to_first_token": tuple(metrics.ttft.values()),
+        "time_to_first_token": metrics.first_tokens,
         "inter_token": (metrics.itl,),
         "end_to_end": (metrics.e2e,),
     }
@@ -49,7 +49,7 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
     return Reading(
         running=running,
         waiting=len(reqs) - running,
-        outcomes=_by_label(metrics.requests, "outcome"),
+        outcomes=_by_label(metrics.collectors["requests"], "outcome"),
         prompt_tokens=_total(metrics.prompt_tokens),
         cached_tokens=_total(metrics.cached_tokens),
         output_tokens=_total(metrics.generation_tokens) + open_tokens,

@@ -19,7 +19,7 @@ from router.observe.spent import Spent
 from router.observe.vllm import times_of
 
 if TYPE_CHECKING:
-    from worker.tracing.spans import Trace, Tracer
+    from worker.observe.spans import Trace, Tracer
 
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"

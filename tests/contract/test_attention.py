@@ -28,8 +28,8 @@ from worker.config import PLANNED_ON_HOST
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
-from worker.kernels.attention.mask import CAUSAL, KeyMask
-from worker.kernels.jit import HAS_TRITON
+from worker.ops.jit import HAS_TRITON
+from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -585,8 +585,8 @@ if not INTERPRETED:
     )
     @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1), KeyMask(1, False, 512)])
     def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask):
-        from worker.kernels.attention import paged_attention as paged
-        from worker.kernels.attention.paged_tiles import choose
+        from worker.attention import paged_triton as paged
+        from worker.attention.paged_tiles import choose
 
         tiles = choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
@@ -608,7 +608,7 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1, False, 512)])
     def test_plans_compile_for_an_h200(mask):
-        from worker.kernels.attention import paged_attention as paged
+        from worker.attention import paged_triton as paged
 
         names = ("query_start", "seq_lens", "page_table", "items", "counts")
         types: dict[str, str] = dict.fromkeys(names, "*i32")
@@ -622,7 +622,7 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_of_long_chunks_compiles_for_an_h200():
-        from worker.kernels.attention import prompt_attention as prompt
+        from worker.attention import prompt_triton as prompt
 
         types = dict.fromkeys(("q", "out"), "*bf16")
         types |= dict.fromkeys(("keys", "values"), "tensordesc<bf16[128, 128]>")

@@ -13,10 +13,10 @@ import torch
 from torch._C._distributed_c10d import ErrorType
 
 from tests.support.processes import run_ranks
-from worker.comm.base import COLLECTIVES
-from worker.comm.nccl import NcclCollective
 from worker.errors import PeerLost, UserError
-from worker.kernels.rms_norm import add_rms_norm
+from worker.ops.rms_norm import add_rms_norm
+from worker.peers.base import COLLECTIVES
+from worker.peers.nccl import NcclCollective
 from worker.registry import resolve
 
 SIZES = {"single": 1, "gloo": 2, "nccl": 2, "custom": 2}

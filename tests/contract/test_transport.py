@@ -28,10 +28,10 @@ from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, ensure_servers, fork
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
-from worker.pull.sources import measured_rate
 from worker.registry import resolve
 from worker.transfer import mooncake_engine, mooncake_libraries
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run
+from worker.transfer.sources import measured_rate
 
 ROWS = [("shm", "shm"), ("mooncake", "tcp")]
 HOST = "127.0.0.1"

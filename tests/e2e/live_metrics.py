@@ -13,56 +13,29 @@ import asyncio
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import httpx
-import yaml
 
 from benchmarks.namespace import start_over
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import INSIDE, Serve
 from tests.support.asking import ask_all
 from tests.support.metrics_pages import complaints
+from tests.support.prometheus import Prometheus, scraping
 from tests.support.public_queries import PICKED, QUERIES
 
-PROMETHEUS = "127.0.0.1:19090"
+SCRAPE_S = 2
 LOAD_S = 45.0  # before the queries: rates need scrapes over most of their minute
 SETTINGS = (
     "routers.replicas=2", "prefill.replicas=1", "decode.replicas=1",
     "spec.drafter=chain", "decode.tp=2",
 )  # fmt: skip
-
-
-@contextmanager
-def prometheus(directory: Path, target: str) -> Iterator[None]:
-    """Scrapes `target` every two seconds."""
-    config = directory / "prometheus.yml"
-    jobs = [{"job_name": "kvlane", "static_configs": [{"targets": [target]}]}]
-    config.write_text(yaml.safe_dump({"global": {"scrape_interval": "2s"}, "scrape_configs": jobs}))
-    command = [
-        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address={PROMETHEUS}", "--log.level=warn",
-    ]  # fmt: skip
-    with subprocess.Popen(command) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
-def ask(query: str) -> list[float]:
-    """The values of all series that a query returns."""
-    answer = httpx.get(f"http://{PROMETHEUS}/api/v1/query", params={"query": query}).json()
-    assert answer["status"] == "success", f"{query}: {answer}"
-    return [float(each["value"][1]) for each in answer["data"]["result"]]
 
 
 def load(url: str, over: Event) -> None:
@@ -91,11 +64,11 @@ def check_pages(url: str) -> None:
         print(f"an endpoint picker reads {line}")
 
 
-def check_queries() -> None:
+def check_queries(prometheus: Prometheus) -> None:
     """Each has to return something, and numbers only."""
     bad: list[str] = []
     for source, query in QUERIES:
-        values = ask(query)
+        values = prometheus.now(query)
         good = bool(values) and not any(map(math.isnan, values))
         bad += [] if good else [query]
         shown = ", ".join(f"{value:.4g}" for value in values[:3])
@@ -119,10 +92,11 @@ def main() -> None:
         try:
             serve.start(*sets).wait_ready()
             loader.start()
-            with prometheus(Path(folder), f"127.0.0.1:{serve.port}"):
+            target = serve.url.removeprefix("http://")
+            with Prometheus(Path(folder), scraping(target), SCRAPE_S) as prometheus:
                 time.sleep(LOAD_S)
                 check_pages(serve.url)
-                check_queries()
+                check_queries(prometheus)
         finally:
             over.set()
             if loader.is_alive():

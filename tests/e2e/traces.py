@@ -12,19 +12,16 @@ histogram of times to the first token to the trace.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -33,6 +30,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from benchmarks.namespace import start_over
 from tests.e2e.harness import INSIDE, Serve
 from tests.support.collector import Collector, Span, collecting
+from tests.support.prometheus import Prometheus, scraping
 from tests.support.prompts import problem_ids
 from tests.support.trace_laws import check_request, children, named, told_share
 
@@ -71,36 +69,16 @@ def exemplars(url: str) -> set[str]:
 
 def in_prometheus(serve: Serve, trace_id: str) -> str:
     """Whether a Prometheus that scrapes the router finds that exemplar; where there is one."""
-    program = shutil.which("prometheus")
-    if program is None:
+    if shutil.which("prometheus") is None:
         return "no Prometheus is installed here"
     target = serve.url.removeprefix("http://")
-    scrape = {"job_name": "kvlane", "static_configs": [{"targets": [target]}]}
-    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
-    (serve.root / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
-    running = subprocess.Popen(
-        [
-            program, "--enable-feature=exemplar-storage",
-            f"--config.file={serve.root}/prometheus.yml", f"--storage.tsdb.path={serve.root}/tsdb",
-            "--web.listen-address=127.0.0.1:19090",
-        ],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        query = {"query": f"{TTFT}_bucket", "start": time.time() - 600, "end": time.time() + 600}
+    with Prometheus(serve.root, scraping(target), 1) as prometheus:
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(0.5)
-            with suppress(httpx.TransportError):  # it starts
-                url = "http://127.0.0.1:19090/api/v1/query_exemplars"
-                for series in httpx.get(url, params=query).json().get("data", []):
-                    for each in series["exemplars"]:
-                        if each["labels"]["trace_id"] == trace_id:
-                            return f"Prometheus has it at le={series['seriesLabels']['le']}"
-        raise AssertionError("Prometheus has no exemplar of it")
-    finally:
-        running.terminate()
-        running.wait()
+            if le := dict(prometheus.exemplars(f"{TTFT}_bucket")).get(trace_id):
+                return f"Prometheus has it at le={le}"
+    raise AssertionError("Prometheus has no exemplar of it")
 
 
 def is_whole(spans: Sequence[Span]) -> bool:

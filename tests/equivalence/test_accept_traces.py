@@ -49,9 +49,8 @@ def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(num_prefill
     assert min(accepted) == 0
     assert max(accepted) > 1
     wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
-    metrics = made.engines[DECODE].metrics
-    assert metrics.spec_steps._value.get() == len(wide)
-    assert metrics.spec_accepted._value.get() == sum(each.num - 1 for each in wide)
-    for place in range(1, max(WIDTHS)):
-        counted = metrics.spec_accepted_at(str(place))._value.get()
-        assert counted == sum(each.num > place for each in wide), place
+    windows = made.engines[DECODE].meter.windows
+    assert windows.num_windows == len(wide)
+    assert windows.accepted == [
+        sum(each.num > place for each in wide) for place in range(1, max(WIDTHS))
+    ]

@@ -24,9 +24,9 @@ from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
+from worker.draw.grammar import Grammars
 from worker.errors import Unsupported
-from worker.kernels.step.philox import gumbel_ref
-from worker.sampling.grammar import Grammars
+from worker.ops.philox import gumbel_ref
 
 NUM = 18 if pairwise.whole else 12
 VOCAB, EOS = 1024, 2
@@ -324,9 +324,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
 ) -> None:
     prompts = problem_ids(2)
     limits = LLParserLimits(max_lexer_states=3)
-    with mock.patch(
-        "worker.sampling.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)
-    ):
+    with mock.patch("worker.draw.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
         sampling = Sampling(40, 0.0, grammar=GRAMMARS["schema"])
         sent = [alone.client.submit(prompts[0], sampling)]
         sent.append(alone.client.submit(prompts[0], wishes()[0]))

@@ -24,7 +24,7 @@ from worker.attention.base import build_attentions
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.graph.full import FullDecode
+from worker.run.full import FullDecode
 
 NUM, MAX_TOKENS = 12, 40
 CPU = torch.device("cpu")

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.chain_checkpoints import write_chain
+from tests.support.chain_checkpoints import TARGET, write_chain
+from tests.support.chain_rows import ChainRows
 from tests.support.processes import run_ranks
-from tests.unit.test_chain_forms import CASES, CPU, NUM_PAGES, PAGE_SIZE, TARGET, run
-from worker.attention.reference import ReferenceAttention
-from worker.cache.layout import KVLayout, KVRegion
-from worker.cache.pool import KVPool
-from worker.comm.base import Collective
-from worker.comm.gloo import GlooCollective
-from worker.comm.single import SingleCollective
-from worker.kernels.attention.mask import KeyMask
-from worker.models.chain import ChainDrafter
-from worker.models.chain_config import read_chain_spec
-from worker.models.loader import fill_drafter, load_model
+from tests.unit.test_chain_forms import CASES, CPU
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.chain_model import ChainDrafter
+from worker.model.loader import load_model
+from worker.peers.base import Collective
+from worker.peers.gloo import GlooCollective
+from worker.peers.single import SingleCollective
 
 DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
 
@@ -30,24 +27,17 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     """g of six tokens, then of one behind them, what the head takes, and its logits."""
     options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
     target = load_model(Path(), TARGET, collective, load_format="dummy", **options)
-    spec = read_chain_spec(path, TARGET)
-    drafter = ChainDrafter(spec, target, collective, max_positions=64, **options)
-    fill_drafter(drafter, path)
-    heads = drafter.heads
-    region = KVRegion("draft", 1, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32")
-    pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)
-    attention = ReferenceAttention(
-        pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
-        KeyMask(first_key=1), "draft",
-    )  # fmt: skip
+    spec = read_chain_shape(path, TARGET)
+    drafter = ChainDrafter(spec, target, 64)
+    drafter.fill(path)
+    rows = ChainRows(drafter)
     generator = torch.Generator().manual_seed(3)
     taps = torch.randn(7, spec.num_features * TARGET.hidden_size, generator=generator)
     ids = torch.randint(TARGET.vocab_size, (8,), generator=generator)
     g = drafter.features(taps)
-    run(drafter, attention, 1, ids[1:7], g[:6], store=True)
-    found = run(drafter, attention, 7, ids[7:], g[6:], store=False)
-    assert found is not None
-    pool.close()
+    rows.store(1, ids[1:7], g[:6])
+    found = rows.forward(7, ids[7:], g[6:])
+    rows.pool.close()
     return [g, *found, drafter.logits(found[1])]
 
 

@@ -26,9 +26,9 @@ from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
-from worker.engine.engine import Engine
 from worker.forward.batch import Batch
-from worker.kernels.step.philox import gumbel_ref
+from worker.ops.philox import gumbel_ref
+from worker.run.engine import Engine
 from worker.step.state import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,8 +48,8 @@ INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "draft vocabulary": ("eagle3", {"d2t": D2T}),
-    "head of the target": ("eagle3", {"own_head": False}),
-    "own embedding": ("eagle3", {"own_embedding": True}),
+    "head of the target": ("eagle3", {"own": ()}),
+    "own embedding": ("eagle3", {"own": ("lm_head", "embed_tokens")}),
     "norm_before_residual": ("eagle3", {"norm_before_residual": True}),
     "norm_before_fc": ("eagle3", {"norm_before_fc": True}),
     "fc_norm": ("eagle3", {"fc_norm": True}),
@@ -81,7 +81,7 @@ class Naive:
         ).eval()
         self.tensors = {
             short_name(name): each
-            for name, each in load_file(directory / "model.safetensors").items()
+            for name, each in load_file(fitted_drafters.weights_of(directory)).items()
         }
         scaling = self.config.get("rope_scaling") or {"rope_type": "default"}
         config = LlamaConfig(

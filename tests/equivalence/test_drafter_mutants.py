@@ -1,4 +1,4 @@
-"""What goes wrong in drafters without a word turns the laws red (SPECULATION 13.5)."""
+"""What goes wrong in drafters without a word turns the laws red."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
-from tests.support.drafter_audit import audit, trace_is_right
-from tests.support.drafter_cases import Known, reference_of, speculation
+from tests.support.drafter_cases import Known, judge, reference_of, speculation
 from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
-from worker.kernels.attention.mask import KeyMask
+from worker.ops.mask import KeyMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +34,7 @@ def obeys(known: Known, form: str, *, graph: bool = False) -> None:
     directory = known.directory(form)
     spec = speculation(directory, *WIDTHS)
     made = workers(num_prefill=1, graph=graph, spec=spec, max_prefill_tokens=40)
-    made.decode._scheduler.widths = AnyWidth((1, 5, 5), random.Random(4))
+    made.decode.scheduler.widths = AnyWidth((1, 5, 5), random.Random(4))
     for engine in made.engines.values():
         assert engine.config.engine.strict, "nothing is poisoned"
     asked = [
@@ -64,16 +63,7 @@ def ends_with_a_page(ask: Ask) -> Ask:
 
 def check(made: Any, asked: list[Ask], directory: Path) -> None:
     made.windows.clear()
-    answers, reference = made.serve(asked), reference_of(directory)
-    num_compared = 0
-    for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):
-        text = [*ask.prompt, *answer.tokens]
-        max_len = len(ask.prompt) + ask.sampling.max_tokens
-        windows = made.windows[number]
-        num_compared += trace_is_right(windows, text, reference, ask.sampling, max_len)
-    assert num_compared > 10
-    for engine in made.engines.values():
-        assert audit(engine, reference) > 0
+    assert judge(made, asked, made.serve(asked), reference_of(directory)) > 10
 
 
 def taps_one_layer_early(real: Any) -> Any:
@@ -206,13 +196,6 @@ def feeds_back_the_raw_output(real: Any) -> Any:
     return forward
 
 
-def kept_by_what_is_active(real: Any) -> Any:
-    def place(rows: Tensor, at: Tensor, valid: Tensor, drawn: Tensor, columns: Any, *rest: Any):
-        return real(rows, at, columns.active[rows], drawn, columns, *rest)
-
-    return place
-
-
 def kept_padding_in_a_page(real: Any) -> Any:
     def place(rows: Tensor, at: Tensor, valid: Tensor, *rest: Any):
         positions, slots = real(rows, at, valid, *rest)
@@ -243,12 +226,12 @@ def another_mask(real: Any) -> Any:
     return embed
 
 
-CHAIN, MODEL = "worker.spec.chain", "worker.models.chain.ChainDrafter"
-DFLASH = "worker.spec.dflash"
-PLAN_RUNS = "worker.pull.sources.plan_runs"
+CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain_model.ChainDrafter"
+DFLASH = "worker.drafts.dflash"
+PLAN_RUNS = "worker.transfer.sources.plan_runs"
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "taps one layer early": ("eagle3", "worker.models.taps.Taps.after", taps_one_layer_early),
-    "taps not written": ("eagle3", "worker.models.taps.Taps.after", taps_that_nobody_writes),
+    "taps one layer early": ("eagle3", "worker.model.taps.Taps.after", taps_one_layer_early),
+    "taps not written": ("eagle3", "worker.model.taps.Taps.after", taps_that_nobody_writes),
     "no inject at width 1": ("eagle3", f"{CHAIN}.Chain.advance", injects_in_wide_steps_only),
     "no seed": ("eagle", f"{CHAIN}.Chain.seed", seeds_nothing),
     "active, not valid": ("eagle3", f"{CHAIN}.draft_rows", injects_what_is_active),
@@ -260,21 +243,21 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "not pulled": ("eagle3", PLAN_RUNS, the_draft_region_is_not_pulled),
     "noise's place": ("eagle3", f"{CHAIN}.draw_drafts", noise_of_the_place_before),
     "noise's id": ("eagle3", f"{CHAIN}.draw_drafts", noise_by_draft_id),
-    "first key": ("eagle", "worker.spec.build.FROM_KEY_1", lambda _: KeyMask()),
+    "first key": ("eagle", "worker.drafts.build.FROM_KEY_1", lambda _: KeyMask()),
     "map without offset": (
         "eagle3", f"{MODEL}.id_map", lambda _: property(lambda model: torch.arange(300)),
     ),
     "normed fed back": ("eagle3", f"{MODEL}.forward", feeds_back_the_normed_output),
     "raw fed back": ("mtp", f"{MODEL}.forward", feeds_back_the_raw_output),
-    "block: taps": ("dflash", "worker.models.taps.Taps.after", taps_one_layer_early),
+    "block: taps": ("dflash", "worker.model.taps.Taps.after", taps_one_layer_early),
     "block: width 1": ("dflash", f"{DFLASH}.DFlash.advance", injects_in_wide_steps_only),
-    "block: active": ("dflash", f"{DFLASH}.kept_rows", kept_by_what_is_active),
+    "block: active": ("dflash", f"{DFLASH}.kept_rows", injects_what_is_active),
     "block: padding": ("dflash", f"{DFLASH}.kept_rows", kept_padding_in_a_page),
     "block: not pulled": ("dflash", PLAN_RUNS, the_draft_region_is_not_pulled),
     "block: noise": ("dflash", f"{DFLASH}.draw_drafts", noise_of_the_place_before),
     "block: positions": ("dflash", f"{DFLASH}.read_rows", a_block_at_the_next_position),
-    "block: causal": ("dflash", "worker.models.dflash_config.KeyMask", lambda _: seen_causally),
-    "block: mask": ("dflash", "worker.models.dflash.DFlashDrafter.embed", another_mask),
+    "block: causal": ("dflash", "worker.drafts.dflash_config.KeyMask", lambda _: seen_causally),
+    "block: mask": ("dflash", "worker.drafts.dflash_model.DFlashDrafter.embed", another_mask),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A drafter proposes the same, and leaves the same in the pages, whatever serves a request.
 
-Every window of every request is compared with the plain-torch reference (SPECULATION 13.1 to 13.3).
-So traces of one request are equal in all cases, and right in all of them. Texts equal those of
+Every window of every request is compared with a plain-torch reference. So traces of one request
+are equal in all cases, and right in all of them. Texts equal those of
 plain decode. At the end draft rows and tails of all pages in the prefix trees are compared, too.
 """
 
@@ -20,9 +20,9 @@ import pytest
 
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
+from tests.support.chain_reference import Reference
 from tests.support.delay_mix import differing, mix
-from tests.support.drafter_audit import Reference, audit, trace_is_right
-from tests.support.drafter_cases import NUM, Known, reference_of, serve, speculation, warm
+from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
 from tests.support.drafter_workers import MAX_LEN, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
@@ -135,21 +135,19 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     if hit:
         warm(made, asked)
     if company == "preempting":
-        preempt_now_and_then(made.decode._scheduler)
+        preempt_now_and_then(made.decode.scheduler)
     answers, traces = serve(made, asked, alone=company == "alone")
-    num_compared = 0
-    for number, (ask, text, trace) in enumerate(zip(asked, texts, traces, strict=True)):
-        assert answers[number].tokens == wanted[number].tokens
-        sampling, max_len = ask.sampling, len(ask.prompt) + ask.sampling.max_tokens
-        num_compared += trace_is_right(trace, text, reference, sampling, max_len)
-        if company != "preempting":
+    assert [each.tokens for each in answers] == [each.tokens for each in wanted]
+    assert judge(made, asked, answers, reference, traces=traces) > 10 * NUM
+    if company != "preempting":
+        for ask, answer, text, trace in zip(asked, answers, texts, traces, strict=True):
             # A prompt that is all there but for its last token needs no chunk.
-            all_there = answers[number].num_cached_tokens == len(ask.prompt) - 1
+            all_there = answer.num_cached_tokens == len(ask.prompt) - 1
             first = len(ask.prompt) - (all_there and place == "local")
-            right = only_trace(text, first, sampling, reference)
+            right = only_trace(text, first, ask.sampling, reference)
             found = [(each.position, each.drafts, each.num) for each in trace]
+            max_len = len(ask.prompt) + ask.sampling.max_tokens
             assert inside(found, max_len) == inside(right, max_len)
-    assert num_compared > 10 * NUM
     metrics = made.engines[DECODE].metrics
     num_preempted = metrics.preemptions._value.get()
     num_again = sum(map(num_stays, traces)) - len(asked)
@@ -158,8 +156,6 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     assert not hit or metrics.cached_tokens._value.get() > 0
     kept = {window.num for trace in traces for window in trace}
     assert max(kept) >= 3, "few drafts were right"
-    for engine in made.engines.values():
-        assert audit(engine, reference) > 0
     made.close()
 
 
@@ -186,22 +182,10 @@ def test_requests_of_every_kind_with_widths_that_change(
     asked, wanted = of_every_kind(num_prefill)
     directory, widths = known.directory(form), (1, 2, 4, 8)
     made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
     assert not differing(asked, found, wanted, exact=False)
-    num_compared = 0
-    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
-        if ask.cut is None and ask.abort is None:
-            num_compared += trace_is_right(
-                made.windows[number],
-                [*ask.prompt, *answer.tokens],
-                reference_of(directory),
-                ask.sampling,
-                len(ask.prompt) + ask.sampling.max_tokens,
-            )
-    assert num_compared > 40
-    for engine in made.engines.values():
-        assert audit(engine, reference_of(directory)) > 0
+    assert judge(made, asked, found, reference_of(directory)) > 40
     made.close()
 
 
@@ -217,13 +201,9 @@ def check_against(
     wanted: Sequence[Answer], made: Lockstep, asked: Sequence[Ask], directory: Path
 ) -> None:
     """Serve them; texts are those of plain decode, traces those of the reference."""
-    answers, reference = made.serve(asked), reference_of(directory)
+    answers = made.serve(asked)
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
-    for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):
-        text, max_len = [*ask.prompt, *answer.tokens], len(ask.prompt) + ask.sampling.max_tokens
-        trace_is_right(made.windows[number], text, reference, ask.sampling, max_len)
-    for engine in made.engines.values():
-        assert audit(engine, reference) > 0
+    judge(made, asked, answers, reference_of(directory))
 
 
 @pytest.mark.product(form=ONE_OF_EACH, num_prefill=(0, 1), page_size=(1, 16))
@@ -256,7 +236,7 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     """A prompt in chunks of 1, 2, 3, ... tokens; other tokens begin it each time."""
     text, directory = known.texts("seeded")[0], known.directory(form)
     made = workers(max_prefill_tokens=64, spec=speculation(directory, WIDTH))
-    scheduler = made.decode._scheduler
+    scheduler = made.decode.scheduler
     sizes = range(1, 41, 1 if whole else 4)
     asked = [
         Ask((800 + size, *text[:40]), Sampling(6, temperature=0.7, seed=size, ignore_eos=True))
@@ -276,22 +256,14 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     directory, asked = known.directory("dflash"), known.asked["seeded"]
     spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
-    made.decode._scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
+    made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
     rest = MAX_LEN - len(asked[0].prompt)
     longest = msgspec.structs.replace(asked[0].sampling, max_tokens=rest)
     last = replace(asked[0], sampling=longest, at=NUM + 1)
-    answers, reference, num_compared = made.serve([*asked, last]), reference_of(directory), 0
-    assert [each.tokens for each in answers[:-1]] == [
-        each.tokens for each in known.answers["seeded"]
-    ]
-    for number, (ask, answer) in enumerate(zip([*asked, last], answers, strict=True)):
-        max_len = min(MAX_LEN, len(ask.prompt) + ask.sampling.max_tokens)
-        num_compared += trace_is_right(
-            made.windows[number], [*ask.prompt, *answer.tokens], reference, ask.sampling, max_len,
-            fitted_blocks.BLOCK_SIZE,
-        )  # fmt: skip
+    asked = [*asked, last]
+    answers, reference = made.serve(asked), reference_of(directory)
+    wanted = known.answers["seeded"]
+    assert [each.tokens for each in answers[:-1]] == [each.tokens for each in wanted]
+    assert judge(made, asked, answers, reference, block=fitted_blocks.BLOCK_SIZE) > 100
     assert len(last.prompt) + len(answers[-1].tokens) == MAX_LEN
-    assert num_compared > 100
-    for engine in made.engines.values():
-        assert audit(engine, reference) > 0
     made.close()

@@ -18,9 +18,9 @@ from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
-from worker.engine import runner
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
 from worker.plan import RowStart
+from worker.run import runner
 from worker.schedule import prefill as prefill_schedule
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2
@@ -295,8 +295,8 @@ def test_it_goes_out_before_the_next_step_is_launched() -> None:
 
     logged(loop, "turn", lambda _: "turn")
     logged(loop._engine.runner, "launch", lambda *_: "launch")
-    logged(loop._scheduler, "settle", lambda *_: "settle")
-    logged(loop._replies, "_send", frame)
+    logged(loop.scheduler, "settle", lambda *_: "settle")
+    logged(loop.requests.replies, "_send", frame)
     prompt = problem_ids(2)[1]
     running_one = Ask(problem_ids(1)[0], Sampling(40, temperature=0.0, ignore_eos=True), local=True)
     workers.serve([running_one, Ask(prompt, GREEDY, at=8)])

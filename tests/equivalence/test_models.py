@@ -16,15 +16,15 @@ from tests.support.processes import run_ranks
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.comm.gloo import GlooCollective
-from worker.comm.single import SingleCollective
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.models.config import read_model_spec
-from worker.models.decoder import Decoder
-from worker.models.loader import load_model
-from worker.models.qwen3 import Qwen3ForCausalLM
+from worker.model.decoder import Decoder
+from worker.model.loader import load_model
+from worker.model.qwen3 import Qwen3ForCausalLM
+from worker.model.shape import read_model_spec
+from worker.peers.gloo import GlooCollective
+from worker.peers.single import SingleCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.ngram_reference import ngram_reference
 from tests.support.pairwise import every, more, pairwise, whole
-from worker.spec.ngram import Ngram
+from worker.drafts.ngram import Ngram
 
 MIN, MAX = 1, 3
 FACTORS: dict[str, Any] = {
@@ -58,7 +58,7 @@ def workers(
         "drafter": drafter, "widths": list(widths), "ngram_min": MIN, "ngram_max": MAX,
     }  # fmt: skip
     made = Lockstep(config, num_prefill=num_prefill)
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     if not overlap:
         made.one_at_a_time()
     return made

@@ -19,9 +19,9 @@ from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.pairwise import in_whole
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
-from worker.engine.groups import HostEvent
-from worker.engine.runner import Step
 from worker.plan import Drawn
+from worker.run.step import Step
+from worker.run.stream import HostEvent
 
 BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}
 LONG_S = 0.006  # longer than a message and a pull take

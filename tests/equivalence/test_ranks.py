@@ -20,9 +20,9 @@ from tests.support.engines import Answer, Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
-from worker.comm.gloo import GlooCollective
-from worker.kernels.peer_layout import NUM_BUFFERS
-from worker.models.decoder import SelfAttention
+from worker.model.decoder import SelfAttention
+from worker.peers.gloo import GlooCollective
+from worker.peers.peer_layout import NUM_BUFFERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,11 +9,11 @@ from tests.support.engines import Running, running, worker_config
 from tests.support.prompts import problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
-from worker.engine.engine import build_engine
 from worker.forward.batch import Batch
-from worker.graph.base import Forward
-from worker.graph.check import check_chunk_bucket
-from worker.graph.eager import EagerChunks
+from worker.run.base import Forward
+from worker.run.check import check_chunk_bucket
+from worker.run.eager import EagerChunks
+from worker.start.build import build_engine
 
 SECTIONS: dict[str, dict[str, object]] = {
     "engine": {"device": "cpu", "threads": 1, "num_pages": 200, "max_prefill_tokens": 40},

@@ -22,8 +22,9 @@ from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig, SpecConfig
-from worker.engine.step_log import StepLine
-from worker.sampling.simulated import SimulatedAcceptance
+from worker.draw.simulated import SimulatedAcceptance
+from worker.observe.step_log import StepLine
+from worker.step.state import StepState
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -145,8 +146,7 @@ def test_it_is_told_everywhere(served: Served) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.859])
 def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
-    simulated = SimulatedAcceptance(torch.device("cpu"))
-    simulated.change_share(share)
+    simulated = SimulatedAcceptance(torch.zeros(1, dtype=torch.int64), share)
     position, seed = torch.arange(4096), torch.full((4096,), 9 << 35)
     drafts = simulated.num_accepted(position, seed)
     for width in (2, 4, 16):
@@ -156,3 +156,19 @@ def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
         asked = SpecConfig(widths=[1, width], simulate_accept_share=share)
         assert asked.simulated_len == pytest.approx(wanted)
     assert not torch.equal(drafts, simulated.num_accepted(position, seed + 1))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_places_without_a_draft_count_as_drafts(width: int) -> None:
+    """Else neither metrics nor the choice of widths would learn of a window without drafts."""
+    state = StepState(2, 1, (), torch.device("cpu"), num_penalty_slots=0, vocab_size=9, max_width=4)
+    state.ints.max_len.fill_(99)
+    simulated, rows = SimulatedAcceptance(state.ints.seed, 3.0), torch.tensor([1, 2])
+    position = torch.arange(5, 5 + width).repeat(2)
+    none = torch.full((2 * width, 1), -1)
+    drawn = simulated(
+        rows, position, rows > 0, position.clone(), none, none[:, 0], state.columns
+    )  # fmt: skip
+    assert drawn[:, width].tolist() == [min(width, 3)] * 2
+    assert drawn[:, width + 2 :].tolist() == [[0] * (width - 1)] * 2
+    assert state.ints.seq_len[1:].tolist() == [5 + min(width, 3) - 1] * 2

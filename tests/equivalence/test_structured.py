@@ -20,7 +20,7 @@ from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
-from worker.sampling import sampler
+from worker.draw import sampler
 
 NUM_GENERATED = 480 if pairwise.whole else 160
 BATCH = 130

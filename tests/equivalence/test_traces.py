@@ -18,7 +18,7 @@ from tests.support.shallow import shallow
 from tests.support.trace_laws import check_nesting, check_request, check_worker, children, named
 from worker.api import Sampling
 from worker.config import ModelConfig, PingConfig, TracingConfig
-from worker.tracing.setup import tracer_of
+from worker.observe.tracing import tracer_of
 
 PARENT = "b7ad6b7169203331"  # the client's span
 GREEDY = Sampling(12, temperature=0)

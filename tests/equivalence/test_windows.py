@@ -28,7 +28,7 @@ from tests.support.oracle import Oracle, Script, check_windows
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.kernels.step.logits import Masks
+from worker.forward.draws import Masks
 
 FACTORS: dict[str, Any] = {
     "widths": [(3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))],
@@ -64,7 +64,7 @@ def workers(
     config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
     config["spec"] = {"widths": list(widths)}
     made = Lockstep(config, num_prefill=num_prefill)
-    made.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     if not overlap:
         made.one_at_a_time()
     return made
@@ -222,7 +222,7 @@ def test_windows_pass_the_last_position_of_the_model(width: int) -> None:
     assert len(found[1][0].tokens) == 12
 
 
-# Mutants: what would go wrong in silence (SPECULATION 13.5). Each has to change a text or a trace.
+# Mutants: what would go wrong in silence. Each has to change a text or a trace.
 
 
 def same_noise_in_the_whole_window(real: Any) -> Any:
@@ -304,11 +304,11 @@ def masks_of_the_first_row_only(real: Any) -> Any:
 
 SLOTS = "worker.schedule.decode._num_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise": ("worker.sampling.tail.SamplingRows.gather", same_noise_in_the_whole_window),
-    "accept all": ("worker.sampling.tail.accept_rows", accepts_without_comparing),
-    "one too many": ("worker.sampling.tail.accept_rows", one_token_too_many),
-    "stops": ("worker.sampling.tail.accept_rows", stops_count_in_the_first_row_only),
-    "drafts": ("worker.step.buffers.read_rows", drafts_one_place_late),
+    "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
+    "accept all": ("worker.step.state.accept_rows", accepts_without_comparing),
+    "one too many": ("worker.step.state.accept_rows", one_token_too_many),
+    "stops": ("worker.step.state.accept_rows", stops_count_in_the_first_row_only),
+    "drafts": ("worker.step.windows.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),
 }
@@ -331,7 +331,7 @@ def test_the_laws_fail_for_a_mutant(
         book = made.engines[DECODE].book
         monkeypatch.setattr(book, "commit", rejected_kv_is_committed(book.commit))
     else:
-        grammars = made.decode._grammars
+        grammars = made.decode.requests.grammars
         monkeypatch.setattr(grammars, "masks", masks_of_the_first_row_only(grammars.masks))
     with pytest.raises((AssertionError, IndexError)):
         obeys(made, asked, wanted, known)

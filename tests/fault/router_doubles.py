@@ -41,7 +41,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.config import ModelConfig, PingConfig
-from worker.tracing.spans import Tracer
+from worker.observe.spans import Tracer
 from worker.wire import Wire
 
 MAX_MODEL_LEN = 256

@@ -148,7 +148,7 @@ def test_a_grammar_that_grows_too_complex_names_its_field(usual: Served, field: 
             "tool_choice": "required",
         },
     }
-    with mock.patch("worker.sampling.grammar.LLMatcher", LIMITED):
+    with mock.patch("worker.draw.grammar.LLMatcher", LIMITED):
         [found] = beside_others(usual, [{**PROBLEM, "max_tokens": 50, **asked[field]}])
     assert error_of(found) == (400, "invalid_value", field)
     assert found.json()["error"]["message"].startswith(f"{field}: ")
@@ -175,8 +175,8 @@ class Raising:
 @pytest.mark.parametrize("name", ["consume_token", "is_error", "is_stopped"])
 def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> None:
     with (
-        mock.patch("worker.sampling.grammar.LLMatcher", functools.partial(Raising, name)),
-        mock.patch("worker.sampling.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
+        mock.patch("worker.draw.grammar.LLMatcher", functools.partial(Raising, name)),
+        mock.patch("worker.draw.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
     ):
         found = beside_others(usual, [FORMED])
     assert [error_of(each) for each in found] == [(500, "internal_error", None)]
@@ -185,8 +185,8 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
 @pytest.mark.parametrize(
     "target",
     [
-        "worker.sampling.grammar.LLMatcher",
-        "worker.sampling.grammar.bitmask.fill_next_token_bitmask",
+        "worker.draw.grammar.LLMatcher",
+        "worker.draw.grammar.bitmask.fill_next_token_bitmask",
         "router.text.grammar.LLMatcher.validate_grammar",
         "router.text.grammar.LLMatcher",
     ],

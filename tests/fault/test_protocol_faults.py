@@ -33,7 +33,7 @@ from worker.api import (
 )
 from worker.cache.book import Hold
 from worker.config import PingConfig
-from worker.metrics import RETRY_CAUSES
+from worker.observe.metrics import RETRY_CAUSES
 from worker.prefill import PrefillLoop
 from worker.transfer.base import PullState, Run
 from worker.transfer.shm import ShmPeer

@@ -6,13 +6,13 @@ import traceback
 
 import torch
 
-from worker.engine.runner import ModelRunner, Step
-from worker.sampling.tail import Result
+from worker.draw.tail import Result
+from worker.run.runner import ModelRunner, Step
 
 
 def fail_on_sync(runner: ModelRunner) -> None:
     """From now on a plan without masks fails where it waits for the device, as it is enqueued."""
-    run = runner._run
+    run = runner.run
 
     def strict(step: Step) -> Result | None:
         torch.cuda.set_sync_debug_mode("error")
@@ -24,4 +24,4 @@ def fail_on_sync(runner: ModelRunner) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runner._run = strict
+    runner.run = strict

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_ranks
-from worker.comm.custom import CustomCollective
-from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT
 from worker.errors import PeerLost
-from worker.kernels import all_reduce as kernels
-from worker.kernels.all_reduce import all_reduce_ref, one_shot_rms_norm
-from worker.kernels.gemm.skinny_gemm import SkinnyWorkspace, choose, skinny_gemm
-from worker.kernels.peer_layout import fits_fused, fits_one_shot
-from worker.kernels.rms_norm import add_rms_norm_ref
+from worker.ops.rms_norm import add_rms_norm_ref
+from worker.ops.skinny_triton import SkinnyWorkspace, choose, skinny_gemm
+from worker.peers import all_reduce_triton as kernels
+from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm
+from worker.peers.custom import CustomCollective
+from worker.peers.peer_layout import fits_fused, fits_one_shot
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(2)

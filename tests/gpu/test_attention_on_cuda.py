@@ -23,12 +23,12 @@ from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
+from worker.attention.paged_tiles import SHORT_KEYS
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
-from worker.kernels.attention.mask import CAUSAL, KeyMask
-from worker.kernels.attention.paged_tiles import SHORT_KEYS
+from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)

@@ -31,9 +31,9 @@ SETUPS = (
 @pytest.fixture(scope="module", params=SETUPS, ids="-".join)
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.support.chunks import Uncaptured, bench_of, build
-    from worker.graph.compiled import TracedForward
-    from worker.graph.piecewise import PiecewiseChunks
-    from worker.graph.segments import GraphMemory
+    from worker.run.compiled import TracedForward
+    from worker.run.piecewise import PiecewiseChunks
+    from worker.run.segments import GraphMemory
 
     dtype, how = request.param
     graph = "compiled" if how == "compiled" else "eager"
@@ -83,7 +83,7 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     from torch._dynamo.utils import counters
 
     from tests.support.chunks import Uncaptured, layouts
-    from worker.graph.eager import EagerChunks
+    from worker.run.eager import EagerChunks
 
     loaded, layout = bench.engine.runner.loaded, layouts(num_tokens, 2, 5)
     before = copy.deepcopy([counters[kind] for kind in ("stats", "aot_autograd")])
@@ -130,7 +130,7 @@ def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
 
 @pytest.mark.gpu(1)
 def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
-    from worker.graph.eager import EagerChunks
+    from worker.run.eager import EagerChunks
 
     runner = bench.engine.runner
     if bench.runner._embedded.dtype != torch.float32:

@@ -82,10 +82,10 @@ def early_rows(runner: Any) -> None:
 
 def early_results(runner: Any) -> None:
     """One pinned buffer a length: the tokens of step n + 1 overwrite those of step n."""
-    from worker.sampling.tail import Result
+    from worker.draw.tail import Result
 
     pinned: dict[tuple[int, ...], Any] = {}
-    run = runner._run
+    run = runner.run
 
     def wrong(step: Any) -> Any:
         result = run(step)
@@ -101,7 +101,7 @@ def early_results(runner: Any) -> None:
 
         return Early(drawn)
 
-    runner._run = wrong
+    runner.run = wrong
 
 
 @pytest.mark.parametrize(("spoil", "share"), [(early_rows, 1.0), (early_results, 0.0)])

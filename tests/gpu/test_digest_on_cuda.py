@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from worker.layers.shard import Shard
-from worker.models.digest import GPU_BLOCK, part_sums, tensor_sum, weights_digest
+from worker.model.shard import Shard
+from worker.start.digest import GPU_BLOCK, part_sums, tensor_sum, weights_digest
 
 pytestmark = pytest.mark.gpu(1)
 

@@ -84,9 +84,9 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
     caches = [c for i in range(engine.spec.num_layers) for c in engine.pool.layer(i)]
     for cache in caches:
         cache.zero_()
-    step = engine.launch(plan, engine.layer_groups(lambda: None) if hooked else None)
+    step = engine.runner.launch(plan, engine.layer_groups(lambda: None) if hooked else None)
     assert step is not None
-    drawn = engine.settle(step)
+    drawn = engine.runner.settle(step)
     assert all(len(each.tokens) == 1 and each.finished for each in drawn)
     assert not engine.runner.loaded.state.active.any(), "no row of a prefill worker stays active"
     return [each.tokens[0] for each in drawn], step.path, [cache[1:].clone() for cache in caches]
@@ -138,9 +138,9 @@ def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) 
     groups = engine.layer_groups(lambda: None) if hooked else None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step = engine.launch(plan, groups)
+        step = engine.runner.launch(plan, groups)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step is not None
-    assert [each.tokens[0] for each in engine.settle(step)] == wanted
+    assert [each.tokens[0] for each in engine.runner.settle(step)] == wanted
     engine.close()

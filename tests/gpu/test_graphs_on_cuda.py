@@ -15,9 +15,9 @@ from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.config import GraphConfig, WorkerConfig
-from worker.graph.build import build_graphs
-from worker.graph.full import buckets_of
 from worker.plan import TAILS
+from worker.run.build import build_graphs
+from worker.run.full import buckets_of
 from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
@@ -28,7 +28,7 @@ STEPS = [0]  # launched by all schedulers of this file: an allocator wants them 
 
 
 def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: object) -> Any:
-    from worker.engine.engine import build_engine
+    from worker.start.build import build_engine
 
     config = WorkerConfig.model_validate(
         {
@@ -66,10 +66,13 @@ def serve(
         reqs.append(req)
     live = set(reqs)
     while live or pending is not None:
-        step = engine.launch(scheduler.plan())
+        plan = scheduler.plan()
+        step = engine.runner.launch(plan) if plan is not None else None
         owned |= {page for req in live if req.hold for page in req.hold.pages}
         if pending is not None:
-            for req, _, _, reason in scheduler.settle(pending.plan.step, engine.settle(pending)):
+            for req, _, _, reason in scheduler.settle(
+                pending.plan.step, engine.runner.settle(pending)
+            ):
                 if reason is not None:
                     scheduler.finish(req)
                     live.discard(req)

@@ -13,20 +13,20 @@ from torch import Tensor
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
 from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
-from worker.kernels.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
-from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.pair_norm import pair_norm, pair_norm_ref
-from worker.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from worker.kernels.step import accept_rows, step_rows
-from worker.kernels.step.best_pairs import VocabPart
-from worker.kernels.step.draft_draws import draw_drafts
-from worker.kernels.step.draw import draw_triton
-from worker.kernels.step.gather_rows import gather_rows, gather_rows_ref
-from worker.kernels.step.logits import Changes
-from worker.kernels.step.logprobs import logprobs, logprobs_ref
-from worker.kernels.step.philox import gumbel_ref
-from worker.kernels.swiglu import swiglu, swiglu_ref
-from worker.sampling.sampler import SamplingRows, change, draw_ref, keep_likely
+from worker.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.drafts.draft_draws import draw_drafts
+from worker.draw.draw_triton import draw_triton
+from worker.draw.logprobs import logprobs, logprobs_ref
+from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
+from worker.forward.draws import Changes
+from worker.ops.best_pairs import VocabPart
+from worker.ops.pair_norm import pair_norm, pair_norm_ref
+from worker.ops.philox import gumbel_ref
+from worker.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from worker.ops.rope import rope_inv_freq, rope_table
+from worker.ops.swiglu import swiglu, swiglu_ref
+from worker.step import accept_rows, step_rows
+from worker.step.gather_rows import gather_rows, gather_rows_ref
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)

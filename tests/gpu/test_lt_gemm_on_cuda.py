@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from benchmarks.gemm_tune import proposals
 from tests.support import products
 from tests.support.products import captured, error, weights
-from worker.kernels.gemm import product as module
-from worker.kernels.gemm.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
-from worker.kernels.gemm.product import product
+from worker.ops import product as module
+from worker.ops.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
+from worker.ops.product import product
 
 pytestmark = pytest.mark.gpu(1)
 BOUND = 4e-3

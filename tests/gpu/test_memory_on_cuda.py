@@ -1,4 +1,4 @@
-"""What `worker.engine.memory` does to a real device."""
+"""What `worker.start.memory` does to a real device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from worker.engine import memory
+from worker.start import memory
 
 MIB = 1 << 20
 

@@ -142,9 +142,9 @@ def test_auto_replays_chunks_on_either_worker(role: str) -> None:
         chunks=(Chunk(1, 0, tokens),),
         max_seq_len_ub=len(tokens),
     )
-    step = engine.launch(plan)
+    step = engine.runner.launch(plan)
     assert step is not None
-    engine.settle(step)
+    engine.runner.settle(step)
     labels = {"model": "tiny", "role": role, "worker": f"{role}-0"}
     replayed = [
         engine.metrics.registry.get_sample_value(

@@ -10,9 +10,8 @@ from typing import Any
 
 from router.errors import STATUS
 from router.observe.metrics import RETRY_CAUSES, RouterMetrics
-from router.observe.tally import Tallies
 from tests.helm.dashboards import queries
-from worker.metrics import PLACES, WorkerMetrics
+from worker.observe.metrics import PLACES, WorkerMetrics
 
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
@@ -26,28 +25,24 @@ KNOWN = {
     "cause": set(RETRY_CAUSES),
     "outcome": {"stop", "length", "abort", *STATUS},
 }
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+COMMON = frozenset({"model", "role", "worker"})
+SUFFIXES = {
+    "counter": ("_total",),
+    "reading": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_count", "_sum"),
+}
 
 
 @cache
 def exported() -> dict[str, frozenset[str]]:
     """Name of a series -> its labels, without those that Prometheus adds."""
-    router = RouterMetrics("tiny", "router-0", vllm=False)
-    router.watch(int, int, list, lambda role: 0, list)
-    workers = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
     found: dict[str, frozenset[str]] = {}
-    for registry in (router.registry, workers.registry):
-        for collector, names in registry._collector_to_names.items():
-            if isinstance(collector, Tallies):  # all of its series exist from the start
-                for sample in (each for family in collector.collect() for each in family.samples):
-                    found[sample.name] = found.get(sample.name, frozenset()) | set(sample.labels)
-                continue
-            kind = type(collector).__name__.lower()
-            labels = {*collector._labelnames, *(("le",) if kind == "histogram" else ())}
-            base = min(names, key=len)
-            for suffix in SUFFIXES[kind]:
-                name = base + suffix
-                found[name] = found.get(name, frozenset()) | labels
+    for family in (*RouterMetrics.table().values(), *WorkerMetrics.table().values()):
+        for suffix in SUFFIXES[family.kind]:
+            name = f"kvlane_{family.name}{suffix}"
+            le = ["le"] if suffix == "_bucket" else []
+            found[name] = found.get(name, COMMON).union(family.labels, le)
     return found
 
 

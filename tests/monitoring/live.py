@@ -29,18 +29,19 @@ import yaml
 from prometheus_client import start_http_server
 
 from benchmarks.namespace import start_over
-from helm.generate import alerts
+from helm.generate import COMPOSE, alerts
 from tests.e2e.harness import INSIDE, Serve
 from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
-from tests.monitoring.prometheus import Prometheus, Series
 from tests.monitoring.schema import TOOLS
-from worker.metrics import WorkerMetrics
+from tests.support.prometheus import Prometheus, Series
+from worker.observe.metrics import WorkerMetrics
 
 HERE = Path(__file__).parent
 PICTURES = HERE.parents[1] / "helm" / "dashboards"
 MEASURED = HERE.parents[1] / "benchmarks" / "results" / "prefill-h200-2ae65e4.json"
 OF_GRAPHS = ["kvlane_graph_bucket_seconds", "kvlane_graph_bucket_differs"]
+SCRAPE_S = 1  # of a run of minutes; Compose's is for days
 STEP_S, RATE_INTERVAL = 2.0, "15s"
 # Asked for is what is not there, so that the alert about it fires.
 FILLED = {"PREFILL": 2, "DECODE": 2, "TRANSPORT": "mooncake/rdma"}
@@ -59,6 +60,18 @@ def serve_graphs() -> str:
     registry: Any = metrics.registry.restricted_registry(OF_GRAPHS)
     server, _ = start_http_server(0, "127.0.0.1", registry)
     return f"127.0.0.1:{server.server_port}"
+
+
+def prometheus_of(root: Path, targets: list[str]) -> Prometheus:
+    """A Prometheus that scrapes as deploy/compose/prometheus.yml says, and `targets` as well."""
+    config = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
+    (job,), (name,) = config["scrape_configs"], config["rule_files"]
+    for each in job["http_sd_configs"]:
+        each["refresh_interval"] = "1s"
+    job["static_configs"] = [{"targets": targets}]
+    rules = re.sub(r"( for: )\d+m", rf"\g<1>{2 * SCRAPE_S}s", alerts(**FILLED))
+    (root / name).write_text(rules)
+    return Prometheus(root, [job], SCRAPE_S, (name,))
 
 
 def sides(query: str) -> Iterator[str]:
@@ -156,7 +169,7 @@ def record(root: Path) -> Prometheus:
     serve = Serve(root / "serve").start(*ARGUMENTS)
     try:
         serve.wait_ready()
-        prometheus, start = Prometheus(root, [serve_graphs()], **FILLED), time.time()
+        prometheus, start = prometheus_of(root, [serve_graphs()]), time.time()
         try:
             with steady(serve.url):
                 disturb(serve)
@@ -184,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
         root = args.again or args.keep or Path(temporary)
         root.mkdir(exist_ok=True)
-        prometheus = Prometheus(root, []) if args.again else record(root)
+        prometheus = prometheus_of(root, []) if args.again else record(root)
         try:
             start, end = json.loads((root / "times").read_text())
             wrong = examine(prometheus, start, end, args.out)

@@ -15,7 +15,7 @@ from tests.support.made_spans import Made
 from tests.support.trace_laws import check_request, children, named
 from worker.api import Error, FinishReason, Generate
 from worker.config import TracingConfig
-from worker.tracing.setup import tracer_of
+from worker.observe.tracing import tracer_of
 
 PARENT = "b7ad6b7169203331"
 SPEAK = speak([5, 6, 7], stages=TOLD_STAGES)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.dispatch.members import Members, drafting
 from router.observe.metrics import RouterMetrics
 from router.observe.spent import Spent
+from router.observe.vllm import Live
 from router.show.siblings import merged
 from tests.support.public_queries import MODEL, PICKED, QUERIES, asked
 from worker.api import Member, Stages, WorkerStats
@@ -40,10 +41,11 @@ def router(
 ) -> RouterMetrics:
     """With two decode workers, and so many choices in each state."""
     metrics = RouterMetrics(MODEL, name)
-    metrics.watch(
+    live = Live(
         lambda: unstarted + decoding, lambda: queued, lambda: [20] * decoding, lambda role: 2,
         lambda: STATS, partial(drafting, members(STATS)),
     )  # fmt: skip
+    metrics.watch(live)
     return metrics
 
 
@@ -111,7 +113,7 @@ def test_drafts_are_told_by_one_router_also_while_its_place_is_taken() -> None:
         metrics, known = RouterMetrics(MODEL, first), members(stats)
         if first == "router-1":
             known.update([each.member for each in known.all() if each.member.name != "router-0"])
-        metrics.watch(int, int, list, lambda role: 1, lambda: STATS, partial(drafting, known))
+        metrics.watch(Live(decodes=lambda: STATS, drafting=partial(drafting, known)))
         pages.append(metrics.render())
     for both in (pages, pages[::-1]):
         assert values(series(*both), "spec_decode_num_drafts_total") == [8]
@@ -179,7 +181,7 @@ def test_without_workers_there_is_no_room() -> None:
 
 def test_it_can_be_switched_off() -> None:
     metrics = RouterMetrics(MODEL, "router-0", vllm=False)
-    metrics.watch(int, int, list, lambda role: 0, list)
+    metrics.watch(Live())
     spent = Spent(1.0, Stages(0, 0, 0, 0, 0, ""), 1.0, 0.0, "decode-0/1")
     metrics.spent(spent, num_tokens=5)
     assert b"kvlane_" in metrics.render()

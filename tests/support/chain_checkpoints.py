@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from worker.models.config import ModelSpec
+from worker.errors import UserError
+from worker.model.shape import ModelSpec
 
 FORMS = ("specforge", "speculators", "eagle", "mimo")
 ABSENT = "absent"  # as the value of a field: leave it out
+# A target for them.
+TARGET = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    hidden_size=32,
+    num_layers=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=97,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    qk_norm=False,
+    max_position_embeddings=64,
+    dtype="float32",
+    eos_token_ids=(0,),
+    penalizes=False,
+)
 
 
 def write_chain(
@@ -48,6 +72,33 @@ def write_chain(
     tensors = random_tensors(shapes, target.vocab_size, seed)
     save_file(tensors, directory / ("mtp.safetensors" if form == "mimo" else "model.safetensors"))
     return tensors
+
+
+def change_config(directory: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of config.json; `layer` holds those of the transformer layer, `dflash` those of
+    dflash_config."""
+    config, fields = json.loads((directory / "config.json").read_text()), dict(fields)
+    layer = config.get("transformer_layer_config", config)
+    layer |= fields.pop("layer", {})
+    if "dflash" in fields:
+        config["dflash_config"] |= fields.pop("dflash")
+    config |= fields
+    for each in (config, layer):
+        for name in [name for name, value in each.items() if value == ABSENT]:
+            del each[name]
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def check_refused(
+    directory: Path, read: Callable[[Path], object], fields: Mapping[str, Any], message: str
+) -> None:
+    """Assert that a drafter is read, and no more with these fields; see `change_config`."""
+    read(directory)
+    change_config(directory, fields)
+    with pytest.raises(UserError, match=message) as caught:
+        read(directory)
+    assert str(directory / "config.json") in str(caught.value)
+    assert caught.value.param is not None
 
 
 def random_tensors(
@@ -102,7 +153,7 @@ def _config(
             "speculators_model_type": "eagle3",
             "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "any"}},
             "norm_before_residual": False,
-            "transformer_layer_config": _left(shape | layer),
+            "transformer_layer_config": left(shape | layer),
         }
     elif form == "eagle":
         config |= shape | layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
@@ -118,11 +169,12 @@ def _config(
         )
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
         config["num_nextn_predict_layers"] = 1
-    config = _left(config | fields)
+    config = left(config | fields)
     return config, config.get("transformer_layer_config", config)
 
 
-def _left(fields: dict[str, Any]) -> dict[str, Any]:
+def left(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not ABSENT."""
     return {name: value for name, value in fields.items() if value != ABSENT}
 
 
@@ -133,7 +185,7 @@ def _shapes(
     shape: dict[str, Any],
     own: tuple[str, ...],
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, as SPECULATION 14.1 and 14.2 list them."""
+    """Name -> shape of every tensor, as published files have them."""
     size, eagle = shape["hidden_size"], config.get("eagle_config") or {}
     vocab_size = config.get("draft_vocab_size") or target.vocab_size
     if form == "mimo":

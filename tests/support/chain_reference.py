@@ -9,11 +9,11 @@ the definition of the noise.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from worker.api import Sampling
-from worker.kernels.step.philox import gumbel_ref
+from worker.ops.philox import gumbel_ref
 
 MTP_PREFIX = "model.mtp_layers.0."
 QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP layers
@@ -72,45 +72,31 @@ def short_name(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-@dataclass(frozen=True)
-class Text:
-    """What is known of a text."""
-
-    features: Tensor  # [n, hidden]
-    keys: Tensor  # [n, num_kv_heads, head_dim]; row 0 is NaN
-    values: Tensor  # as keys
-
-
-class Layer:
-    """The drafter's tensors, and what it computes of single rows; `attend` is all that mixes rows.
+class Weights:
+    """A drafter's tensors, float32, and what any layer computes with them.
 
     Args:
-        directory: of the checkpoint: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2,
-            or MTP as MiMo has it.
-        num_layers: of the target.
+        directory: of the checkpoint.
+        short_name: a tensor's name, and what we call it.
     """
 
-    def __init__(self, directory: Path, num_layers: int) -> None:
+    def __init__(self, directory: Path, short_name: Callable[[str], str]) -> None:
         config = json.loads((directory / "config.json").read_text())
         self.config = config | (config.get("transformer_layer_config") or {})
         found: dict[str, Tensor] = {}
         for file in directory.glob("*.safetensors"):
             found |= load_file(file)
-        self.kind = "mtp" if any(name.startswith(MTP_PREFIX) for name in found) else "eagle"
-        if self.kind == "mtp":
+        self.is_mtp = any(name.startswith(MTP_PREFIX) for name in found)
+        if self.is_mtp:  # beside the target's
             found = {name: found[name] for name in found if name.startswith(MTP_PREFIX)}
         self.weights = {
             short_name(name): each.float() if each.is_floating_point() else each
             for name, each in found.items()
         }
-        if "hidden_norm" in self.weights:
-            self.kind = "eagle3"
-        self.taps = tapped_layers(self.config, num_layers) if self.kind == "eagle3" else []
-        if not (self.config.get("eagle_config") or {}).get("use_aux_hidden_state", True):
-            self.taps = []
-        hidden, self.num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
-        self.num_kv_heads = self.config.get("num_key_value_heads") or self.num_heads
-        self.head_dim = self.config.get("head_dim") or hidden // self.num_heads
+        hidden, num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
+        self.num_kv_heads = self.config.get("num_key_value_heads") or num_heads
+        self.group = num_heads // self.num_kv_heads
+        self.head_dim = self.config.get("head_dim") or hidden // num_heads
         self._rotary = rotary_of(self.config, self.head_dim)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -121,6 +107,50 @@ class Layer:
     def project(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, with its bias if it has one."""
         return linear(x, self.weights[name], self.weights.get(f"{name}.bias"))
+
+    def heads(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, heads, head_dim] of a layer's "q", "k" or "v"; q and k are rotated."""
+        out = self.project(f"{name}_proj", x).unflatten(-1, (-1, self.head_dim))
+        if name.endswith("v"):
+            return out
+        if f"{name}_norm" in self.weights:
+            out = self.norm(f"{name}_norm", out)
+        cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
+        one, two = out.chunk(2, -1)
+        return out * cos + torch.cat((-two, one), -1) * sin
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
+        keys, values = (each.repeat_interleave(self.group, 1) for each in (keys, values))
+        scores = torch.einsum("nhd,mhd->hnm", query, keys) * self.head_dim**-0.5
+        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
+
+    def gated(self, x: Tensor, at: str = "") -> Tensor:
+        """The input of a layer's down projection."""
+        return silu(self.project(f"{at}gate_proj", x)) * self.project(f"{at}up_proj", x)
+
+
+class Layer(Weights):
+    """The layer of a chain drafter; `attend` is all that mixes rows.
+
+    Args:
+        directory: of the checkpoint: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2,
+            or MTP as MiMo has it.
+        num_layers: of the target.
+    """
+
+    def __init__(self, directory: Path, num_layers: int) -> None:
+        super().__init__(directory, short_name)
+        self.kind = "mtp" if self.is_mtp else "eagle"
+        if "hidden_norm" in self.weights:
+            self.kind = "eagle3"
+        self.taps = tapped_layers(self.config, num_layers) if self.kind == "eagle3" else []
+        inner = self.config.get("eagle_config") or {}
+        if not inner.get("use_aux_hidden_state", True):
+            self.taps = []
+        fed_back = inner.get("return_hidden_post_norm", self.config.get("norm_output"))
+        self.feeds_normed = self.kind == "mtp" or bool(fed_back)
 
     def features(self, taps: Sequence[Tensor], last: Tensor) -> Tensor:
         """Features of tokens: taps: residuals behind the tapped layers; last: normed output."""
@@ -149,75 +179,56 @@ class Layer:
         mixed = self.project("input_proj", torch.cat((hidden, token), -1))
         return self.norm("input_layernorm", mixed), mixed
 
-    def heads(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
-        """[n, heads, head_dim] of "q", "k" or "v"; q and k are rotated."""
-        out = self.project(f"{name}_proj", x).unflatten(-1, (-1, self.head_dim))
-        if name == "v":
-            return out
-        if f"{name}_norm" in self.weights:
-            out = self.norm(f"{name}_norm", out)
-        cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
-        one, two = out.chunk(2, -1)
-        return out * cos + torch.cat((-two, one), -1) * sin
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
-        group = self.num_heads // self.num_kv_heads
-        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
-        scores = torch.einsum("nhd,mhd->hnm", query, keys) * self.head_dim**-0.5
-        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
-
     def outputs(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the head is applied to, what is fed back as the next row's feature)."""
         hidden = residual + self.project("o_proj", attended)
         normed = self.norm("post_attention_layernorm", hidden)
-        gated = silu(self.project("gate_proj", normed)) * self.project("up_proj", normed)
-        hidden = hidden + self.project("down_proj", gated)
+        hidden = hidden + self.project("down_proj", self.gated(normed))
         if self.kind == "eagle":
             return hidden, hidden
         normed = self.norm("norm" if self.kind == "eagle3" else "final_layernorm", hidden)
-        return normed, normed if self.kind == "mtp" or self.config.get("norm_output") else hidden
+        return normed, normed if self.feeds_normed else hidden
 
 
-class ChainReference:
-    """A target and its chain drafter.
+Rows: TypeAlias = list[tuple[Tensor, Tensor]]  # keys and values of each layer
+Drawn: TypeAlias = list[tuple[int, float]]  # drafts, each with its margin, see `draw`
+
+
+class Reference(ABC):
+    """A target and its drafter.
 
     Args:
         target: directory of the target, as `transformers` reads it.
-        drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
+        net: the drafter's.
     """
 
-    first_slot = 1  # of the draft region that has a row
+    first_slot = 0  # of the draft region that has a row
 
-    def __init__(self, target: Path, drafter: Path) -> None:
-        self.target = load_target(target)
-        self.layer = Layer(drafter, self.target.config.num_hidden_layers)
-        weights = self.layer.weights
+    def __init__(self, target: Path, net: Weights) -> None:
+        self.target, weights = load_target(target), net.weights
         own = weights.get("embed_tokens")
         self.embedding = self.target.get_input_embeddings().weight if own is None else own
         own = weights.get("lm_head")
         self.head = self.target.get_output_embeddings().weight if own is None else own
         self.vocab_size = self.target.config.vocab_size
         self.ids = torch.arange(len(self.head)) + weights.get("d2t", 0)
-        self._texts: dict[tuple[int, ...], Text] = {}
-        self._drawn: dict[tuple, list[tuple[int, float]]] = {}
+        self._texts: dict[tuple[int, ...], tuple[Tensor, Rows]] = {}
+        self._drawn: dict[tuple, Drawn] = {}
 
     def features(self, tokens: Sequence[int]) -> Tensor:
         """[n, hidden]: what the drafter makes of the target's features of each token."""
-        return self._of(tokens).features[: len(tokens)]
+        return self._of(tokens)[0][: len(tokens)]
 
-    def draft_rows(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, here of one: keys and values of slots 0 .. n - 1, [n, num_kv_heads,
-        head_dim]; row 0 is NaN."""
-        text = self._of(tokens)
-        return [(text.keys[: len(tokens)], text.values[: len(tokens)])]
+    def draft_rows(self, tokens: Sequence[int]) -> Rows:
+        """Of each layer, keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]; those of
+        slots before `first_slot` are NaN."""
+        num = len(tokens)
+        return [(keys[:num], values[:num]) for keys, values in self._of(tokens)[1]]
 
     def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
-        """Number of each page of the text -> feature of its last token; all have target KV."""
-        features, num = self.features(tokens), len(tokens)
-        starts = range(0, num, page_size)
-        return {start // page_size: features[min(start + page_size, num) - 1] for start in starts}
+        """Number of each page of the text -> feature of its last token, if a drafter needs that;
+        all have target KV."""
+        return {}
 
     def drafts(
         self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
@@ -233,29 +244,74 @@ class ChainReference:
         return [draft for draft, _ in self.drawn(tokens, length, width, sampling)]
 
     def drawn(
-        self,
-        tokens: Sequence[int],
-        length: int,
-        width: int,
-        sampling: Sampling,
-        block: int = 0,
-    ) -> list[tuple[int, float]]:
-        """See `drafts`: each with its margin, see `draw`; `block` is of other drafters."""
+        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling, block: int = 0
+    ) -> Drawn:
+        """See `drafts`: each with its margin; block: tokens of a block, of drafters that have them;
+        0: `width`."""
         assert 0 < length < len(tokens)
-        key = tuple(tokens[: length + 1]), width, sampling.temperature, sampling.seed
+        block = block or width
+        key = tuple(tokens[: length + 1]), block, sampling.temperature, sampling.seed
         if key not in self._drawn:
-            self._drawn[key] = self._propose(tokens, length, width, sampling)
-        return self._drawn[key]
+            self._drawn[key] = self._propose(tokens, length, block, sampling)
+        return self._drawn[key][: width - 1]
+
+    def _draw(self, rows: Tensor, at: Tensor, sampling: Sampling) -> Drawn:
+        """Drafts for positions `at`, of what the head takes."""
+        seed, logits = torch.tensor([sampling.seed]).expand(len(at)), linear(rows, self.head)
+        found = draw(logits, self.ids, sampling.temperature, seed, at, self.vocab_size)
+        return list(zip(*(each.tolist() for each in found), strict=True))
+
+    def _of(self, tokens: Sequence[int]) -> tuple[Tensor, Rows]:
+        """Features and rows of a text that begins so; one forward for each that is new."""
+        known = tuple(tokens)
+        for text, found in self._texts.items():
+            if text[: len(known)] == known:
+                return found
+        with torch.no_grad():
+            behind, last = behind_layers(self.target, torch.tensor(known))
+            self._texts[known] = self._read(torch.tensor(known), behind, last)
+        return self._texts[known]
+
+    @abstractmethod
+    def _read(self, ids: Tensor, behind: list[Tensor], last: Tensor) -> tuple[Tensor, Rows]: ...
+
+    @abstractmethod
+    def _propose(
+        self, tokens: Sequence[int], length: int, block: int, sampling: Sampling
+    ) -> Drawn: ...
+
+
+class ChainReference(Reference):
+    """A target and its chain drafter.
+
+    Args:
+        target: directory of the target.
+        drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
+    """
+
+    first_slot = 1
+
+    def __init__(self, target: Path, drafter: Path) -> None:
+        self.layer = Layer(drafter, load_target(target).config.num_hidden_layers)
+        super().__init__(target, self.layer)
+
+    def tails(self, tokens: Sequence[int], page_size: int) -> dict[int, Tensor]:
+        features, num = self.features(tokens), len(tokens)
+        starts = range(0, num, page_size)
+        return {start // page_size: features[min(start + page_size, num) - 1] for start in starts}
+
+    def drawn(
+        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling, block: int = 0
+    ) -> Drawn:
+        return super().drawn(tokens, length, width, sampling)
 
     @torch.no_grad()
-    def _propose(
-        self, tokens: Sequence[int], length: int, width: int, sampling: Sampling
-    ) -> list[tuple[int, float]]:
-        layer, text, found = self.layer, self._of(tokens), []
-        token, feature = tokens[length], text.features[length - 1 : length]
-        keys, values = text.keys[1:length], text.values[1:length]
-        seed = torch.tensor([sampling.seed])
-        for slot in range(length, length + width - 1):
+    def _propose(self, tokens: Sequence[int], length: int, block: int, sampling: Sampling) -> Drawn:
+        layer, found = self.layer, Drawn()
+        ((keys, values),) = self.draft_rows(tokens)
+        keys, values = keys[1:length], values[1:length]
+        token, feature = tokens[length], self.features(tokens)[length - 1 : length]
+        for slot in range(length, length + block - 1):
             at = torch.tensor([slot])
             x, residual = layer.inputs(self.embedding[token][None], feature)
             keys = torch.cat((keys, layer.heads("k", x, at)))
@@ -263,35 +319,17 @@ class ChainReference:
             mask = torch.ones(1, len(keys), dtype=torch.bool)
             attended = layer.attend(layer.heads("q", x, at), keys, values, mask)
             normed, feature = layer.outputs(attended, residual)
-            draft, margin = draw(
-                linear(normed, self.head), self.ids, sampling.temperature, seed, at + 1,
-                self.vocab_size,
-            )  # fmt: skip
-            token = int(draft)
-            found.append((token, float(margin)))
+            found += self._draw(normed, at + 1, sampling)
+            token = found[-1][0]
         return found
 
-    def _of(self, tokens: Sequence[int]) -> Text:
-        """Of a text that begins so; one forward for each that is new."""
-        known = tuple(tokens)
-        for text, found in self._texts.items():
-            if text[: len(known)] == known:
-                return found
-        self._texts[known] = self._read(known)
-        return self._texts[known]
-
-    @torch.no_grad()
-    def _read(self, tokens: Sequence[int]) -> Text:
-        layer, ids = self.layer, torch.tensor(tokens)
-        behind, last = behind_layers(self.target, ids)
-        features = layer.features([behind[layer_id] for layer_id in layer.taps], last)
-        keys = torch.full((len(ids), layer.num_kv_heads, layer.head_dim), float("nan"))
-        values = keys.clone()
+    def _read(self, ids: Tensor, behind: list[Tensor], last: Tensor) -> tuple[Tensor, Rows]:
+        layer, at = self.layer, torch.arange(1, len(ids))
+        features = layer.features([behind[number] for number in layer.taps], last)
         x, _ = layer.inputs(embedding(ids[1:], self.embedding), features[:-1])
-        positions = torch.arange(1, len(ids))
-        keys[1:] = layer.heads("k", x, positions)
-        values[1:] = layer.heads("v", x, positions)
-        return Text(features, keys, values)
+        none = torch.full((1, layer.num_kv_heads, layer.head_dim), float("nan"))
+        keys, values = (torch.cat((none, layer.heads(name, x, at))) for name in "kv")
+        return features, [(keys, values)]
 
 
 def behind_layers(target: Any, ids: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from tests.support.shallow import shallow
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine, build_engine
-from worker.engine.runner import Step, padded_shape
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
-from worker.graph.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
-from worker.graph.eager import EagerChunks
-from worker.graph.piecewise import PiecewiseChunks
 from worker.plan import Chunk, Plan
+from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
+from worker.run.eager import EagerChunks
+from worker.run.engine import Engine
+from worker.run.piecewise import PiecewiseChunks
+from worker.run.runner import padded_shape
+from worker.run.step import Step
+from worker.start.build import build_engine
 
 PAGE_SIZE = 16
 ROWS = 12
@@ -251,12 +253,12 @@ def check_no_wait(bench: Bench, layout: Layout) -> None:
     plan = bench.plan(layout)
     bench.set_pages(layout)
     shape = padded_shape(bench.engine.runner.graphs, plan, hooked=False)
-    bench.engine.runner._run(Step(plan, shape))  # warm: allocator, kernels
+    bench.engine.runner.run(Step(plan, shape))  # warm: allocator, kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     step = Step(plan, shape)
     try:
-        bench.engine.runner._run(step)
+        bench.engine.runner.run(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step.path in ("graph", "piecewise")

@@ -47,7 +47,7 @@ class Delays:
         self._pulls = random.Random(seed + 2000)
         self.num_on_device = 0
         for loop in served.loops.values():
-            self._wrap(loop._scheduler, "plan", self._sleep)
+            self._wrap(loop.scheduler, "plan", self._sleep)
         for peer, engine in served.engines.items():
             runner: Any = engine.runner
             spins = engine.pool.device.type == "cuda"
@@ -55,7 +55,7 @@ class Delays:
                 self._spin if spins else self._stream_sleep,
                 longest_s if peer == slowest else longest_s / 8,
             )
-            for name in ("_run", "_run_forward", "_run_tail", "_draw"):
+            for name in ("run", "forward", "tail", "draw"):
                 self._wrap(runner, name, device)
             for graphs in (runner.graphs.chunks, runner.graphs.decode):
                 self._wrap(graphs, "launch", device)  # between the change of rows and the forward

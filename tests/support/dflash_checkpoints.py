@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.chain_checkpoints import ABSENT, layer_shapes, random_tensors
-from worker.models.config import ModelSpec
+from tests.support import chain_checkpoints
+from tests.support.chain_checkpoints import ABSENT, layer_shapes, left, random_tensors
+from worker.model.shape import ModelSpec
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target
 
-# A target for them.
-TARGET = ModelSpec(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=32,
-    num_layers=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=97,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_position_embeddings=64,
-    dtype="float32",
-    eos_token_ids=(0,),
-    penalizes=False,
-)
+TARGET = replace(chain_checkpoints.TARGET, architecture="Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +39,7 @@ class Written:
     """A drafter as it was written."""
 
     tensors: dict[str, Tensor]  # f32, by their names in the file
-    # The same by part, as DFlashSpec.names calls them: "layers.0.self_attn.q_proj.weight",
+    # The same by part, as DFlashShape.names calls them: "layers.0.self_attn.q_proj.weight",
     # "fc.weight", "hidden_norm.weight", "final_norm.weight", and of what there is "mask_embedding",
     # "embedding.weight", "head.weight", "d2t", "t2d".
     parts: dict[str, Tensor]
@@ -123,7 +104,7 @@ def small_spec_config(
         kinds = ("full_attention", "sliding_attention")
         shape["layer_types"] = [kinds[i in sliding] for i in range(num_layers)]
         shape |= {"sliding_window": window, "use_sliding_window": True}
-    shape = _left(shape | (layer or {}))
+    shape = left(shape | (layer or {}))
     dflash = {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)}
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
@@ -135,7 +116,7 @@ def small_spec_config(
         dflash["causal"] = ABSENT if causal is None else causal
         config |= shape | {
             "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-            "dflash_config": _left(dflash),
+            "dflash_config": left(dflash),
             "dtype": "float32",
             "num_target_layers": target.num_layers,
             "tie_word_embeddings": False,
@@ -157,7 +138,7 @@ def small_spec_config(
     reduced = ("lm_head", "d2t") if draft_vocab_size is not None else ()
     return SmallConfig(
         form=form,
-        config=_left(config | fields),
+        config=left(config | fields),
         own=(*reduced, *own),
         prefix=prefix,
         aliases=aliases,
@@ -181,7 +162,7 @@ def write_dflash(
 
 
 def _shapes(small: SmallConfig, target: ModelSpec, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Name by part -> shape, as SPECULATION 14.3 lists them."""
+    """Name by part -> shape, as published files have them."""
     shape, size = small.layer, small.layer["hidden_size"]
     bias = shape["attention_bias"]
     found: dict[str, tuple[int, ...]] = {
@@ -211,7 +192,3 @@ def _name(part: str, small: SmallConfig) -> str:
     first, *rest = part.split(".")
     name = ".".join([called.get(first, first), *rest])
     return name if first in ("head", "d2t", "t2d") else small.prefix + name
-
-
-def _left(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value != ABSENT}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from tests.support.chain_reference import ChainReference
-from tests.support.dflash_reference import DFlashReference
+from tests.support.chain_reference import Reference
 from tests.support.lockstep import Window
 from worker.api import Sampling
 from worker.cache.book import PageBook
 from worker.cache.prefix import Node
-from worker.engine.engine import Engine
+from worker.run.engine import Engine
 
 TOLERANCE = 1e-4  # of the length of a row, in float32
-
-Reference: TypeAlias = ChainReference | DFlashReference
 
 
 def prefixes(book: PageBook) -> Iterator[tuple[list[int], list[int]]]:

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from tests.support import fitted_blocks, fitted_drafters
-from tests.support.chain_reference import ChainReference
+from tests.support.chain_reference import ChainReference, Reference
 from tests.support.dflash_reference import DFlashReference
-from tests.support.drafter_audit import Reference
-from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
+from tests.support.drafter_audit import audit, trace_is_right
+from tests.support.drafter_workers import MAX_LEN, TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.pairwise import whole
@@ -103,6 +103,38 @@ def warm(made: Lockstep, asked: Sequence[Ask]) -> None:
         ]
     )
     made.windows.clear()
+
+
+def judge(
+    made: Lockstep,
+    asked: Sequence[Ask],
+    answers: Sequence[Answer],
+    reference: Reference,
+    *,
+    traces: Sequence[Sequence[Window]] | None = None,
+    block: int = 0,
+) -> int:
+    """Assert that traces and pages are right; see trace_is_right and audit.
+
+    Args:
+        made: has served `asked`, with `answers`.
+        reference: of the drafter.
+        traces: of each request; None: those of one call of `made.serve`.
+        block: `spec.block`.
+
+    Returns:
+        How many drafts were compared, of requests that nobody gave up.
+    """
+    num_compared = 0
+    for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):
+        if ask.cut is None and ask.abort is None:
+            windows = made.windows[number] if traces is None else traces[number]
+            text, sampling = [*ask.prompt, *answer.tokens], ask.sampling
+            max_len = min(MAX_LEN, len(ask.prompt) + sampling.max_tokens)
+            num_compared += trace_is_right(windows, text, reference, sampling, max_len, block)
+    for engine in made.engines.values():
+        assert audit(engine, reference) > 0
+    return num_compared
 
 
 def serve(

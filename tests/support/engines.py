@@ -29,8 +29,8 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
-from worker.comm.rendezvous import free_rendezvous
 from worker.config import PingConfig, WorkerConfig
+from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.wire import Wire
 from worker.worker import Worker

@@ -6,7 +6,6 @@ of its own, which are solved for by least squares on texts of the target.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,62 +16,36 @@ from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
 from tests.support.chain_reference import behind_layers
+from tests.support.dflash_checkpoints import ABSENT, small_spec_config, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
-from tests.support.fitted_drafters import SHARP, noise, solve
+from tests.support.fitted_drafters import HEAD_DIM, HEADS, KV_HEADS, SHARP, solve
+from worker.model.shape import read_model_spec
 
 FORMS = ("dflash", "dflash mixed")
-BLOCK_SIZE, WINDOW = 8, 24
-HEADS, KV_HEADS, HEAD_DIM, SIZE, LAYERS = 6, 3, 32, 640, 2  # another geometry than the target's
+BLOCK_SIZE, LAYERS = 8, 2
 FITTED = 5  # tokens of the blocks that are fitted
 
 
 def write(directory: Path, target: Path, form: str, d2t: Tensor | None = None) -> None:
-    """Write a drafter with every weight random.
+    """Write a drafter with every weight random, of another geometry than the target's.
 
     "dflash" has full attention, the target's head and a row of its embedding for masks; "dflash
     mixed" a causal layer with a sliding window, a mask embedding, and a head for the ids of `d2t`.
     """
-    made = json.loads((target / "config.json").read_text())
-    hidden, mixed = made["hidden_size"], form == "dflash mixed"
-    inner: dict[str, Any] = {"target_layer_ids": [0, 1, 2], "mask_token_id": 0}
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-        "intermediate_size": SIZE, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5,
-        "rope_theta": 20000.0, "vocab_size": made["vocab_size"], "hidden_act": "silu",
-        "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "block_size": BLOCK_SIZE, "num_target_layers": made["num_hidden_layers"],
-        "dflash_config": inner, "attention_bias": False,
-    }  # fmt: skip
-    random, num_q, num_kv = torch.Generator().manual_seed(3), HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {"fc": (hidden, 3 * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
-    for layer in range(LAYERS):
-        shapes |= {
-            f"layers.{layer}.{name}": shape
-            for name, shape in {
-                "self_attn.q_proj": (num_q, hidden), "self_attn.k_proj": (num_kv, hidden),
-                "self_attn.v_proj": (num_kv, hidden), "self_attn.o_proj": (hidden, num_q),
-                "self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,),
-                "mlp.gate_proj": (SIZE, hidden), "mlp.up_proj": (SIZE, hidden),
-                "mlp.down_proj": (hidden, SIZE), "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,),
-            }.items()
-        }  # fmt: skip
-    tensors = {f"{name}.weight": noise(shape, random) for name, shape in shapes.items()}
-    if mixed:
-        config |= {
-            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
-            "use_sliding_window": True,
-        }  # fmt: skip
-        del inner["mask_token_id"]
-        tensors["mask_embedding"] = noise((hidden,), random)
+    options: dict[str, Any] = {"mask_token_id": 0}
+    if form == "dflash mixed":
+        own = ("mask_embedding",)
+        options = {"sliding": (0,), "window": 24, "own": own, "mask_token_id": ABSENT}
+    spec = read_model_spec(target)
+    small = small_spec_config(
+        spec, num_layers=LAYERS, block_size=BLOCK_SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM, taps=(0, 1, 2), layer={"intermediate_size": 640, "rope_theta": 20000.0},
+        draft_vocab_size=None if d2t is None else len(d2t), **options,
+    )  # fmt: skip
+    tensors = write_dflash(directory, small, spec, seed=3).tensors
     if d2t is not None:
-        config["draft_vocab_size"] = len(d2t)
-        tensors["lm_head.weight"] = noise((len(d2t), hidden), random)
         tensors["d2t"] = d2t
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / "model.safetensors")
 
 
 @torch.no_grad()
@@ -82,28 +55,28 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]], num_last:
     num_last: tokens of each text before which a block may begin.
     """
     reference, file = DFlashReference(target, directory), directory / "model.safetensors"
-    last, weights = LAYERS - 1, reference.weights
+    net, at = reference.net, f"layers.{LAYERS - 1}"
+    weights = net.weights
     attended, hidden, goals, following = [], [], [], []
     for tokens in texts:
         _, states = behind_layers(reference.target, torch.tensor(tokens))
         for length in range(len(tokens) - num_last, len(tokens) - FITTED, 2):
             seen: list[tuple[Tensor, Tensor]] = []
             reference.block(tokens, length, FITTED, seen)
-            attended.append(seen[last][0][1:])
-            hidden.append(seen[last][1][1:])
+            attended.append(seen[-1][0][1:])
+            hidden.append(seen[-1][1][1:])
             goals.append(states[length : length + FITTED - 1])
             following.append(torch.tensor(tokens[length + 1 : length + FITTED]))
     x, residual, goal = torch.cat(attended), torch.cat(hidden), torch.cat(goals)
-    at = f"layers.{last}"
     weights[f"{at}.self_attn.o_proj"] = solve(x, goal - residual)
     residual = residual + linear(x, weights[f"{at}.self_attn.o_proj"])
-    gated = reference.gated(last, reference.norm(f"{at}.post_attention_layernorm", residual))
+    gated = net.gated(net.norm(f"{at}.post_attention_layernorm", residual), f"{at}.mlp.")
     weights[f"{at}.mlp.down_proj"] = solve(gated, goal - residual)
     if "lm_head" in weights:
-        normed = reference.norm("norm", residual + linear(gated, reference.down(last)))
+        normed = net.norm("norm", residual + net.project(f"{at}.mlp.down_proj", gated))
         wanted = one_hot(torch.cat(following), reference.target.config.vocab_size)
         weights["lm_head"] = solve(normed, SHARP * wanted[:, reference.ids].float() - 1)
     else:
         weights["norm"] = torch.ones_like(weights["norm"])  # the goal is normed already
     tensors = {name: weights[plain_name(name)].contiguous() for name in load_file(file)}
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, file)

@@ -8,7 +8,6 @@ the next token. That takes a second, and most first drafts of those very texts a
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +16,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import embedding, one_hot, silu
+from torch.nn.functional import embedding, one_hot
 
-from tests.support.chain_reference import MTP_PREFIX, ChainReference, short_name
+from tests.support.chain_checkpoints import write_chain
+from tests.support.chain_reference import ChainReference, short_name
+from worker.model.shape import read_model_spec
 
-FORMS = ("eagle3", "eagle", "mtp")
-NAMES = {
-    "eagle3": "LlamaForCausalLMEagle3",
-    "eagle": "LlamaForCausalLMEagle",
-    "mtp": "MiMoForCausalLM",
-}
-HEADS, KV_HEADS, HEAD_DIM, SIZE = 6, 3, 32, 320  # another geometry than the target's
+PUBLISHED = {"eagle3": "specforge", "eagle": "eagle", "mtp": "mimo"}  # see write_chain
+FORMS = tuple(PUBLISHED)
+HEADS, KV_HEADS, HEAD_DIM = 6, 3, 32
+LAYER = {  # another geometry than the target's
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    "intermediate_size": 320, "rope_theta": 20000.0,
+}  # fmt: skip
+INNER = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
 RIDGE, SHARP = 1e-3, 20
 
 
@@ -36,11 +38,8 @@ def write(
     target: Path,
     form: str,
     *,
-    own_head: bool = True,
-    own_embedding: bool = False,
+    own: tuple[str, ...] | None = None,
     d2t: Tensor | None = None,
-    fc_norm: bool = False,
-    seed: int = 0,
     **config: Any,
 ) -> None:
     """Write a drafter with every weight random.
@@ -49,93 +48,27 @@ def write(
         directory: is made.
         target: directory of the target.
         form: one of FORMS.
-        own_head, own_embedding: EAGLE-3 only.
-        d2t: of a reduced draft vocabulary.
-        fc_norm: EAGLE-3: a norm of each tapped feature.
-        seed: of the weights.
+        own: see write_chain; by default EAGLE-3 has a head of its own.
+        d2t: of a reduced draft vocabulary; of EAGLE-3.
         config: entries that differ in config.json.
     """
-    made = json.loads((target / "config.json").read_text())
-    hidden, vocab = made["hidden_size"], made["vocab_size"]
-    values: dict[str, Any] = {
-        "architectures": [NAMES[form]], "model_type": "mimo" if form == "mtp" else "llama",
-        "hidden_size": hidden, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM, "intermediate_size": SIZE, "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5, "rope_theta": 20000.0, "vocab_size": vocab, "hidden_act": "silu",
-        "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "float32",
-    }  # fmt: skip
-    random = torch.Generator().manual_seed(seed)
-    wide, num_q, num_kv = hidden, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     if form == "eagle3":
-        wide = 2 * hidden
-    shapes = {
-        "self_attn.q_proj": (num_q, wide), "self_attn.k_proj": (num_kv, wide),
-        "self_attn.v_proj": (num_kv, wide), "self_attn.o_proj": (hidden, num_q),
-        "mlp.gate_proj": (SIZE, hidden), "mlp.up_proj": (SIZE, hidden),
-        "mlp.down_proj": (hidden, SIZE), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    layer = {"eagle3": "midlayer.", "eagle": "layers.0.", "mtp": MTP_PREFIX}[form]
-    if form == "mtp":
-        norms = "input_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm"
-        shapes |= dict.fromkeys(norms, (hidden,)) | {"input_proj": (hidden, 2 * hidden)}
-        layers = {"num_hidden_layers": made["num_hidden_layers"]}  # the target's own file
-        values |= layers | {"num_nextn_predict_layers": 1, "attention_bias": True}
-    elif form == "eagle3":
-        shapes |= dict.fromkeys(("input_layernorm", "hidden_norm"), (hidden,))
-    tensors = {f"{layer}{name}.weight": noise(shape, random) for name, shape in shapes.items()}
-    if form == "mtp":
-        for name in ("q", "k", "v"):
-            weight = tensors[f"{layer}self_attn.{name}_proj.weight"]
-            bias = torch.randn(len(weight), generator=random) * 0.3
-            tensors[f"{layer}self_attn.{name}_proj.bias"] = bias
-    elif form == "eagle":
-        tensors |= {
-            "fc.weight": noise((hidden, 2 * hidden), random),
-            "fc.bias": torch.randn(hidden, generator=random) * 0.3,
-        }
-    else:
-        tensors |= _of_eagle3(hidden, vocab, own_head, own_embedding, d2t, fc_norm, random)
-        ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
-        values |= {"draft_vocab_size": None if d2t is None else len(d2t), "eagle_config": ids}
-    values |= config
-    if values.get("norm_before_fc"):
-        tensors["input_norm.weight"] = noise((3 * hidden,), random)
-    directory.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in values.items() if value != "absent"}
-    (directory / "config.json").write_text(json.dumps(kept))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _of_eagle3(
-    hidden: int,
-    vocab: int,
-    own_head: bool,
-    own_embedding: bool,
-    d2t: Tensor | None,
-    fc_norm: bool,
-    random: torch.Generator,
-) -> dict[str, Tensor]:
-    found = {
-        "fc.weight": noise((hidden, 3 * hidden), random),
-        "norm.weight": noise((hidden,), random),
-    }
-    if own_head:
-        found["lm_head.weight"] = noise((vocab if d2t is None else len(d2t), hidden), random)
-    if own_embedding:
-        found["embed_tokens.weight"] = noise((vocab, hidden), random)
+        own = ("lm_head",) if own is None else own
+        config = {"eagle_config": INNER} | config
     if d2t is not None:
-        found["d2t"] = d2t
-        found["t2d"] = torch.zeros(vocab, dtype=torch.bool)
-        found["t2d"][torch.arange(len(d2t)) + d2t] = True
-    if fc_norm:
-        found |= {f"fc_norm.{i}.weight": noise((hidden,), random) for i in range(3)}
-    return found
+        own, config = (*(own or ()), "t2d"), config | {"draft_vocab_size": len(d2t)}
+    spec = read_model_spec(target)
+    tensors = write_chain(directory, PUBLISHED[form], spec, own=own or (), layer=LAYER, **config)
+    if d2t is not None:
+        tensors["d2t"], tensors["t2d"] = d2t, torch.zeros(spec.vocab_size, dtype=torch.bool)
+        tensors["t2d"][torch.arange(len(d2t)) + d2t] = True
+        save_file(tensors, weights_of(directory))
 
 
-def noise(shape: Sequence[int], random: torch.Generator) -> Tensor:
-    """A weight: rows that keep the size of their input, or of a norm, near one."""
-    found = torch.randn(*shape, generator=random)
-    return found * shape[1] ** -0.5 if len(shape) > 1 else 1 + 0.2 * found
+def weights_of(directory: Path) -> Path:
+    """The file that a drafter was written to."""
+    (file,) = directory.glob("*.safetensors")
+    return file
 
 
 def map_of(texts: Sequence[Sequence[int]], num: int, vocab_size: int) -> Tensor:
@@ -150,7 +83,7 @@ def map_of(texts: Sequence[Sequence[int]], num: int, vocab_size: int) -> Tensor:
 def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]]) -> None:
     """Solve for o_proj, down_proj and the head of the drafter in `directory`, see above."""
     reference = ChainReference(target, directory)
-    layer, file = reference.layer, directory / "model.safetensors"
+    layer, file = reference.layer, weights_of(directory)
     rows, goals, following = [], [], []
     for tokens in texts:
         ids, features = torch.tensor(tokens), reference.features(tokens)
@@ -166,7 +99,7 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]]) -> None:
     weights["o_proj"] = solve(attended, goal - residual)
     hidden = residual + layer.project("o_proj", attended)
     normed = layer.norm("post_attention_layernorm", hidden)
-    gated = silu(layer.project("gate_proj", normed)) * layer.project("up_proj", normed)
+    gated = layer.gated(normed)
     weights["down_proj"] = solve(gated, goal - hidden)
     if layer.kind == "mtp":  # what is fed back is normed, as the feature of the target is
         weights["final_layernorm"] *= goal.pow(2).mean().sqrt()
@@ -175,7 +108,7 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]]) -> None:
         weights["lm_head"] = solve(layer.outputs(attended, residual)[0], SHARP * wanted - 1)
     tensors = {name: weights.get(short_name(name), each) for name, each in load_file(file).items()}
     tensors = {name: each.contiguous() for name, each in tensors.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, file)
 
 
 def solve(x: Tensor, y: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ from worker.api import (
     WorkerStats,
 )
 from worker.decode import DecodeLoop
-from worker.engine.engine import Engine, build_engine
 from worker.loop import LOCAL, MembersChanged
 from worker.plan import Drawn
 from worker.prefill import PrefillLoop
+from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler, Settled
+from worker.start.build import build_engine
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
 LINK_POLL_S = 1e-3
@@ -133,17 +134,14 @@ class Lockstep:
             member = engine.member("prefill-0", "i", "", "")
             self._post(DECODE).post(MembersChanged((member,)))
         for loop in self.loops.values():
-            loop._flight.waits = False
+            loop.flight.waits = False
         self.windows: dict[int, list[Window]] = defaultdict(list)  # by number of the request
-        self._trace(self.decode._scheduler)
+        self._trace(self.decode.scheduler)
 
     def one_at_a_time(self) -> None:
         """No step is launched before the one before it has settled."""
         for loop in self.loops.values():
-            flight = loop._flight
-            flight._launch = lambda flight=flight, launch=flight._launch: (
-                None if flight.pending is not None else launch()
-            )
+            loop.flight.overlap = False
 
     def _trace(self, scheduler: DecodeScheduler) -> None:
         settle = scheduler.settle
@@ -236,7 +234,7 @@ class Lockstep:
                 router.send(DECODE, Abort(str(number), 1))
 
     def _in_chunk(self, number: int) -> bool:
-        step, req = self.decode._flight.pending, self.decode._reqs.get((str(number), 1))
+        step, req = self.decode.flight.running, self.decode.requests.reqs.get((str(number), 1))
         if step is None or req is None:
             return False
         return any(chunk.row == req.row for chunk in step.plan.chunks)

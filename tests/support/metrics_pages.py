@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,14 +18,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.dispatch.members import Members
 from router.observe.metrics import PREFILLS, RouterMetrics
 from router.observe.spent import Spent
+from router.observe.vllm import Live
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Member, Stages, WorkerStats
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
-HEAD = "| family | of | kind | labels | |\n|---|---|---|---|---|\n"
+HEAD = "## Families\n"  # from here on the document is generated
+OF_VLLM = "\n## vLLM's names (`vllm:`…)\n"
+KINDS = ("counter", "gauge", "histogram")
 COMMON = {"model", "role", "worker", "model_name", "engine", "le"}
 COLON = re.compile(r"^vllm:\w+ metric names should not contain ':'$")
 
@@ -33,10 +38,11 @@ def router_page() -> str:
     """Of a router that has served; with how many routers answered, as on a shared port."""
     metrics = RouterMetrics("tiny", "router-0")
     stats = WorkerStats(num_pages=8, num_free_pages=6, page_size=16, drafted=(3,), accepted=(2,))
-    metrics.watch(
+    live = Live(
         lambda: 3, lambda: 2, lambda: [4], lambda role: 1, lambda: [stats],
         lambda router: {"decode-0": stats},
     )  # fmt: skip
+    metrics.watch(live)
     metrics.watch_encoder(Text(TINY).encoder)
     for where in PREFILLS:
         metrics.first_token(where, 0.05)
@@ -57,8 +63,9 @@ def worker_page(role: str) -> str:
     metrics.step_seconds("prefill").observe(0.01)
     metrics.all_reduce_bytes("decode", "gloo").observe(4096)
     metrics.drafter("chain").set(1)
-    metrics.verifies(4)
-    metrics.windows(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
+    meter = StepMeter(metrics)
+    meter.verifies(4)
+    meter.verified(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
     metrics.requests("stop").inc()
     metrics.placed("remote").inc()
     metrics.pulled_bytes(transport).inc(4096)
@@ -96,24 +103,38 @@ def families(page: str) -> dict[str, Metric]:
     return {each.name + ("_total" if each.type == "counter" else ""): each for each in found}
 
 
-def rows(page: str, of: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """The name of each family of a page, and its row of the table."""
-    for name, family in families(page).items():
-        if name.startswith(prefix):
-            labels = {label for sample in family.samples for label in sample.labels} - COMMON
-            shown = ", ".join(f"`{label}`" for label in sorted(labels))
-            text = family.documentation
-            yield name, f"| `{name}` | {of} | {family.type} | {shown} | {text} |\n"
+def series(name: str, family: Metric) -> str:
+    """The name of a family with its own labels, as in a query."""
+    labels = sorted({label for sample in family.samples for label in sample.labels} - COMMON)
+    return f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
+
+
+def tables(of: str, page: str) -> Iterator[str]:
+    """Our own families on a page, a table for each kind."""
+    for kind in KINDS:
+        yield f"\n{of} {kind}s |\n---|---\n"
+        for name, family in sorted(families(page).items()):
+            if name.startswith("kvlane_") and family.type == kind:
+                yield f"{series(name, family)} | {family.documentation}\n"
+
+
+def of_vllm(page: str) -> Iterator[str]:
+    """The names that are vLLM's."""
+    for kind in KINDS:
+        names = [
+            series(name.removeprefix("vllm:"), family)
+            for name, family in sorted(families(page).items())
+            if name.startswith("vllm:") and family.type == kind
+        ]
+        yield "\n" + fill(f"{kind}s: {', '.join(names)}", 110, break_on_hyphens=False) + "\n"
 
 
 def document() -> str:
     """router/METRICS.md, as it should be."""
     prose = DOCUMENT.read_text(encoding="utf-8").partition(HEAD)[0]
     router = router_page()
-    ours = [*rows(router, "router", "kvlane_"), *rows(worker_page("decode"), "worker", "kvlane_")]
-    tables = (HEAD + "".join(row for _, row in sorted(each))
-              for each in (ours, [*rows(router, "router", "vllm:")]))  # fmt: skip
-    return prose + "\n".join(tables)
+    ours = [*tables("router", router), *tables("worker", worker_page("decode"))]
+    return "".join([prose, HEAD, *ours, OF_VLLM, *of_vllm(router)])
 
 
 if __name__ == "__main__":

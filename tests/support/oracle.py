@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.lockstep import Window
-from worker.engine.engine import Engine
 from worker.forward.batch import Batch
+from worker.run.engine import Engine
 from worker.step.state import SampledRows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.kernels.gemm.skinny_gemm import SkinnyTile, SkinnyWorkspace, skinny_gemm
+from worker.ops.skinny_triton import SkinnyTile, SkinnyWorkspace, skinny_gemm
 
 
 def noise(

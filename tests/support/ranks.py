@@ -12,8 +12,8 @@ import torch
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
-from worker.pull.sources import LocalRank
 from worker.transfer.shm import ShmTransport
+from worker.transfer.sources import LocalRank
 
 NUM_GROUPS = 4
 

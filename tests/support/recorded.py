@@ -6,7 +6,7 @@ nothing else. Ops do run during the capture here, so what breaks leave unfilled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from worker.graph import segments
-from worker.graph.base import Decoded, LoadedModel
-from worker.graph.full import FullDecode
-from worker.graph.piecewise import Bucket, PiecewiseChunks
-from worker.graph.segments import GraphMemory
-from worker.kernels.step.logits import Masks
-from worker.plan import Plan, Tail
-from worker.sampling.tail import Result
+from worker.draw.tail import Result
+from worker.forward.draws import Masks
+from worker.plan import Plan
+from worker.run import segments
+from worker.run.base import Decoded, LoadedModel
+from worker.run.full import FullDecode
+from worker.run.piecewise import Bucket, PiecewiseChunks
+from worker.run.segments import GraphMemory
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -122,10 +122,8 @@ class RecordedSteps(FullDecode):
         for shape in self._shapes:
             self._capture_shape(*shape)
 
-    def launch(
-        self, rows: Sequence[int], max_seq_len_ub: int, tail: Tail, width: int = 1
-    ) -> Decoded:
-        decoded = super().launch(rows, max_seq_len_ub, tail, width)
+    def launch(self, plan: Plan) -> Decoded:
+        decoded = super().launch(plan)
         return decoded._replace(result=decoded.result and copy_of(decoded.result))
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from worker.cache.layout import KVRegion, ModelLayout
-from worker.engine import engine
+from worker.start import build as engine
 
 
 def add_regions(monkeypatch: pytest.MonkeyPatch, **draft: int) -> None:

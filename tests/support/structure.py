@@ -1,16 +1,19 @@
 """The structure of the three packages, from their own syntax trees.
 
-    python -m tests.support.structure [REPO]          lines, rooms, arrows between rooms, floors
+    python -m tests.support.structure [REPO]          lines, words, rooms, arrows, floors
     python -m tests.support.structure --decode-step   the files that one decode step runs through
+    python -m tests.support.structure --wide [REPO]   functions of six parameters and more
 
-A room of `worker` is a folder, or a file at its root. An arrow is an import from one room to
-another, and floors are the length of the longest chain of arrows. Imports inside functions count,
-`TYPE_CHECKING` blocks do not.
+A room of `worker` is a folder, or a file at its root; `TOGETHER` says which of them are one. An
+arrow is an import from one room to another, and floors are the length of the longest chain of
+arrows. Imports inside functions count, `TYPE_CHECKING` blocks do not. Parameters count with `self`;
+those of kernels and of their definitions do not.
 """
 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
@@ -76,10 +79,19 @@ class Tree:
         return found
 
 
+# Modules that are one room: what every process shares, and the page of decode with its requests.
+TOGETHER = dict.fromkeys(("api", "config", "errors", "plan", "registry", "wire"), "contract") | {
+    "requests": "decode"
+}
+
+
 def room_of(module: str) -> str | None:
     """Room of a dotted name; None: not in worker, or worker itself."""
     package, _, rest = module.partition(".")
-    return rest.split(".")[0] if package == "worker" and rest else None
+    room = rest.split(".")[0]
+    if package != "worker" or not rest:
+        return None
+    return TOGETHER.get(room, room)
 
 
 @cache
@@ -132,6 +144,34 @@ def _is_import_call(node: ast.Call) -> bool:
     return name in ("import_module", "__import__")
 
 
+def is_of_kernel(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it is a kernel, or what defines or launches one."""
+    apart = (
+        "kernels" in path.parts or path.stem.endswith("_triton") or path.stem.startswith("peer_")
+    )
+    return apart or function.name.endswith("_ref")
+
+
+def wide_functions(tree: Tree, num: int = 6) -> list[tuple[str, int]]:
+    """(where, number of parameters) of each function that has `num` and more."""
+    wide = []
+    for path in tree.modules.values():
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            args = node.args
+            count = len(args.posonlyargs + args.args + args.kwonlyargs)
+            if count >= num and not is_of_kernel(path, node):
+                wide.append((f"{path.relative_to(tree.root)}:{node.lineno} {node.name}", count))
+    return wide
+
+
+def tracked(root: Path, pattern: str) -> list[Path]:
+    """The files of a checkout that git knows."""
+    names = subprocess.check_output(["git", "ls-files", "-z", pattern], cwd=root, text=True)
+    return [path for name in names.split("\0") if name and (path := root / name).is_file()]
+
+
 def knots(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Strongly connected components of more than one node (Tarjan)."""
     index: dict[str, int] = {}
@@ -179,7 +219,14 @@ def main(root: Path) -> None:
             f"{package}: {len(sizes)} files, {sum(sizes)} lines, "
             f"median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"
         )
-    print(f"all: {sum(sum(tree.lines(package)) for package in PACKAGES)} lines")
+    print(f"product: {sum(sum(tree.lines(package)) for package in PACKAGES)} lines")
+    for folder in ("tests", "benchmarks"):
+        files = tracked(root, f"{folder}/*.py")
+        num_lines = sum(len(path.read_text().splitlines()) for path in files)
+        print(f"{folder}: {len(files)} files, {num_lines} lines")
+    pages = tracked(root, "*.md")
+    print(f"Markdown: {len(pages)} pages, {sum(len(p.read_text().split()) for p in pages)} words")
+    print(f"functions of six parameters or more, kernels apart: {len(wide_functions(tree))}")
     rooms = tree.rooms()
     num_arrows = sum(len(others) for others in rooms.values())
     circles = knots(rooms)
@@ -200,7 +247,11 @@ def decode_step() -> None:
 
 
 if __name__ == "__main__":
+    repositories = [Path(arg).resolve() for arg in sys.argv[1:] if not arg.startswith("-")]
     if "--decode-step" in sys.argv:
         decode_step()
+    elif "--wide" in sys.argv:
+        for place, number in wide_functions(Tree(*repositories)):
+            print(f"{number:3d} {place}")
     else:
-        main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else REPOSITORY)
+        main(*repositories or (REPOSITORY,))

@@ -16,17 +16,18 @@ from torch import Tensor
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.processes import run_ranks
-from worker.kernels import all_reduce
-from worker.kernels.all_reduce import (
+from worker.ops.jit import HAS_TRITON
+from worker.ops.launch import power_of_two
+from worker.ops.rms_norm import rms_norm_ref
+from worker.peers import all_reduce_triton as all_reduce
+from worker.peers.all_reduce_triton import (
     all_reduce_ref,
     gather,
     one_shot,
     one_shot_rms_norm,
     two_shot,
 )
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.launch import power_of_two
-from worker.kernels.peer_layout import (
+from worker.peers.peer_layout import (
     CHANNELS,
     GATHER_BLOCK,
     PeerLayout,
@@ -38,8 +39,7 @@ from worker.kernels.peer_layout import (
     share_of,
     two_shot_tiles,
 )
-from worker.kernels.peer_memory import FAULT
-from worker.kernels.rms_norm import rms_norm_ref
+from worker.peers.peer_memory import FAULT
 
 HANG_NS = 60 * 10**9
 BUFFER_BYTES = 1 << 20

@@ -7,11 +7,10 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.kernels.attention import layers_rope_store, qk_rope_store
-from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import draft_draws, kept_rows
-from worker.kernels.step.philox import gumbel_ref
+from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
+from worker.drafts import kept_rows, kept_rows_triton
+from worker.ops.jit import HAS_TRITON
+from worker.ops.rope import rope_inv_freq, rope_table
 
 CPU = torch.device("cpu")
 
@@ -21,7 +20,7 @@ CPU = torch.device("cpu")
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
     rows, position, valid, drawn = step_of(columns, width, seed)
-    op = kept_rows.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
+    op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
     positions, slots = op(rows, position, valid, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
@@ -36,36 +35,6 @@ def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(slot for _, slot in wanted) > 0
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("num", [1, 3])
-def test_drafts_of_a_block_are_drawn_each_at_its_own_position(num: int, mapped: bool) -> None:
-    generator, num_ids = torch.Generator().manual_seed(num), 97
-    rows, temperature = torch.tensor([4, 1, 2]), torch.tensor([0.0, 1.0, 0.0, 0.5, 0.25])
-    logits = 3 * torch.randn(3 * num, num_ids, generator=generator)
-    position = torch.tensor([9, 80, 33]).repeat_interleave(num) + torch.arange(num).repeat(3)
-    slots, seed = torch.arange(3 * num) + 5, torch.tensor([0, 7, 1 << 40, -3, 12])
-    slots[-1] = 0
-    ids = None
-    if mapped:
-        ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
-    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    drafts = torch.full((6, num + 2), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
-    own = list(range(num_ids)) if ids is None else ids.tolist()
-    for i, row in enumerate(rows.tolist()):
-        for j in range(num):
-            line = i * num + j
-            noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
-            scale = float(temperature[row])
-            values = logits[line] / scale + noise[0, own] if scale else logits[line]
-            wanted = own[int(values.argmax())] if slots[line] else 0
-            assert int(found[line]) == wanted
-            assert int(drafts[row, 1 + j]) == (wanted if slots[line] else -1)
-    assert (drafts[:, 0] == 5).all()
-    assert (drafts[:, -1] == 5).all()
-    assert (drafts[[0, 3, 5]] == 5).all()
-
-
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
@@ -73,7 +42,7 @@ if not INTERPRETED:
         types = dict.fromkeys(("rows", "position", "drawn", "out"), "*i64")
         types |= {"valid": "*u8", "page_table": "*i32", "stride": "i32", "stride_table": "i32"}
         constants = dict(WIDTH=4, WIDTH_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        kernel = kept_rows._kept_rows_kernel
+        kernel = kept_rows_triton._kept_rows_kernel
         assert "griddepcontrol.wait" in ptx_of(
             kernel, types, constants, num_warps=1, launch_pdl=True
         )
@@ -85,7 +54,7 @@ if not INTERPRETED:
         constants = dict(
             NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, HEADS=8, BLOCK=64, NORM=True, PDL=True
         )
-        kernel = layers_rope_store._layers_rope_store_kernel
+        kernel = layers_rope_store_triton._layers_rope_store_kernel
         ptx = ptx_of(kernel, types, constants, num_warps=4, launch_pdl=True)
         assert "st.global.v2.b32" in ptx
 
@@ -126,10 +95,12 @@ else:
         table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
         weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
         both = []
-        for op in ("triton", "ref"):
+        for run in (
+            layers_rope_store_triton.layers_rope_store_triton,
+            layers_rope_store.layers_rope_store_ref,
+        ):
             memory = torch.full((5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
             caches = [memory[:, :, layer].unbind(2) for layer in range(num_layers)]
-            run = getattr(layers_rope_store, f"layers_rope_store_{op}")
             run(kv, positions, table, caches, slots, weights, 1e-6)
             both.append(memory)
         assert torch.equal(both[0] == 7, both[1] == 7), "the same slots"

@@ -10,47 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import embedding
 
-from tests.support.chain_checkpoints import ABSENT, FORMS, write_chain
-from worker.attention.reference import ReferenceAttention
-from worker.cache.layout import KVLayout, KVRegion
-from worker.cache.pool import KVPool
-from worker.comm.single import SingleCollective
+from tests.support.chain_checkpoints import (
+    ABSENT,
+    FORMS,
+    TARGET,
+    change_config,
+    check_refused,
+    write_chain,
+)
+from tests.support.chain_reference import Layer
+from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.chain_model import ChainDrafter
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch
-from worker.forward.context import forward_context
-from worker.kernels.attention.mask import KeyMask
-from worker.models.chain import ChainDrafter
-from worker.models.chain_config import read_chain_spec
-from worker.models.config import ModelSpec, read_model_spec
-from worker.models.decoder import Decoder
-from worker.models.digest import model_digest, part_sums, weights_digest
-from worker.models.loader import fill_drafter, load_model
+from worker.model.decoder import Decoder
+from worker.model.loader import load_model
+from worker.model.shape import read_model_spec
+from worker.peers.single import SingleCollective
+from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
-TARGET = ModelSpec(
-    architecture="Qwen2ForCausalLM",
-    hidden_size=32,
-    num_layers=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=97,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_position_embeddings=64,
-    dtype="float32",
-    eos_token_ids=(0,),
-    penalizes=False,
-)
 IDS = "eagle_aux_hidden_state_layer_ids"
 REDUCED = {"draft_vocab_size": 40}
 # What of each form can be set, all of it somewhere.
@@ -114,24 +97,14 @@ def target() -> Decoder:
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
-    spec = read_chain_spec(path, TARGET)
-    drafter = ChainDrafter(
-        spec, target, SingleCollective(), max_positions=64, device=CPU, dtype=torch.float32
-    )
-    fill_drafter(drafter, path, **options)
+    drafter = ChainDrafter(read_chain_shape(path, TARGET), target, 64)
+    drafter.fill(path, **options)
     return drafter
 
 
 def weights(path: Path) -> Path:
     (file,) = path.glob("*.safetensors")
     return file
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Make `change` to config.json."""
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -264,10 +237,8 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(
     assert weights_digest(part_sums(whole.shards())) == weights_digest(part_sums(target.shards()))
 
     def load_drafter() -> ChainDrafter:
-        drafts = read_chain_spec(tmp_path, spec)
-        one = SingleCollective()
-        drafter = ChainDrafter(drafts, whole, one, max_positions=64, **options)
-        fill_drafter(drafter, tmp_path)
+        drafter = ChainDrafter(read_chain_shape(tmp_path, spec), whole, 64)
+        drafter.fill(tmp_path)
         return drafter
 
     assert load_drafter().shards().keys() == tensors.keys()
@@ -285,9 +256,9 @@ def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target:
     write_chain(tmp_path, "specforge", TARGET, own=("t2d",), **REDUCED)
     digests = [digest()]
     assert digest() == digests[0]
-    edit(tmp_path, lambda config: config.update(norm_before_residual=True))
+    change_config(tmp_path, {"norm_before_residual": True})
     digests.append(digest())
-    edit(tmp_path, lambda config: config.update({"eagle_config": {IDS: [1, 2, 3]}}))
+    change_config(tmp_path, {"eagle_config": {IDS: [1, 2, 3]}})
     digests.append(digest())
 
     def other_id(tensors: dict[str, Tensor]) -> None:
@@ -326,7 +297,7 @@ def test_all_ways_to_name_the_tapped_layers_mean_the_same(
     form: str, fields: dict[str, Any], taps: tuple[int, ...], tmp_path: Path
 ) -> None:
     write_chain(tmp_path, form, TARGET, **fields)
-    spec = read_chain_spec(tmp_path, TARGET)
+    spec = read_chain_shape(tmp_path, TARGET)
     assert spec.taps == taps
     assert spec.num_features == len(taps)
 
@@ -334,7 +305,7 @@ def test_all_ways_to_name_the_tapped_layers_mean_the_same(
 def test_what_is_fed_back_follows_the_field_of_one_meaning(tmp_path: Path) -> None:
     def fed_back(**fields: Any) -> bool:
         write_chain(tmp_path, "specforge", TARGET, **fields)
-        return read_chain_spec(tmp_path, TARGET).norm_output
+        return read_chain_shape(tmp_path, TARGET).norm_output
 
     said: dict[bool, dict[str, Any]] = {
         value: {"eagle_config": {"return_hidden_post_norm": value}} for value in (False, True)
@@ -409,7 +380,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "specforge",
         {"rope_parameters": {"rope_theta": 9.0}},
-        r"rope_theta: differs from rope_parameters\.rope_theta, 9.0",
+        r"rope_theta: 5000.0, but rope_parameters\.rope_theta 9.0",
     ),
     ("specforge", {"tie_word_embeddings": True}, "tie_word_embeddings: a head that is"),
     ("specforge", {"vocab_size": 96}, "vocab_size: 96, but the target's is 97"),
@@ -442,143 +413,17 @@ def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
     form: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_chain(tmp_path, form, TARGET)
-    read_chain_spec(tmp_path, TARGET)
-    layer = fields.get("layer", {})
-
-    def change(config: dict[str, Any]) -> None:
-        config |= {name: value for name, value in fields.items() if name != "layer"}
-        config.get("transformer_layer_config", config).update(layer)
-        for name in [name for name, value in config.items() if value == ABSENT]:
-            del config[name]
-
-    edit(tmp_path, change)
-    with pytest.raises(UserError, match=message) as caught:
-        read_chain_spec(tmp_path, TARGET)
-    assert str(tmp_path / "config.json") in str(caught.value)
-    assert caught.value.param is not None
+    check_refused(tmp_path, lambda path: read_chain_shape(path, TARGET), fields, message)
 
 
 def test_broken_weights_are_named(tmp_path: Path) -> None:
     write_chain(tmp_path, "specforge", TARGET)
     weights(tmp_path).write_bytes(b"torn")
     with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
-        read_chain_spec(tmp_path, TARGET)
+        read_chain_shape(tmp_path, TARGET)
 
 
-# Computing: the plain version follows the lines "Drafting:" of SPECULATION 14.1 and 14.2.
-
-
-class Plain:
-    """One request's draft rows at once, by full attention in plain torch."""
-
-    def __init__(self, form: str, path: Path, target: Decoder) -> None:
-        self.form, self.config = form, json.loads((path / "config.json").read_text())
-        self.shape = self.config.get("transformer_layer_config", self.config)
-        held = load_file(weights(path))
-        self.held = {
-            name.removeprefix("model.mtp_layers.0." if form == "mimo" else "model.")
-            .removeprefix("midlayer.")
-            .removeprefix("layers.0."): tensor
-            for name, tensor in held.items()
-        }
-        self.embed = self.held.get("embed_tokens.weight", target.embedding.weight)
-        self.head = self.held.get("lm_head.weight", target.head.weight)
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape["rms_norm_eps"])
-        return x * scale * self.held[f"{name}.weight"]
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.held[f"{name}.weight"], self.held.get(f"{name}.bias"))
-
-    def features(self, taps: Tensor) -> Tensor:
-        if "fc_norm.0.weight" in self.held:
-            parts = taps.split(TARGET.hidden_size, -1)
-            taps = torch.cat([self.norm(f"fc_norm.{i}", p) for i, p in enumerate(parts)], -1)
-        if "input_norm.weight" in self.held:
-            taps = self.norm("input_norm", taps)
-        fused = self.form in ("specforge", "speculators") and "fc.weight" in self.held
-        return self.linear("fc", taps) if fused else taps
-
-    def heads(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
-        """[heads, n, head_dim], normed and rotated where q and k are."""
-        found = self.linear(f"self_attn.{name}_proj", x)
-        found = found.unflatten(-1, (-1, self.shape.get("head_dim") or 8)).transpose(0, 1)
-        if name == "v":
-            return found
-        if f"self_attn.{name}_norm.weight" in self.held:
-            found = self.norm(f"self_attn.{name}_norm", found)
-        scaling = (self.shape.get("rope_scaling") or {}).get("factor", 1.0)
-        dim = found.shape[-1]
-        theta = self.shape.get("rope_theta", 10000.0)
-        angles = positions[:, None] / scaling / theta ** (torch.arange(0, dim, 2) / dim)
-        cos, sin = angles.cos(), angles.sin()
-        a, b = found.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def forward(self, ids: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        token = F.embedding(ids, self.embed)
-        if self.form == "eagle":
-            residual = x = self.linear("fc", torch.cat((token, g), -1))
-        elif self.form == "mimo":
-            pair = (self.norm("hidden_layernorm", g), self.norm("token_layernorm", token))
-            residual = self.linear("input_proj", torch.cat(pair, -1))
-            x = self.norm("input_layernorm", residual)
-        else:
-            hidden = self.norm("hidden_norm", g)
-            residual = hidden if self.config.get("norm_before_residual") else g
-            x = torch.cat((self.norm("input_layernorm", token), hidden), -1)
-        q, k, v = (self.heads(name, x, positions) for name in "qkv")
-        group = len(q) // len(k)
-        found = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), is_causal=True
-        )
-        h = residual + self.linear("self_attn.o_proj", found.transpose(0, 1).flatten(1))
-        x = self.norm("post_attention_layernorm", h)
-        x = F.silu(self.linear("mlp.gate_proj", x)) * self.linear("mlp.up_proj", x)
-        output = h + self.linear("mlp.down_proj", x)
-        if self.form == "eagle":
-            return output, output
-        normed = self.norm("final_layernorm" if self.form == "mimo" else "norm", output)
-        said = self.config.get("eagle_config") or {}
-        feeds_normed = self.form == "mimo" or said.get(
-            "return_hidden_post_norm", self.config.get("norm_output")
-        )
-        return (normed if feeds_normed else output), normed
-
-
-PAGE_SIZE, NUM_PAGES = 4, 9
-PAGES = [5, 2, 7, 1]  # of the one request: slot t is row t % 4 of page PAGES[t // 4]
-
-
-def run(
-    drafter: ChainDrafter,
-    attention: ReferenceAttention,
-    first: int,
-    ids: Tensor,
-    g: Tensor,
-    *,
-    store: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Rows for slots `first` and on, behind the slots before them."""
-    positions = torch.arange(first, first + len(ids))
-    pages = torch.tensor(PAGES)[positions // PAGE_SIZE]
-    batch = Batch(
-        input_ids=ids,
-        positions=positions,
-        slot_mapping=pages * PAGE_SIZE + positions % PAGE_SIZE,
-        query_start=torch.tensor([0, len(ids)], dtype=torch.int32),
-        seq_lens=torch.tensor([first + len(ids)], dtype=torch.int32),
-        page_table=torch.tensor([PAGES], dtype=torch.int32),
-        num_reqs=1,
-        num_tokens=len(ids),
-        max_query_len=len(ids),
-        max_seq_len_ub=first + len(ids),
-    )  # fmt: skip
-    with forward_context(batch, attention, attention.plan(batch)):
-        if store:
-            return drafter.store(ids, g, positions)
-        return drafter(ids, g, positions)
+# Computing
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -587,47 +432,49 @@ def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> N
     """Stored rows for known tokens, then rows that attend, on features and on what is fed back."""
     form, flags = CASES[case]
     write_chain(tmp_path, form, TARGET, **flags)
-    drafter, plain = load(tmp_path, target), Plain(form, tmp_path, target)
-    spec = drafter.spec
-    region = KVRegion("draft", 1, spec.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32")
-    pool = KVPool(KVLayout((region,)), NUM_PAGES, CPU)
-    for cache in pool.layer(0, "draft"):
-        cache.fill_(float("nan"))
-    attention = ReferenceAttention(
-        pool, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5,
-        KeyMask(first_key=1), "draft",
-    )  # fmt: skip
+    drafter, plain = load(tmp_path, target), Layer(tmp_path, TARGET.num_layers)
+    spec, rows = drafter.spec, ChainRows(drafter)
+    table = plain.weights.get("embed_tokens", target.embedding.weight)
+    head = plain.weights.get("lm_head", target.head.weight)
+
+    def wanted(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """(what is fed back, what the head takes) of rows for the slots from 1 on, by full
+        attention."""
+        at = torch.arange(1, 1 + len(ids))
+        x, residual = plain.inputs(embedding(ids, table), g)
+        q, k, v = (plain.heads(name, x, at) for name in "qkv")
+        causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        return plain.outputs(plain.attend(q, k, v, causal), residual)[::-1]
 
     generator = torch.Generator().manual_seed(3)
     taps = torch.randn(10, spec.num_features * 32, generator=generator)
     ids = torch.randint(97, (13,), generator=generator)
     g = drafter.features(taps)
-    assert torch.allclose(g, plain.features(taps), atol=1e-4)
-    assert run(drafter, attention, 1, ids[1:7], g[:6], store=True) is None
-    before = [cache.clone() for cache in pool.layer(0, "draft")]
-    found = run(drafter, attention, 7, ids[7:10], g[6:9], store=False)
+    assert torch.allclose(
+        g, plain.features(taps.split(32, 1) if plain.taps else (), taps), atol=1e-4
+    )
+    rows.store(1, ids[1:7], g[:6])
+    before = [cache.clone() for cache in rows.caches]
+    found = rows.forward(7, ids[7:10], g[6:9])
     for step in range(10, 13):
-        assert found is not None
-        fed_back, head_input = found
-        rows = torch.arange(1, step)
-        wanted = plain.forward(ids[1:step], g[: step - 1], rows)
-        for got, expected in zip((fed_back, head_input), wanted, strict=True):
+        for got, expected in zip(found, wanted(ids[1:step], g[: step - 1]), strict=True):
             assert torch.allclose(got, expected[-len(got) :], atol=1e-4)
+        fed_back, head_input = found
         logits = drafter.logits(head_input)
         assert logits.shape == (len(head_input), spec.vocab_size)
-        assert torch.allclose(logits, head_input @ plain.head.T, atol=1e-4)
+        assert torch.allclose(logits, head_input @ head.T, atol=1e-4)
         g = torch.cat((g[: step - 1], fed_back[-1:]))
-        found = run(drafter, attention, step, ids[step : step + 1], g[-1:], store=False)
+        found = rows.forward(step, ids[step : step + 1], g[-1:])
 
-    run(drafter, attention, 1, ids[1:7], g[:6], store=False)
+    rows.forward(1, ids[1:7], g[:6])
     slots = {(PAGES[t // PAGE_SIZE], t % PAGE_SIZE) for t in range(1, 13)}
-    for cache, stored in zip(pool.layer(0, "draft"), before, strict=True):
+    for cache, stored in zip(rows.caches, before, strict=True):
         written = cache.isfinite().all(-1).all(1)
         assert {(page, row) for page, row in written.nonzero().tolist()} == slots
         both = stored.isfinite()  # the keys and values that store() made and forward() made again
         assert both.sum() == 6 * spec.num_kv_heads * spec.head_dim
         assert torch.allclose(cache[both], stored[both], atol=1e-5)
-    pool.close()
+    rows.pool.close()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -636,31 +483,11 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     write_chain(tmp_path, form, TARGET)
     meta, kind = torch.device("meta"), torch.bfloat16
     target = Decoder(TARGET, SingleCollective(), device=meta, dtype=kind)
-    spec = read_chain_spec(tmp_path, TARGET)
-    drafter = ChainDrafter(
-        spec, target, SingleCollective(), max_positions=64, device=meta, dtype=kind
-    )
-    region = KVRegion("draft", 1, 2, 8, 1, PAGE_SIZE, "bfloat16")
-    pool = KVPool(KVLayout((region,)), NUM_PAGES, meta)
-    attention = ReferenceAttention(pool, 4, 2, 8, 0.35, KeyMask(first_key=1), "draft")
-    long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
-    batch = Batch(
-        input_ids=torch.empty(6, **long),
-        positions=torch.empty(6, **long),
-        slot_mapping=torch.empty(6, **long),
-        query_start=torch.empty(4, **short),
-        seq_lens=torch.empty(3, **short),
-        page_table=torch.empty(3, 5, **short),
-        num_reqs=3,
-        num_tokens=6,
-        max_query_len=4,
-        max_seq_len_ub=17,
-    )
-    taps = torch.empty(6, spec.num_features * 32, dtype=kind, device=meta)
-    with forward_context(batch, attention, attention.plan(batch)):
-        g = drafter.features(taps)
-        drafter.store(batch.input_ids, g, batch.positions)
-        fed_back, head_input = drafter(batch.input_ids, g, batch.positions)
+    drafter = ChainDrafter(read_chain_shape(tmp_path, TARGET), target, 64)
+    taps = torch.empty(6, drafter.spec.num_features * 32, dtype=kind, device=meta)
+    rows, g = ChainRows(drafter), drafter.features(taps)
+    rows.store(1, torch.zeros(6), g)
+    fed_back, head_input = rows.forward(7, torch.zeros(6), g)
     logits = drafter.logits(head_input)
     assert (fed_back.shape, fed_back.dtype) == ((6, 32), kind)
     assert (logits.shape, logits.dtype) == ((6, 97), kind)

@@ -18,9 +18,11 @@ from tests.support.interpreted import INTERPRETED, WHY
 from tests.support.pairwise import in_whole, whole
 from tests.unit.test_kernels_triton import pick, rows_of
 from worker.api import MAX_STOP_IDS
-from worker.kernels.step import draw, draw_rows, logits, logprobs
-from worker.kernels.step.logits import Changes, Masks
-from worker.sampling.sampler import SamplingRows, change, draw_ref
+from worker.draw import changes_triton, logprobs, logprobs_triton
+from worker.draw import draw_rows_triton as draw_rows
+from worker.draw import draw_triton as draw
+from worker.draw.sampler import SamplingRows, change, draw_ref
+from worker.forward.draws import Changes, Masks
 
 pytest.importorskip("triton", reason=WHY)
 
@@ -108,11 +110,15 @@ if not INTERPRETED:
         dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of small blocks a compiler is done much sooner."""
-        for module, name in ((draw, "SEARCH_BLOCK"), (draw, "DRAW_BLOCK"), (logits, "STUCK_BLOCK")):
+        for module, name in (
+            (draw, "SEARCH_BLOCK"),
+            (draw, "DRAW_BLOCK"),
+            (changes_triton, "STUCK_BLOCK"),
+        ):
             monkeypatch.setattr(module, name, 512)
         rows, changes = changed_rows(2, 1000, width)
         made = made_of(changes, 2, 1000, 0, dtype)
-        with compiling(draw) as found, compiling(logits) as more, compiling(draw_rows):
+        with compiling(draw) as found, compiling(changes_triton) as more, compiling(draw_rows):
             draw.draw_triton(made, rows, filtered=True, changes=changes)
         for ptx in (found["_best_kernel"], more["_stuck_kernel"]):  # no other products of floats
             assert "mul.rn.f32" in ptx
@@ -120,8 +126,8 @@ if not INTERPRETED:
             assert "fma.rn" not in ptx
 
     def test_logprobs_compile_for_hopper_without_one() -> None:
-        with compiling(logprobs):
-            logprobs.logprobs_triton(
+        with compiling(logprobs_triton):
+            logprobs_triton.logprobs_triton(
                 torch.empty(2, 151936, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64), 20
             )
 
@@ -136,9 +142,9 @@ else:
         """Several blocks a row, although the rows are short."""
         with (
             mock.patch.multiple(draw, DRAW_BLOCK=128, SEARCH_BLOCK=128),
-            mock.patch.object(logits, "STUCK_BLOCK", 128),
+            mock.patch.object(changes_triton, "STUCK_BLOCK", 128),
             mock.patch.multiple(draw_rows, BLOCK=4, NUM_PROGRAMS=6),
-            mock.patch.object(logprobs, "BLOCK", 128),
+            mock.patch.object(logprobs_triton, "BLOCK", 128),
         ):
             yield
 
@@ -243,7 +249,7 @@ else:
         made[3, 20:] = float("-inf")
         made[4, :2] = torch.tensor([-0.0, 0.0])
         token = torch.tensor([0, 499, 7, 3, 1, 250])
-        got, ids = logprobs.logprobs_triton(made[:, :481], token % 481, num_top)
+        got, ids = logprobs_triton.logprobs_triton(made[:, :481], token % 481, num_top)
         wanted, wanted_ids = logprobs.logprobs_ref(made[:, :481], token % 481, num_top)
         assert torch.equal(ids, wanted_ids)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=2e-6)

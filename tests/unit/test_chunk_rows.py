@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from tests.support import pairwise as products
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.api import Sampling
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import chunk_rows
+from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
+from worker.step import chunk_rows, chunk_rows_triton
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StepState
 
@@ -72,12 +72,14 @@ if not INTERPRETED:
     def test_the_kernel_compiles_for_hopper_without_one() -> None:
         types = {"words": "*i32", "page_table": "*i32", "out": "*i64", "tables": "*i32"}
         constants = {
-            "NUM_LINES": chunk_rows.NUM_LINES, "PAGE_SIZE": 64, "BLOCK": chunk_rows.BLOCK,
+            "NUM_LINES": chunk_rows.NUM_LINES, "PAGE_SIZE": 64, "BLOCK": chunk_rows_triton.BLOCK,
             "PDL": True,
         }  # fmt: skip
-        names = chunk_rows._chunk_rows_kernel.arg_names
+        names = chunk_rows_triton._chunk_rows_kernel.arg_names
         types |= {name: "i32" for name in names if name not in types and name not in constants}
-        ptx = ptx_of(chunk_rows._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True)
+        ptx = ptx_of(
+            chunk_rows_triton._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True
+        )
         assert "griddepcontrol.wait" in ptx
 
     def test_a_batch_of_chunks_lies_where_its_plan_says() -> None:
@@ -213,7 +215,7 @@ else:
             for _ in range(2)
         ]
         for op, (out, pages, tables) in (
-            (chunk_rows.chunk_rows_triton, found),
+            (chunk_rows_triton.chunk_rows_triton, found),
             (chunk_rows.chunk_rows_ref, wanted),
         ):
             op(sent, pages, PAGE_SIZE, out, num_rows, tables)
@@ -274,7 +276,7 @@ else:
     ) -> None:
         """Whichever of the kernel's programs is first, and whatever was uploaded before."""
         on_twin, seen = order == "twin", Counter[str]()
-        op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows.chunk_rows_triton
+        op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows_triton.chunk_rows_triton
         monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
         if order == "backwards":
             _run_programs_backwards(monkeypatch, seen)

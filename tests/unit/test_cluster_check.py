@@ -21,7 +21,7 @@ from cluster.config import Config, load
 from cluster.nvml import count_gpus
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError
-from worker.models.files import INDEX_NAME
+from worker.model.files import INDEX_NAME
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS, TRANSPORTS
 from worker.transfer.mooncake_engine import SELECTION

@@ -29,17 +29,17 @@ from tests.support.chunks import (
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
-from worker.graph.base import Forward
-from worker.graph.check import check_chunk_bucket
-from worker.graph.compiled import (
+from worker.run.base import Forward
+from worker.run.check import check_chunk_bucket
+from worker.run.compiled import (
     ROUNDING,
     TracedForward,
     by_inductor,
     compiled_chunks,
 )
-from worker.graph.eager import EagerChunks
-from worker.graph.opaque import ADD_RMS_NORM, ATTEND, GATED_PRODUCT, PRODUCT, RMS_NORM
-from worker.graph.piecewise import PiecewiseChunks
+from worker.run.eager import EagerChunks
+from worker.run.opaque import ADD_RMS_NORM, ATTEND, GATED_PRODUCT, PRODUCT, RMS_NORM
+from worker.run.piecewise import PiecewiseChunks
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo and Inductor
 

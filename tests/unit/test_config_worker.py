@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from worker.cache.pages import PageAllocator
 from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
-from worker.pull.lease import MARGIN_S, Lease
+from worker.transfer.lease import MARGIN_S, Lease
 
 CPU = Machine("cpu", 6, 1 << 34, "laptop")
 CUDA = Machine("cuda", 32, 1 << 37, "host")

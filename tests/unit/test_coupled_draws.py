@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.support.chain_reference import draw
 from tests.support.pairwise import more, whole
 from tests.unit.test_sampler import REJECT, Case, exact, p_of, rows_of
-from worker.kernels.step.accept_rows import accept_rows
-from worker.kernels.step.step_rows import RowColumns
-from worker.sampling.sampler import sample
+from worker.draw.sampler import sample
+from worker.step.accept_rows import accept_rows
+from worker.step.step_rows import RowColumns
 
 VOCAB, WIDTH, ROWS, DRAWS = 12, 4, 8000, 100_000 if whole else 40_000
 RANDOM = torch.Generator().manual_seed(3)

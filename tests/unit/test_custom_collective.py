@@ -16,15 +16,15 @@ import torch
 from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
 from tests.support.processes import run_ranks
-from worker.comm import custom
-from worker.comm.custom import CustomCollective
-from worker.comm.gloo import GlooCollective
-from worker.comm.store import exchange
-from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, table_of
 from worker.errors import PeerLost, Unsupported, UserError
-from worker.kernels.peer_layout import MIB, PeerLayout
-from worker.layers.embedding import VocabParallelEmbedding
-from worker.layers.linear import RowParallelLinear
+from worker.model.embedding import VocabParallelEmbedding
+from worker.model.linear import RowParallelLinear
+from worker.peers import custom
+from worker.peers.custom import CustomCollective
+from worker.peers.gloo import GlooCollective
+from worker.peers.peer_layout import MIB, PeerLayout
+from worker.peers.store import exchange
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, table_of
 
 KIB = 1 << 10
 

@@ -1,7 +1,7 @@
 """The decode scheduler under random load, against a device double and a one-request reference.
 
 The double keeps what `worker.step.state.StepState` keeps and applies plans as
-`worker.engine.runner` does, at a random moment between launch and settle. A KV slot holds a hash of
+`worker.run.runner` does, at a random moment between launch and settle. A KV slot holds a hash of
 every token up to its own, so any mix-up of pages changes what a later step reads; the drawn token
 is a pure function of what was read, the seed and the position.
 """
@@ -105,7 +105,7 @@ def stop_set(sampling: Sampling) -> frozenset[int]:
 
 
 class Device:
-    """Step state by row and the pages, as worker.step.state and worker.engine.runner treat them."""
+    """Step state by row and the pages, as worker.step.state and worker.run.runner treat them."""
 
     def __init__(self, num_rows: int, num_pages: int, page_size: int, max_pages: int) -> None:
         n = num_rows + 1

@@ -19,21 +19,21 @@ from tests.support.dflash_checkpoints import (
     small_spec_config,
     write_dflash,
 )
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
-from worker.kernels.attention.mask import KeyMask
-from worker.kernels.attention.scaling import RopeScaling
-from worker.models.chain_config import read_chain_spec
-from worker.models.config import ModelSpec
-from worker.models.dflash_config import read_dflash_spec
-from worker.models.dflash_spec import DFlashSpec
+from worker.model.shape import ModelSpec
+from worker.ops.mask import KeyMask
+from worker.ops.scaling import RopeScaling
 
 FULL = "full_attention"
 BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
 
 
-def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: Any) -> DFlashSpec:
+def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: Any) -> DFlashShape:
     write_dflash(path, small_spec_config(target, form, **flags), target)
-    return read_dflash_spec(path, target)
+    return read_dflash_shape(path, target)
 
 
 # What all forms mean
@@ -41,7 +41,7 @@ def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: An
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
-    assert read(tmp_path, form) == DFlashSpec(
+    assert read(tmp_path, form) == DFlashShape(
         architecture={"zlab": "DFlashDraftModel", "speculators": "speculators' dflash"}[form],
         num_layers=2,
         hidden_size=32,
@@ -90,10 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_names_lead_to_every_tensor(case: str, form: str, tmp_path: Path) -> None:
-    """By what DFlashSpec says of names, the parts of the file are found, and no tensor is left."""
+    """By what DFlashShape says of names, the parts of the file are found, and no tensor is left."""
     flags = CASES[case]
     written = write_dflash(tmp_path, small_spec_config(TARGET, form, **flags))
-    spec = read_dflash_spec(tmp_path, TARGET)
+    spec = read_dflash_shape(tmp_path, TARGET)
     held = load_file(tmp_path / "model.safetensors")
     found = {part: held.pop(renamed(part, spec)) for part in written.parts}
     assert not held
@@ -103,12 +103,12 @@ def test_names_lead_to_every_tensor(case: str, form: str, tmp_path: Path) -> Non
     check_shapes(spec, written)
 
 
-def renamed(part: str, spec: DFlashSpec) -> str:
+def renamed(part: str, spec: DFlashShape) -> str:
     first, *rest = part.split(".")
     return ".".join([spec.names[first], *rest])
 
 
-def check_shapes(spec: DFlashSpec, written: Written) -> None:
+def check_shapes(spec: DFlashShape, written: Written) -> None:
     """The record's sizes are those of the tensors."""
     sizes = {part: tuple(tensor.shape) for part, tensor in written.parts.items()}
     attention = "layers.0.self_attn"
@@ -140,17 +140,17 @@ def test_the_rest_of_a_case_is_read_too(form: str, tmp_path: Path) -> None:
 
 def test_a_mask_embedding_is_found_with_and_without_weight(tmp_path: Path) -> None:
     written = write_dflash(tmp_path, small_spec_config(own=("mask_embedding",)))
-    assert read_dflash_spec(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
+    assert read_dflash_shape(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
     written.tensors["model.mask_embedding.weight"] = written.tensors.pop("mask_embedding")
     save_file(written.tensors, tmp_path / "model.safetensors")
-    spec = read_dflash_spec(tmp_path, TARGET)
+    spec = read_dflash_shape(tmp_path, TARGET)
     assert spec.names["mask_embedding"] == "model.mask_embedding.weight"
 
 
 def test_without_weights_names_are_the_usual_ones(tmp_path: Path) -> None:
     expected = read(tmp_path, draft_vocab_size=40)
     (tmp_path / "model.safetensors").unlink()
-    assert read_dflash_spec(tmp_path, TARGET) == expected
+    assert read_dflash_shape(tmp_path, TARGET) == expected
     assert expected.names["d2t"] == "d2t"
 
 
@@ -158,9 +158,9 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     read(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
-        read_dflash_spec(tmp_path, TARGET)
+        read_dflash_shape(tmp_path, TARGET)
     with pytest.raises(UserError, match=r"none/config\.json: no such file"):
-        read_dflash_spec(tmp_path / "none", TARGET)
+        read_dflash_shape(tmp_path / "none", TARGET)
 
 
 # Fields
@@ -189,7 +189,7 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
     small = small_spec_config(taps=(1,), dflash_config=outer)
     small.config["mask_token_id"] = 7
     write_dflash(tmp_path, small)
-    assert read_dflash_spec(tmp_path, TARGET).mask_token_id == 7
+    assert read_dflash_shape(tmp_path, TARGET).mask_token_id == 7
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_each_reader_names_the_other(tmp_path: Path) -> None:
     for form in FORMS:
         read(tmp_path, form)
         with pytest.raises(Unsupported, match=r"by blocks: set spec\.drafter to dflash"):
-            read_chain_spec(tmp_path, TARGET)
+            read_chain_shape(tmp_path, TARGET)
     for form in ("specforge", "speculators", "eagle", "mimo"):
         write_chain(tmp_path / form, form, TARGET)
         with pytest.raises(Unsupported, match=r"set spec\.drafter to chain"):
-            read_dflash_spec(tmp_path / form, TARGET)
+            read_dflash_shape(tmp_path / form, TARGET)

@@ -15,15 +15,15 @@ from tests.support.shallow import shallow
 from worker.attention.base import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
-from worker.comm.single import SingleCollective
+from worker.drafts.build import regions
+from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.models.config import read_model_spec
-from worker.models.dflash import DFlashDrafter
-from worker.models.dflash_config import read_dflash_spec
-from worker.models.loader import fill_drafter, load_model
-from worker.spec.build import regions
+from worker.model.loader import load_model
+from worker.model.shape import read_model_spec
+from worker.peers.single import SingleCollective
 
 TARGET = shallow(4)
 CPU = torch.device("cpu")
@@ -52,12 +52,9 @@ def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, Writt
     """The drafter and what was written."""
     target = read_model_spec(TARGET)
     written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
-    spec, one = read_dflash_spec(directory, target), SingleCollective()
-    drafter = DFlashDrafter(
-        spec, load_model(TARGET, target, one, **KIND), one, max_positions=64, **KIND
-    )
-    fill_drafter(drafter, directory)
-    drafter.settle()
+    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
+    drafter.fill(directory)
     return drafter, written
 
 
@@ -119,7 +116,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     config = small_spec_config(target, num_layers=2, **TAPS)
     write_dflash(tmp_path / "two", config, target)
     (tmp_path / "two" / "config.json").rename(tmp_path / "config.json")
-    one, spec = SingleCollective(), read_dflash_spec(tmp_path, target)
-    model = load_model(TARGET, target, one, **KIND)
+    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
-        fill_drafter(DFlashDrafter(spec, model, one, max_positions=64, **KIND), tmp_path)
+        drafter.fill(tmp_path)

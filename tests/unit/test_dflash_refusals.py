@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.chain_checkpoints import ABSENT
+from tests.support.chain_checkpoints import ABSENT, check_refused
 from tests.support.dflash_checkpoints import TARGET, small_spec_config, write_dflash
-from worker.errors import UserError
-from worker.models.dflash_config import read_dflash_spec
+from worker.drafts.dflash_config import read_dflash_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [FULL, SLIDING]
@@ -131,20 +129,4 @@ def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
     form: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_dflash(tmp_path, small_spec_config(form=form))
-    read_dflash_spec(tmp_path, TARGET)
-    config = json.loads((tmp_path / "config.json").read_text())
-    fields = dict(fields)
-    layer, dflash = fields.pop("layer", {}), fields.pop("dflash", {})
-    inner = config.get("transformer_layer_config", config)
-    inner |= layer
-    if dflash:
-        config["dflash_config"] |= dflash
-    config |= fields
-    for each in (config, inner):
-        for name in [name for name, value in each.items() if value == ABSENT]:
-            del each[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message) as caught:
-        read_dflash_spec(tmp_path, TARGET)
-    assert str(tmp_path / "config.json") in str(caught.value)
-    assert caught.value.param is not None
+    check_refused(tmp_path, lambda path: read_dflash_shape(path, TARGET), fields, message)

@@ -14,10 +14,10 @@ from tests.support.patience import HANG_S
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
-from worker.pull.peers import DialFailed, Link, PrefillPeers
-from worker.pull.ranked import LeaderPulls, OwnDialled
-from worker.pull.sources import NUM_READS, LocalRank
 from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
+from worker.transfer.peers import DialFailed, Link, PrefillPeers
+from worker.transfer.ranked import LeaderPulls, OwnDialled
+from worker.transfer.sources import NUM_READS, LocalRank
 
 WHOLE = ModelLayout(
     (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))

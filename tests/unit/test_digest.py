@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from worker.comm.single import SingleCollective
 from worker.config import ModelConfig
-from worker.layers.shard import Shard
-from worker.models.config import read_model_spec
-from worker.models.digest import (
+from worker.model.loader import load_model
+from worker.model.shape import read_model_spec
+from worker.model.shard import Shard
+from worker.peers.single import SingleCollective
+from worker.start.digest import (
     NOT_OF_KV,
     combined,
     dummy_digest,
@@ -26,7 +27,6 @@ from worker.models.digest import (
     tensor_sum,
     weights_digest,
 )
-from worker.models.loader import load_model
 
 CPU = torch.device("cpu")
 TINY = ModelConfig().directory

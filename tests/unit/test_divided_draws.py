@@ -20,12 +20,14 @@ from tests.support.pairwise import in_whole
 from tests.unit.test_draft_rows import draws_case
 from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
-from worker.kernels.step import best_pairs, draft_draws, draw
-from worker.kernels.step.best_pairs import VocabPart
-from worker.layers.embedding import VocabParallelEmbedding
+from worker.drafts import draft_draws, draft_draws_triton
+from worker.draw import draw_triton as draw
+from worker.draw import sampler
+from worker.draw.sampler import SamplingRows
+from worker.model.embedding import VocabParallelEmbedding
+from worker.ops import best_pairs, best_pairs_triton
+from worker.ops.best_pairs import VocabPart
 from worker.plan import Tail
-from worker.sampling import sampler
-from worker.sampling.sampler import SamplingRows
 
 pytest.importorskip("triton", reason=WHY)
 
@@ -42,8 +44,8 @@ def small_blocks() -> Iterator[None]:
     """Several blocks a rank, although the rows are short."""
     with (
         mock.patch.object(draw, "DRAW_BLOCK", 64),
-        mock.patch.object(draft_draws, "BLOCK", 64),
-        mock.patch.object(best_pairs, "BLOCK", 4),
+        mock.patch.object(draft_draws_triton, "BLOCK", 64),
+        mock.patch.object(best_pairs_triton, "BLOCK", 4),
     ):
         yield
 
@@ -88,7 +90,7 @@ def target(rows: SamplingRows, tail: Tail) -> Draw:
 def drafter(case: tuple[Any, ...], *, greedy: bool) -> Draw:
     """Those of a drafter, and what they leave in the state."""
     _, rows, position, slots, seed, temperature, ids = case
-    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
 
     def drafted(logits: Tensor, part: VocabPart | None) -> Tensor:
         drafts, seeds = torch.full((6, 1), 5), None if greedy else seed
@@ -205,10 +207,10 @@ if not INTERPRETED:
     from tests.unit.test_kernels_triton import compiling
 
     def test_the_kernels_compile_for_hopper_without_one() -> None:
-        with compiling(best_pairs):
+        with compiling(best_pairs_triton):
             for ids in (torch.zeros(2, 80, dtype=torch.int32), torch.zeros(2, 80).long()):
-                best_pairs.best_pairs_triton(torch.zeros(2, 80), ids, 1 << 30)
-            best_pairs.best_ids_triton(torch.zeros(4, 2).long())
+                best_pairs_triton.best_pairs_triton(torch.zeros(2, 80), ids, 1 << 30)
+            best_pairs_triton.best_ids_triton(torch.zeros(4, 2).long())
 
     def without_offset(real: Any) -> Any:
         """Each rank takes its columns for the first ones."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import draft_draws, draft_rows
-from worker.kernels.step.philox import gumbel_ref
-from worker.kernels.step.step_rows import RowColumns
+from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
+from worker.ops.jit import HAS_TRITON
+from worker.ops.philox import gumbel_ref
+from worker.step.step_rows import RowColumns
 
 
 def expected(
@@ -57,7 +57,7 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(100 + seed))
     step = step_of(columns, width, seed)
     wanted = expected(columns, step, width - 1)
-    op = draft_rows.draft_rows_triton if INTERPRETED else draft_rows.draft_rows_ref
+    op = draft_rows_triton.draft_rows_triton if INTERPRETED else draft_rows.draft_rows_ref
     found = op(*step, columns, PAGE_SIZE, width - 1)
     for name, value in found._asdict().items():
         assert value.tolist() == wanted[name], name
@@ -66,12 +66,14 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(wanted["tail_pages"]) > 0
 
 
-def draws_case(num_ids: int, mapped: bool) -> tuple[Any, ...]:
-    """Arguments of draw_drafts for five rows: greedy and not, one without a draft."""
+def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
+    """Arguments of draw_drafts for `num` drafts of five rows: greedy and not, two without one."""
     generator = torch.Generator().manual_seed(num_ids)
-    logits = 3 * torch.randn(5, num_ids, generator=generator)
+    logits = 3 * torch.randn(5 * num, num_ids, generator=generator)
     rows, position = torch.tensor([4, 1, 2, 0, 3]), torch.tensor([9, 80, 0, 0, 33])
-    slots = torch.tensor([5, 17, 1, 0, 0])
+    position = position.repeat_interleave(num) + torch.arange(num).repeat(5)
+    slots = torch.tensor([5, 17, 1, 0, 0]).repeat_interleave(num)
+    slots[2 * num - 1] *= num == 1  # of several the last is missing
     seed = torch.tensor([0, 7, 1 << 40, -3, 12])
     temperature = torch.tensor([0.0, 1.0, 0.0, 0.5, 0.25])
     ids = None
@@ -81,27 +83,29 @@ def draws_case(num_ids: int, mapped: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("num_ids", [1, 97, 2500])
-def test_drafts_are_drawn_with_the_targets_noise(num_ids: int, mapped: bool) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped)
-    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    drafts = torch.full((6, 3), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1:2])
+@pytest.mark.parametrize(("num", "num_ids"), [(1, 1), (1, 97), (1, 2500), (3, 97)])
+def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
+    num: int, num_ids: int, mapped: bool
+) -> None:
+    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
+    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    drafts = torch.full((6, num + 2), 5)
+    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
     own = list(range(num_ids)) if ids is None else ids.tolist()
-    for i, row in enumerate(rows.tolist()):
-        noise = gumbel_ref(seed[row : row + 1], position[i : i + 1] + 1, own[-1] + 1)[0, own]
+    for line, row in enumerate(rows.repeat_interleave(num).tolist()):
+        noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
         scale = float(temperature[row])
-        values = logits[i] / scale + noise if scale else logits[i]
-        wanted = own[int(values.argmax())] if slots[i] else 0
-        assert int(found[i]) == wanted
-        assert int(drafts[row, 1]) == (wanted if slots[i] else -1)
-    assert (drafts[:, ::2] == 5).all()
+        values = logits[line] / scale + noise[0, own] if scale else logits[line]
+        wanted = own[int(values.argmax())] if slots[line] else 0
+        assert int(found[line]) == wanted
+        assert int(drafts[row, 1 + line % num]) == (wanted if slots[line] else -1)
+    assert (drafts[:, [0, -1]] == 5).all()
     assert (drafts[5] == 5).all()
 
 
 def test_equal_logits_draw_the_lowest_id() -> None:
     _, rows, position, slots, seed, _, ids = draws_case(97, True)
-    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
     logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
     for seeds in (seed, None):
         found = op(logits, rows, position, slots, seeds, greedy, ids, drafts)
@@ -113,7 +117,7 @@ def test_equal_logits_draw_the_lowest_id() -> None:
 def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
     logits, rows, position, slots, seed, temperature, ids = draws_case(1100, mapped)
     logits.fill_(float("nan"))
-    op = draft_draws.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
     known = set(range(1100) if ids is None else ids.tolist())
     for seeds in (seed, None):
         drafts = torch.full((6, 1), 5)
@@ -131,7 +135,9 @@ if not INTERPRETED:
         types = i64 | {"valid": "*u8", "active": "*u8", "page_table": "*i32", "lens": "*i32"}
         types |= dict.fromkeys(("stride", "stride_rows", "stride_table"), "i32")
         constants = dict(WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        ptx = ptx_of(draft_rows._draft_rows_kernel, types, constants, num_warps=1, launch_pdl=True)
+        ptx = ptx_of(
+            draft_rows_triton._draft_rows_kernel, types, constants, num_warps=1, launch_pdl=True
+        )
         assert "griddepcontrol.wait" in ptx
         types = dict.fromkeys(("rows", "position", "seed", "ids", "tokens"), "*i64")
         types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
@@ -139,7 +145,7 @@ if not INTERPRETED:
         for mapped in (False, True):
             constants = dict(NUM=3, BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
             constants |= {"PDL": True}
-            kernel = draft_draws._best_draft_kernel
+            kernel = draft_draws_triton._best_draft_kernel
             assert "griddepcontrol" in ptx_of(
                 kernel, types, constants, num_warps=4, launch_pdl=True
             )

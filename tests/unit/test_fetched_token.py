@@ -16,13 +16,13 @@ from worker.api import Candidate, FinishReason, KVReady, Prefill, Release, Sampl
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.metrics import WorkerMetrics
-from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.inbound import Inbound
-from worker.pull.peers import Link
+from worker.observe.metrics import WorkerMetrics
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
+from worker.transfer.fetch import Fetch, FetchContext
+from worker.transfer.inbound import Inbound
 from worker.transfer.layout import Pages
+from worker.transfer.peers import Link
 
 PAGE_SIZE, TOKEN = 16, 700
 PEERS = ("prefill-0/p", "prefill-1/q", "prefill-2/r")

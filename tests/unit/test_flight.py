@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import SimpleNamespace
+from threading import Event
 from typing import Any
 
 import pytest
 
-from worker.config.spec import SpecConfig
-from worker.engine import flight as module
-from worker.engine.flight import POLL_S, SLACK_S, Flight
-from worker.engine.meter import StepMeter
-from worker.metrics import WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan
+from worker.run import flight as module
+from worker.run.flight import POLL_S, SLACK_S, Flight
+from worker.run.stream import CpuStream
 
 STEP_S, LAUNCH_S = 0.007, 0.0008
 
@@ -72,13 +71,19 @@ class Device:
     def __post_init__(self) -> None:
         metrics = WorkerMetrics(model="m", role="decode", worker="w")
         self.meter = StepMeter(metrics)
-        config = SimpleNamespace(spec=SpecConfig())
-        engine: Any = SimpleNamespace(meter=self.meter, config=config)
-        self.flight = Flight(engine, self.launch, self.settle, wake=lambda: None)  # type: ignore[arg-type]
+        self.flight = Flight(self.meter, wake=lambda: None)
 
-    def launch(self) -> Step | None:
-        if len(self.launched) == self.limit:
-            return None
+    def turn(self, num_arriving: int) -> float | None:
+        """Of a loop, as both roles have it."""
+        if self.flight.launch_due(num_arriving) and len(self.launched) < self.limit:
+            step: Any = self.launch()
+            self.flight.launched(step, LAUNCH_S)
+        ended: Any = self.flight.ended()
+        if ended is not None:
+            self.settle(ended)
+        return self.flight.idle_s(num_arriving)
+
+    def launch(self) -> Step:
         self.launched_at.append(self.clock.now)
         free_at = self.launched[-1].ends_at if self.launched else 0.0
         self.clock.now += LAUNCH_S
@@ -101,7 +106,7 @@ class Device:
         turns, until = [], self.clock.now + seconds
         while self.clock.now < until:
             turns.append(self.clock.now)
-            wait_s = self.flight.advance(num_arriving)
+            wait_s = self.turn(num_arriving)
             if wait_s is None:
                 break
             ends = [step.ends_at for step in self.launched if step.wakes and not step.done()]
@@ -119,7 +124,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr("worker.engine.meter.time", clock)
+    monkeypatch.setattr("worker.observe.meter.time", clock)
     return Device(clock)
 
 
@@ -177,14 +182,14 @@ def test_it_ends_when_nothing_runs(device: Device) -> None:
     device.limit = 3
     device.run(0.5, num_arriving=1)
     assert len(device.settled_at) == 3
-    assert device.flight.pending is None
-    assert device.flight.advance(1) is None
+    assert device.flight.running is None
+    assert device.turn(1) is None
 
 
 def test_without_waits_turns_are_those_of_a_schedule(device: Device) -> None:
     device.flight.waits = False
     for number in range(1, 6):
-        device.flight.advance(1)
+        device.turn(1)
         assert (len(device.launched), len(device.settled_at)) == (number, number - 1)
 
 
@@ -206,12 +211,23 @@ def test_layer_groups_are_looked_at_while_their_step_computes(device: Device) ->
     assert max(gaps) <= POLL_S + 2 * LAUNCH_S
 
 
-def test_a_step_of_the_cpu_tells_its_end_once() -> None:
-    step, told, ends = module.Step(Plan(1), None), [], Future[None]()  # type: ignore[arg-type]
-    assert not step.tells(lambda: told.append(step)), "nothing of it runs"
-    step._running = ends
-    assert step.tells(lambda: told.append(step))
-    assert step.tells(lambda: told.append(step))
+def test_work_of_the_cpu_tells_its_end_once() -> None:
+    stream, told, may_end = CpuStream(), [], Event()
+    end = stream.submit(lambda: may_end.wait() and None)
+    assert end.tells(lambda: told.append(end))
+    assert end.tells(lambda: told.append(end))
     assert not told
-    ends.set_result(None)
-    assert told == [step]
+    may_end.set()
+    stream.close()
+    assert told == [end]
+
+
+def test_work_behind_a_failure_fails_in_the_same_way() -> None:
+    stream, ran = CpuStream(), list[int]()
+    failed = stream.submit(lambda: ran.append(1 // 0))
+    behind = stream.submit(lambda: ran.append(1))
+    for handle in (failed, behind):
+        with pytest.raises(ZeroDivisionError):
+            handle.wait()
+    stream.close()
+    assert not ran

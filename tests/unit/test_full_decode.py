@@ -26,11 +26,11 @@ from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
-from worker.graph import eager as eager_module
-from worker.graph import full as full_module
-from worker.graph.full import FullDecode, buckets_of, decode_buckets
-from worker.plan import max_rows
-from worker.sampling.tail import Result
+from worker.draw.tail import Draws, Result
+from worker.plan import Plan, max_rows
+from worker.run import eager as eager_module
+from worker.run import full as full_module
+from worker.run.full import FullDecode, buckets_of, decode_buckets
 
 ROWS = 6
 SECTIONS: dict[str, dict[str, object]] = {
@@ -96,7 +96,9 @@ def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
     full: tuple[Lockstep, FullDecode],
 ) -> None:
     _, graphs = full
-    decoded = graphs.launch((1, 2, 3), 16, "none")  # rows without a request
+    decoded = graphs.launch(
+        Plan(0, decode=(1, 2, 3), max_seq_len_ub=16, masked=True)
+    )  # rows without a request
     assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
 
 
@@ -125,7 +127,7 @@ def test_windows_through_graphs_change_no_token(drafter: str) -> None:
     widths = [1, 4, *more(2)]
     spec = {"drafter": "none" if drafter == "oracle" else drafter, "widths": widths}
     cluster = Lockstep({**SECTIONS, "spec": spec}, num_prefill=0)
-    cluster.decode._scheduler.widths = AnyWidth(widths, random.Random(3))
+    cluster.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     runner = cluster.engines[DECODE].runner
     if drafter == "oracle":
         Oracle(cluster.engines[DECODE], scripts(asked, wanted))
@@ -163,9 +165,9 @@ def test_kernels_are_compiled_for_every_shape_that_is_captured(
     ran: set[object] = set()
 
     def noted(original: Any) -> Any:
-        def call(loaded: Any, decoded: Any, tail: object, *more: Any) -> Any:
-            ran.add((len(decoded.hidden), tail, more[:2]))
-            return original(loaded, decoded, tail, *more)
+        def call(loaded: Any, decoded: Any, draws: Draws) -> Any:
+            ran.add((len(decoded.hidden), *draws[:3]))
+            return original(loaded, decoded, draws)
 
         return call
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreted import INTERPRETED, ROOT, WHY, run_interpreted
-from worker.kernels.jit import HAS_TRITON
+from worker.ops.jit import HAS_TRITON
 
 TESTS = ROOT / "tests"
 

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
+from worker.attention.store_kv import store_kv
 from worker.errors import Unsupported
-from worker.kernels.attention.rope import rope, rope_inv_freq, rope_table
-from worker.kernels.attention.scaling import RopeScaling
-from worker.kernels.attention.store_kv import store_kv
-from worker.kernels.rms_norm import add_rms_norm, rms_norm
-from worker.kernels.swiglu import swiglu
+from worker.ops.rms_norm import add_rms_norm, rms_norm
+from worker.ops.rope import rope, rope_inv_freq, rope_table
+from worker.ops.scaling import RopeScaling
+from worker.ops.swiglu import swiglu
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -16,12 +16,30 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
-from worker.kernels import pair_norm, rms_norm, swiglu
-from worker.kernels.attention import qk_rope_store
-from worker.kernels.attention.rope import rope_inv_freq, rope_table
-from worker.kernels.step import accept_rows, draw, draw_rows, gather_rows, philox, step_rows
-from worker.kernels.step.step_rows import read_rows_ref
-from worker.sampling.sampler import SamplingRows, draw_ref
+from worker.attention import qk_rope_store, qk_rope_store_triton
+from worker.draw import draw_rows_triton as draw_rows
+from worker.draw import draw_triton as draw
+from worker.draw.sampler import SamplingRows, draw_ref
+from worker.ops import (
+    pair_norm,
+    pair_norm_triton,
+    philox,
+    philox_triton,
+    rms_norm,
+    rms_norm_triton,
+    swiglu,
+    swiglu_triton,
+)
+from worker.ops.rope import rope_inv_freq, rope_table
+from worker.step import (
+    accept_rows,
+    accept_rows_triton,
+    gather_rows,
+    gather_rows_triton,
+    step_rows,
+    step_rows_triton,
+)
+from worker.step.step_rows import read_rows_ref
 
 pytest.importorskip("triton", reason=WHY)
 
@@ -58,7 +76,7 @@ def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
 
 
 MAX_WIDTH = 8
-ENDS = step_rows.read_rows_triton, accept_rows.accept_rows_triton
+ENDS = step_rows_triton.read_rows_triton, accept_rows_triton.accept_rows_triton
 
 
 def step_columns(num_rows: int, num_pages: int, device: str = "cpu") -> step_rows.RowColumns:
@@ -199,27 +217,27 @@ if not INTERPRETED:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype)
 
-        with compiling(rms_norm):
-            rms_norm.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
+        with compiling(rms_norm_triton):
+            rms_norm_triton.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
         ids, weight = torch.zeros(2, dtype=torch.int64), empty(4096)
         for given in (ids, weight, weight), (None, None, None):
-            with compiling(pair_norm):
-                pair_norm.pair_norm_triton(
+            with compiling(pair_norm_triton):
+                pair_norm_triton.pair_norm_triton(
                     given[0], empty(9, 4096), empty(2, 4096), *given[1:], 1e-6, False
                 )
-        for rows in (2, swiglu.MANY_ROWS):
-            with compiling(swiglu):
-                swiglu.swiglu_triton(empty(rows, 24576))
+        for rows in (2, swiglu_triton.MANY_ROWS):
+            with compiling(swiglu_triton):
+                swiglu_triton.swiglu_triton(empty(rows, 24576))
         cache = empty(2, 8, 16, 128)
-        with compiling(qk_rope_store) as found:
-            qk_rope_store.qk_rope_store_triton(
+        with compiling(qk_rope_store_triton) as found:
+            qk_rope_store_triton.qk_rope_store_triton(
                 empty(2, 6144), ids, torch.empty(64, 128), cache, cache, ids, empty(128),
                 empty(128), 1e-6,
             )  # fmt: skip
         if dtype == torch.bfloat16:  # four numbers at once
             assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
-        with compiling(qk_rope_store):
-            qk_rope_store.qk_rope_store_triton(
+        with compiling(qk_rope_store_triton):
+            qk_rope_store_triton.qk_rope_store_triton(
                 empty(2, 2048), ids, torch.empty(64, 128), cache, cache, ids, None, None, 0.0
             )
 
@@ -236,16 +254,16 @@ if not INTERPRETED:
         assert "mul.hi.u32" in found["_draw_kernel"]
 
     def test_the_gather_compiles_for_hopper_without_one() -> None:
-        with compiling(gather_rows):
-            gather_rows.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
+        with compiling(gather_rows_triton):
+            gather_rows_triton.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
 
     def test_the_ends_of_a_step_compile_for_hopper_without_one() -> None:
         state = step_columns(7, 4)
         for width in (1, 3):
-            with compiling(step_rows):
+            with compiling(step_rows_triton):
                 found = read_rows_ref(torch.arange(7), state, 16, 4, width)
-                step_rows.read_rows_triton(torch.arange(7), state, 16, 4, width)
-            with compiling(accept_rows):
+                step_rows_triton.read_rows_triton(torch.arange(7), state, 16, 4, width)
+            with compiling(accept_rows_triton):
                 at_step(state, torch.arange(7), lambda *_, found=found: found, ENDS[1], width)
 
 else:
@@ -268,8 +286,10 @@ else:
         x, residual = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
         weight = noise(shape[-1], dtype=dtype, seed=2)
         kept = x.clone(), residual.clone()
-        close(rms_norm.rms_norm_triton(x, weight, 1e-5), rms_norm.rms_norm_ref(x, weight, 1e-5))
-        got = rms_norm.add_rms_norm_triton(x, residual, weight, 1e-5)
+        close(
+            rms_norm_triton.rms_norm_triton(x, weight, 1e-5), rms_norm.rms_norm_ref(x, weight, 1e-5)
+        )
+        got = rms_norm_triton.add_rms_norm_triton(x, residual, weight, 1e-5)
         wanted = rms_norm.add_rms_norm_ref(x, residual, weight, 1e-5)
         close(got[0], wanted[0])
         close(got[1], wanted[1])
@@ -290,7 +310,7 @@ else:
         ids = torch.tensor([8, 3, 3, 0, 0]) if gathers else None
         weights = [noise(40, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
         given = ids, tokens if gathers else tokens[:5], hidden, *weights, 1e-5, hidden_first
-        got, wanted = pair_norm.pair_norm_triton(*given), pair_norm.pair_norm_ref(*given)
+        got, wanted = pair_norm_triton.pair_norm_triton(*given), pair_norm.pair_norm_ref(*given)
         close(got, wanted)
         if not normed:
             assert torch.equal(got, wanted)
@@ -298,7 +318,7 @@ else:
     def test_a_norm_of_rows_within_wider_ones() -> None:
         wide, weight = noise(4, 100), noise(60, seed=1)
         close(
-            rms_norm.rms_norm_triton(wide[:, :60], weight, 1e-6),
+            rms_norm_triton.rms_norm_triton(wide[:, :60], weight, 1e-6),
             rms_norm.rms_norm_ref(wide[:, :60], weight, 1e-6),
         )
 
@@ -306,13 +326,13 @@ else:
     @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         gate_up = noise(*shape, dtype=dtype) * 3
-        close(swiglu.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
+        close(swiglu_triton.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
 
     def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
         gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
-        few = swiglu.swiglu_triton(gate_up)
-        with mock.patch.object(swiglu, "MANY_ROWS", 3):
-            assert torch.equal(swiglu.swiglu_triton(gate_up), few)
+        few = swiglu_triton.swiglu_triton(gate_up)
+        with mock.patch.object(swiglu_triton, "MANY_ROWS", 3):
+            assert torch.equal(swiglu_triton.swiglu_triton(gate_up), few)
 
     @pytest.mark.parametrize(
         ("shape", "dtype", "normed"),
@@ -337,7 +357,7 @@ else:
         table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
         weights = [noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
         results = []
-        for op in (qk_rope_store.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):
+        for op in (qk_rope_store_triton.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):
             memory = torch.full((5, kv_heads, 2, 2, page_size, head_dim), 7.0, dtype=dtype)
             caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
             results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
@@ -360,7 +380,7 @@ else:
         words = tl.philox(tl.load(seed), block, counter, zero, zero)
         for i in tl.static_range(4):
             tl.store(out + start + at * 4 + i, words[i].to(tl.int64))
-        drawn = philox.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK, False)
+        drawn = philox_triton.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK, False)
         tl.store(noise + start + tl.arange(0, BLOCK), drawn)
 
     @pytest.mark.parametrize(
@@ -387,7 +407,7 @@ else:
     def test_gathered_rows_are_the_twin_s(n: int) -> None:
         rows = torch.arange(n) * 13 % 40
         rows[-1] = 0
-        got = gather_rows.gather_rows_triton(*columns(40), rows)
+        got = gather_rows_triton.gather_rows_triton(*columns(40), rows)
         wanted = gather_rows.gather_rows_ref(*columns(40), rows)
         check_columns((*got[0], *got[1], got[2]))
         for a, b in zip(

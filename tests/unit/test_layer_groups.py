@@ -20,15 +20,15 @@ from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.engine.engine import build_engine
-from worker.layers.attention import Attention
-from worker.metrics import WorkerMetrics
+from worker.model.attention import Attention
+from worker.observe.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.pull.fetch import Fetch, FetchContext, _bit_runs
-from worker.pull.peers import Link
 from worker.schedule.req import Req
+from worker.start.build import build_engine
 from worker.transfer.base import PullState
+from worker.transfer.fetch import Fetch, FetchContext, _bit_runs
 from worker.transfer.layout import Pages
+from worker.transfer.peers import Link
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
@@ -60,7 +60,7 @@ class PrefillAlone:
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
         thread = SimpleNamespace(send=self._send, stats=None, wake=lambda: None)
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
-        self._loop._flight.waits = False  # the last turn ends with its step
+        self._loop.flight.waits = False  # the last turn ends with its step
         self._num_asked = 0
 
     def serve(

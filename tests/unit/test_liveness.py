@@ -29,11 +29,11 @@ from worker.api import (
 )
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
-from worker.engine.engine import build_engine
 from worker.loop import EngineThread
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
 from worker.prefill import PrefillLoop
+from worker.start.build import build_engine
 from worker.wire import Wire
 
 STALL_S = 1.5

@@ -14,7 +14,8 @@ from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
-from worker.engine.memory import (
+from worker.errors import UserError
+from worker.start.memory import (
     GIB,
     DeviceShare,
     process_lock,
@@ -23,7 +24,6 @@ from worker.engine.memory import (
     with_max_num_reqs,
     with_penalty_rows,
 )
-from worker.errors import UserError
 
 
 def share(

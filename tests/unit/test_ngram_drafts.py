@@ -11,9 +11,9 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.ngram_reference import ngram_reference
-from worker.kernels.jit import HAS_TRITON
-from worker.kernels.step import ngram_drafts
-from worker.kernels.step.step_rows import RowColumns
+from worker.drafts import ngram_drafts, ngram_drafts_triton
+from worker.ops.jit import HAS_TRITON
+from worker.step.step_rows import RowColumns
 
 NUM_ROWS, LENGTH, NUM_COLUMNS = 9, 61, 7
 
@@ -52,7 +52,19 @@ def check(op: Any, width: int, num_drafts: int, seed: int) -> int:
         torch.full((NUM_ROWS + 1, NUM_COLUMNS), -1),
     )
     index = torch.tensor(rows)
-    op(index, position.view(-1), index > 0, drawn, columns, stored, num_drafts, shortest, longest)
+    end = stored.shape[1]
+    op(
+        index,
+        position.view(-1),
+        index > 0,
+        drawn,
+        columns,
+        stored,
+        num_drafts,
+        shortest,
+        longest,
+        end,
+    )
     assert torch.equal(stored[1:], wanted_text[1:])
     wanted = torch.full((NUM_ROWS + 1, NUM_COLUMNS), -1)
     for row in set(rows) - {0}:
@@ -68,8 +80,8 @@ def check(op: Any, width: int, num_drafts: int, seed: int) -> int:
 def test_drafts_are_those_of_a_plain_loop(width: int, num_drafts: int) -> None:
     ops: list[Any] = [ngram_drafts.ngram_drafts_ref]
     if INTERPRETED:
-        ops = [ngram_drafts.ngram_drafts_triton]
-    with mock.patch.object(ngram_drafts, "BLOCK", 16):
+        ops = [ngram_drafts_triton.ngram_drafts_triton]
+    with mock.patch.object(ngram_drafts_triton, "BLOCK", 16):
         found = [check(op, width, num_drafts, seed) for op in ops for seed in range(12)]
     assert (sum(found) > 20) == (num_drafts > 0)
 
@@ -83,6 +95,6 @@ def test_the_kernel_compiles() -> None:
         LENGTH=40961, WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, SHORTEST=2, LONGEST=4, BLOCK=2048,
         PDL=True,
     )  # fmt: skip
-    kernel = ngram_drafts._ngram_drafts_kernel
+    kernel = ngram_drafts_triton._ngram_drafts_kernel
     ptx = ptx_of(kernel, types, constants, num_warps=4, launch_pdl=True)
     assert "griddepcontrol.wait" in ptx

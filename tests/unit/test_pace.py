@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from worker.graph.base import BucketCheck
 from worker.prefill import step_times
+from worker.run.base import BucketCheck
 from worker.schedule.pace import AFTER_STORE, ANNOUNCE_S, Pace, StepTime
 
 KV_BYTES = 147_456  # a token of the Qwen3-8B shape

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from worker.kernels.step import philox
-from worker.kernels.step.philox import gumbel_ref, philox_ref
+from worker.ops import philox
+from worker.ops.philox import gumbel_ref, philox_ref
 
 # Random123, tests/kat_vectors: philox4x32 10; counter, key, result.
 KNOWN = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +34,14 @@ from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, noted_by
 from worker.config import Machine, WorkerConfig
-from worker.engine.runner import Step, padded_shape
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
-from worker.graph.base import Forward, PaddedShape
-from worker.graph.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
-from worker.graph.segments import Capture
+from worker.run.base import Forward, PaddedShape
+from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
+from worker.run.runner import padded_shape
+from worker.run.segments import Capture
+from worker.run.step import Step
 
 MAX_TOKENS = 40
 NUM_PAGES = 48
@@ -179,11 +181,14 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
     def forward(on_layer: Callable[[int], None] | None = None) -> tuple[Tensor, str]:
         groups: Any = None
         if on_layer is not None:
-            groups = SimpleNamespace(on_layer=on_layer, on_regions=lambda: None)
+            groups = SimpleNamespace(
+                on_layer=on_layer, on_regions=lambda: None, released_on_error=nullcontext
+            )
         plan, stream = bench.plan(layout), bench.engine.runner
         step = Step(plan, padded_shape(stream.graphs, plan, hooked=groups is not None), groups)
         with torch.inference_mode():
-            return stream._forward(step)[0], step.path
+            forwarded = stream.run_chunks(step)
+        return forwarded.hidden, forwarded.path
 
     found, path = forward()
     assert torch.allclose(found[:20], wanted, atol=1e-4)

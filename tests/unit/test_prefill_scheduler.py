@@ -14,12 +14,12 @@ from worker.api import Prefill, PrefillRefused, Release, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan, RowStart, tail_of
-from worker.pull.outbound import Outbound
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+from worker.transfer.outbound import Outbound
 
 VOCAB = 3  # few, so that prompts often share pages
 SAMPLINGS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.kernels.gemm.product import MAX_PARTIALS, MAX_TILES, OWN_ROWS, product
-from worker.kernels.gemm.skinny_gemm import choose
+from worker.ops.product import MAX_PARTIALS, MAX_TILES, OWN_ROWS, product
+from worker.ops.skinny_triton import choose
 
 # Columns around every step of the table of tiles, and those of the models in benchmarks/models.
 COLUMNS = (*range(1, 6300, 31), 1535, 1536, 3071, 3072, 6143, 6144, 16383, 24576, 65535, 151936)

@@ -14,12 +14,12 @@ from worker.api import Candidate, Error, KVReady, Prefill, PrefillRefused, Sampl
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
-from worker.metrics import WorkerMetrics
-from worker.pull.fetch import Fetch, FetchContext
-from worker.pull.inbound import LONGEST_POLL_S, YOUNG_S, Inbound, poll_after_s
-from worker.pull.peers import Link
+from worker.observe.metrics import WorkerMetrics
 from worker.schedule.req import Req
 from worker.transfer.base import PullState
+from worker.transfer.fetch import Fetch, FetchContext
+from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, Inbound, poll_after_s
+from worker.transfer.peers import Link
 
 PEER, PAGE_SIZE = "prefill-0/p", 16
 

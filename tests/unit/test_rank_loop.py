@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from worker.api import Lost, WorkerStats
-from worker.engine.ranks import FromLeader, Ranks, between, from_rank
 from worker.errors import PeerLost
-from worker.graph.base import PaddedShape
 from worker.plan import Drawn, Ended, Launch, Launched, Plan
-from worker.pull.ranked import CancelPull, PullPages
 from worker.rank import RankLoop
+from worker.run.base import PaddedShape
+from worker.run.ranks import FromLeader, Ranks, between, from_rank
+from worker.transfer.ranked import CancelPull, PullPages
 
 LEADER = "decode-0/1"
 
@@ -45,8 +45,8 @@ class Rank:
         )
         monkeypatch.setattr("worker.rank.RankPulls", lambda *_: pulls)
         engine = SimpleNamespace(
-            runner=SimpleNamespace(launch=self.launch), local_rank=lambda: None,
-            check_ranks=lambda: None,
+            runner=SimpleNamespace(launch=self.launch, check_ranks=lambda: None),
+            local_rank=lambda: None,
             config=SimpleNamespace(engine=SimpleNamespace(strict=True)),
         )  # fmt: skip
         self.thread = SimpleNamespace(

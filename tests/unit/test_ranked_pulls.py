@@ -23,10 +23,11 @@ from tests.support.patience import HANG_S
 from tests.support.ranks import NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.api import Member
 from worker.errors import Incompatible, Unreachable
-from worker.pull.inbound import YOUNG_S
-from worker.pull.peers import DialFailed, Link
-from worker.pull.rank import DIAL_POLL_S, RankPulls
-from worker.pull.ranked import (
+from worker.transfer.base import Endpoint, Peer, Pull, PullState, Run
+from worker.transfer.inbound import YOUNG_S
+from worker.transfer.peers import DialFailed, Link
+from worker.transfer.rank import DIAL_POLL_S, RankPulls
+from worker.transfer.ranked import (
     CancelPull,
     DialPeer,
     HangUp,
@@ -36,9 +37,8 @@ from worker.pull.ranked import (
     RankAnswer,
     RankOrder,
 )
-from worker.pull.sources import LocalRank
-from worker.transfer.base import Endpoint, Peer, Pull, PullState, Run
 from worker.transfer.shm import ShmTransport
+from worker.transfer.sources import LocalRank
 
 OURS, THEIRS = 9, 12  # pages
 PAIRS, GROUPS = [(2, 3), (3, 4), (7, 1)], range(NUM_GROUPS)

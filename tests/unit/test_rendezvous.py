@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from worker.comm.rendezvous import free_rendezvous, own_address
+from worker.peers.rendezvous import free_rendezvous, own_address
 
 
 def test_a_free_rendezvous_can_be_bound() -> None:

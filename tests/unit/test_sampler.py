@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.kernels.step.logits import Changes, Masks
-from worker.kernels.step.logprobs import logprobs
-from worker.kernels.step.philox import gumbel_ref
+from worker.draw import sampler
+from worker.draw.logprobs import logprobs
+from worker.draw.sampler import SamplingRows, penalize, sample, unpack
+from worker.forward.draws import Changes, Masks
+from worker.ops.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.sampling import sampler
-from worker.sampling.sampler import SamplingRows, penalize, sample, unpack
 from worker.step.state import PenaltyTables, StepState
 
 VOCAB = 24

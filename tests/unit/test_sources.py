@@ -16,8 +16,8 @@ import pytest
 from tests.support.patience import HANG_S
 from tests.support.ranks import NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.errors import Incompatible, Unreachable
-from worker.pull.sources import JoinedPull, LocalRank
 from worker.transfer.base import Endpoint, Pull, PullState
+from worker.transfer.sources import JoinedPull, LocalRank
 
 OURS, THEIRS = 9, 12  # pages
 SIZES = (1, 2, 4, 8)

@@ -12,8 +12,8 @@ from benchmarks.steps import main, read, table
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
-from worker.engine.step_log import StepLine, StepLog
 from worker.errors import UserError
+from worker.observe.step_log import StepLine, StepLog
 
 NUM, MAX_TOKENS = 6, 12
 

@@ -29,21 +29,16 @@ MAY_IMPORT = {
     "cluster": {"worker", "router", "cluster"},
 }
 ONLY_IN = {"ray": "cluster", "torch": "worker"}
-ROUTER_SEES = {"api", "config", "errors", "registry", "wire", "metrics"}
+# Modules of worker by room; the router's are free of torch, whatever else the room holds.
+ROUTER_SEES = {"contract", "observe"}
 
-# Rooms of worker, lowest first (ARCHITECTURE section 2). A room imports from those before it in
-# this list. Floors are for people: L0 is free of torch, L6 belongs to decode workers.
-FLOORS: dict[str, tuple[str, ...]] = {
-    "L0": ("errors", "api", "registry", "config", "metrics", "wire", "plan", "tracing"),
-    "L1": ("forward", "kernels"),
-    "L2": ("cache", "comm", "attention", "recurrent", "step", "transfer"),
-    "L3": ("layers", "models"),
-    "L4": ("sampling", "spec", "graph", "schedule"),
-    "L5": ("pull", "engine"),
-    "L6": ("requests",),
-    "root": ("loop", "rank", "prefill", "decode", "worker"),
-}
-ROOMS = [room for rooms in FLOORS.values() for room in rooms]
+# Rooms of worker, lowest first. A room imports from those before it in this list.
+ROOMS = [
+    *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "recurrent", "step"),
+    *("model", "draw", "drafts", "schedule", "transfer", "run", "start"),
+    *("loop", "prefill", "decode", "rank", "worker"),
+]
+MAX_ROOMS, MAX_ARROWS = 21, 90
 ROOT_FILES = 12  # of worker, __init__ among them
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
@@ -94,13 +89,13 @@ def test_ray_is_cluster_s_and_torch_is_worker_s() -> None:
 
 def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
     """It is an optional package, and its import takes a quarter of a second."""
-    behind = {"worker.tracing.export", "worker.tracing.spans"}
+    behind = {"worker.observe.export", "worker.observe.spans"}
     breaches = [
         f"{module} imports {name}"
         for module, names in tree().imports.items()
         for name in names
         if (name.split(".")[0] == "opentelemetry" and module not in behind)
-        or (name in behind and module not in {"worker.tracing.setup", *behind})
+        or (name in behind and module not in {"worker.observe.tracing", *behind})
     ]
     none_of(breaches)
 
@@ -115,7 +110,7 @@ def test_tests_and_benchmarks_are_imported_by_nobody() -> None:
     none_of(breaches)
 
 
-def test_router_sees_six_modules_of_worker() -> None:
+def test_router_sees_the_contract_and_what_is_observed() -> None:
     breaches = [
         f"{module} imports {name}"
         for module, names in tree().edges.items()
@@ -128,7 +123,13 @@ def test_router_sees_six_modules_of_worker() -> None:
 
 def test_every_module_of_worker_stands_in_a_room() -> None:
     rooms = tree().rooms()
-    none_of([f"{room} is not in FLOORS" for room in rooms if room not in ROOMS])
+    none_of([f"{room} is not in ROOMS" for room in rooms if room not in ROOMS])
+
+
+def test_worker_has_few_rooms_and_arrows() -> None:
+    rooms = tree().rooms()
+    assert len(rooms) <= MAX_ROOMS
+    assert sum(map(len, rooms.values())) <= MAX_ARROWS
 
 
 def test_the_root_of_worker_is_small() -> None:
@@ -154,7 +155,7 @@ def test_no_import_cycle(for_types: bool) -> None:
     none_of([" ".join(knot) for knot in knots(Tree(for_types=for_types).edges)])
 
 
-def test_the_lowest_floor_is_free_of_torch_even_indirectly() -> None:
+def test_what_the_router_imports_is_free_of_torch_even_indirectly() -> None:
     imports, edges = tree().imports, tree().edges
 
     def reaches(module: str, seen: set[str]) -> list[str]:
@@ -167,7 +168,11 @@ def test_the_lowest_floor_is_free_of_torch_even_indirectly() -> None:
                 return [module, *path]
         return []
 
-    lowest = [module for module in imports if room_of(module) in FLOORS["L0"]]
+    lowest = [
+        module
+        for module in imports
+        if room_of(module) == "contract" or module.split(".")[0] == "router"
+    ]
     paths = [reaches(module, set()) for module in lowest]
     none_of([" -> ".join([*path, "torch"]) for path in paths if path])
 
@@ -176,7 +181,7 @@ def test_files_are_short() -> None:
     breaches = []
     for path in tree().modules.values():
         lines = len(path.read_text().splitlines())
-        cap = KERNEL_FILE_LINES if "kernels" in path.parts else FILE_LINES
+        cap = KERNEL_FILE_LINES if path.stem.endswith("_triton") else FILE_LINES
         if lines > cap:
             breaches.append(f"{path.relative_to(REPOSITORY)}: {lines} lines, cap {cap}")
     none_of(breaches)
@@ -244,6 +249,23 @@ def is_overload(node: ast.AST) -> bool:
     return any("overload" in each or each.endswith(".setter") for each in decorators)
 
 
+@cache
+def protocol_methods() -> frozenset[str]:
+    """Methods that a Protocol describes; implementations need not say it again."""
+    protocols = (
+        node
+        for path in tree().modules.values()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and "Protocol" in [ast.unparse(x) for x in node.bases]
+    )
+    return frozenset(
+        method.name
+        for node in protocols
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(method)
+    )
+
+
 def test_every_public_thing_says_what_it_is_for() -> None:
     breaches = []
     for path in tree().modules.values():
@@ -251,7 +273,9 @@ def test_every_public_thing_says_what_it_is_for() -> None:
         if not ast.get_docstring(module):
             breaches.append(f"{path.relative_to(REPOSITORY)}: the module")
         for node in public(module.body):
-            if not ast.get_docstring(node) and not is_overload(node):
+            described = is_overload(node) or node.name.endswith("_triton")  # it has a definition
+            described |= bool(node.col_offset) and node.name in protocol_methods()
+            if not ast.get_docstring(node) and not described:
                 breaches.append(where(path, node))
     none_of(breaches)
 
@@ -323,7 +347,7 @@ def test_floors_are_the_longest_chain() -> None:
 
 def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
     named = {
-        "worker.plan": "plan",
+        "worker.plan": "contract",
         "worker.cache.book": "cache",
         "worker.kernels.gemm.x": "kernels",
     }

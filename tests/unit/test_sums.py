@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.equivalence.test_ranks import asked, sections
 from tests.support.engines import running
-from worker.comm.gloo import GlooCollective
-from worker.comm.single import SingleCollective
-from worker.comm.table import NCCL, ONE_SHOT, TWO_SHOT, choose
-from worker.engine.sums import Sums
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
+from worker.peers.gloo import GlooCollective
+from worker.peers.single import SingleCollective
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
+from worker.run.sums import Sums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ TABLE = ((1 << 14, ONE_SHOT), (1 << 20, TWO_SHOT))
 
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics._bound | labels)
+    return metrics.registry.get_sample_value(f"kvlane_{name}", metrics.bound | labels)
 
 
 def test_every_step_counts_the_bytes_that_its_layers_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,9 @@ def test_one_rank_counts_none() -> None:
     with running(sections("none", "never"), num_prefill=0) as cluster:
         engine = cluster.workers["decode-0"].engine
         asked(cluster)
-        assert engine.sums is None
+        assert (
+            value(engine.metrics, "all_reduce_bytes_count", kind="decode", algorithm="gloo") is None
+        )
         assert value(engine.metrics, "ranks") == 1
 
 

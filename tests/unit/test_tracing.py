@@ -7,22 +7,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-import worker.tracing.export
-import worker.tracing.setup
-import worker.tracing.spans
+import worker.observe.export
+import worker.observe.spans
+import worker.observe.tracing
 from tests.support.collector import collecting
 from tests.support.made_spans import Made
 from tests.support.patience import HANG_S
-from worker.api import Error, Sampling
+from worker.api import Error, Stages
 from worker.config import TracingConfig
 from worker.errors import MissingLibrary, UserError
-from worker.plan import Plan
-from worker.requests.traces import DecodeTraces
-from worker.schedule.req import Req
-from worker.tracing.setup import check_tracing, tracer_of
+from worker.observe.timeline import Timeline
+from worker.observe.tracing import check_tracing, tracer_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DELAY = "OTEL_BSP_SCHEDULE_DELAY"  # ms
@@ -67,11 +66,11 @@ def test_stages_within_a_stage_end_with_it(made: Made) -> None:
 
 def test_another_attempt_says_why(made: Made) -> None:
     trace = made.tracer.carried(PARENT, 0.0)
-    trace.attempt("prefill", 0.0)
+    trace.enter("prefill", 0.0)
     trace.leave(1.0, error="worker_lost", why="prefill-0 is lost")
-    trace.attempt("prefill", 1.0)
+    trace.enter("prefill", 1.0)
     trace.enter("pull", 2.0)
-    trace.attempt("prefill", 3.0)
+    trace.enter("prefill", 3.0)
     trace.leave(4.0)
     failed, second, pull, third = made.raw()
     assert not failed.status.is_ok
@@ -82,39 +81,95 @@ def test_another_attempt_says_why(made: Made) -> None:
     assert dict(third.attributes or {}) == {"kvlane.attempt": 3}
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (  # drawn by the prefill worker: all else comes later
+            [("prefill", 1.5), ("pull", 4.0, 2.0), ("token", 4.5)], (1.5, 2.0, 0, 0, 0)
+        ),
+        (
+            [("prefill", 1.5), ("pull", 4.0, 2.0), ("decode_queue", 5.0), ("row", 7.0),
+             ("token", 7.5)], (1.0, 2.0, 1.0, 2.0, 0.5),
+        ),
+        (  # the second attempt counts, and what comes after the first row does not
+            [("prefill", 1.5), ("pull", 2.0, 9.0), ("prefill", 2.5), ("pull", 4.0, 2.0),
+             ("decode_queue", 5.0), ("row", 7.0), ("preempted", 7.5), ("prefill", 7.5),
+             ("pull", 8.0, 9.0), ("decode_queue", 8.0), ("row", 8.0), ("token", 9.0)],
+            (1.0, 2.0, 1.0, 2.0, 2.0),
+        ),
+        (  # prefilled here after an attempt that failed
+            [("prefill", 1.5), ("pull", 1.7, 9.0), ("here", 2.0), ("row", 3.0), ("token", 4.0)],
+            (2.0, 1.0, 0, 0, 0),
+        ),
+        ([("decode_queue", 1.5), ("row", 2.0), ("token", 4.0)], (0.5, 0, 0, 0.5, 2.0)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_stages_add_up_to_the_time_of_the_first_token(
+    made: Made,
+    steps: list[tuple[Any, ...]],
+    expected: tuple[float, float, float, float, float],
+    is_traced: bool,
+) -> None:
+    timeline = Timeline(1.0, made.tracer, PARENT if is_traced else "")
+    has_row, worker = False, ""
+    for number, (step, now, *prefill_s) in enumerate(steps):
+        if step == "token":
+            stages = timeline.token(now, in_row=has_row)
+            assert stages == Stages(*expected, worker)
+            assert sum(expected) == now - 1.0
+            assert timeline.token(now + 1, in_row=has_row) is None
+        elif step == "pull":
+            timeline.announced(now, prefill_s[0], worker, "shm/shm")
+        elif step == "row":
+            has_row = True
+            timeline.row(now)
+        elif step == "decode_queue":
+            timeline.landed(now)
+        elif step == "here":
+            worker = "me"
+            timeline.prefilled_here(now, worker, "local", 0)
+        else:
+            timeline.enter(step, now)
+            worker = worker if has_row or step != "prefill" else f"prefill-{number}"
+    timeline.end(10.0, 2)
+    assert bool(made.raw()) == is_traced
+
+
 def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
     """The step that was under way when it was preempted is of its old one."""
-    traces, plan = DecodeTraces(made.tracer), Plan(1, decode=(1,))
-    req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
-    req.marks.received_at = time.monotonic()
-    traces.begin(req, PARENT)
-    assert req.trace is not None
-    req.trace.enter("decode_queue", time.monotonic())
-    for _ in range(2):
-        traces.row(req, time.monotonic())
-        traces.settled(plan, [req], [], 0.0, time.monotonic())
-        assert not traces.waiting
-        traces.preempted(req)
-        traces.settled(plan, [req], [], 0.0, time.monotonic())
-        assert traces.waiting == {req}
-    traces.end(req)
-    traces.end(req)
-    assert not traces.waiting
+    timeline = Timeline(0.0, made.tracer, PARENT)
+    for now in (1.0, 2.0):
+        timeline.landed(now)
+        timeline.row(now)
+        timeline.token(now, in_row=True)
+        assert timeline.stage == "decode"
+        timeline.enter("preempted", now)
+        timeline.token(now, in_row=True)
+        assert timeline.stage == "preempted"
+    timeline.end(3.0, 4)
+    timeline.end(4.0, 4)
     names = [span.name for span in made.raw()]
-    assert names == ["decode_queue", *["first_step", "decode", "preempted"] * 2]
+    assert names == ["decode_queue", "first_step", "decode", "preempted"] * 2
+
+
+def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
+    """Nor does it if the request was preempted before, and has no row now."""
+    for had_row in (False, True):
+        timeline = Timeline(0.0, made.tracer, PARENT)
+        if had_row:
+            timeline.row(0.5)
+        timeline.enter("prefill", 1.0)
+        timeline.token(2.0, in_row=False)
+        assert timeline.stage == "prefill"
 
 
 def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     """That nobody wants the rest is no error."""
-    traces = DecodeTraces(made.tracer)
     for cause in ("abort", "worker_lost"):
-        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
-        traces.begin(req, PARENT)
-        assert req.trace is not None
-        req.trace.enter("prefill", time.monotonic(), asks=True)
-        req.trace.inner = req.trace.below(req.trace.at)
-        req.trace.inner.enter("prefill_queue", time.monotonic())
-        traces.end(req, Error(cause, "why"))
+        timeline = Timeline(0.0, made.tracer, PARENT)
+        timeline.prefilled_here(1.0, "decode-0", "local", 0)
+        timeline.end(2.0, 0, Error(cause, "why"))
     aborted, lost = made.raw()[:2], made.raw()[2:]
     assert [(each.attributes or {})["error.type"] for each in aborted] == ["abort"] * 2
     assert all(each.status.is_ok for each in aborted)
@@ -122,24 +177,23 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     assert not any(each.status.is_ok for each in lost)
 
 
-def test_a_sibling_s_wait_is_a_stage_of_its_own(made: Made) -> None:
-    traces = DecodeTraces(made.tracer)
-    for was_deferred in (False, True):
-        req = Req("r", 1, "router", [1, 2, 3], 3, Sampling(4), 0.0)
-        req.marks.received_at = time.monotonic() - 5
-        traces.begin(req, PARENT, was_deferred=was_deferred)
-        assert req.trace is not None
-        req.trace.enter("decode_queue", time.monotonic())
-        traces.end(req)
-    names = ["decode_queue", "sibling", "decode_queue"]
-    assert [name for name, *_ in made.spans()] == names
-    assert [end - begin >= 4_999 for _, begin, end in made.spans()] == [True, True, False]
+def test_a_wait_before_the_first_stage_is_part_of_it(made: Made) -> None:
+    """As for a sibling, unless that is entered."""
+    for entered in ([], ["sibling"]):
+        timeline = Timeline(1.0, made.tracer, PARENT)
+        for stage in entered:
+            timeline.enter(stage, 1.0)
+        timeline.landed(6.0)
+        timeline.end(7.0, 0)
+    assert [(name, end - begin) for name, begin, end in made.spans()] == [
+        ("decode_queue", 6000), ("sibling", 5000), ("decode_queue", 1000),
+    ]  # fmt: skip
 
 
 def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Made) -> None:
     """Who both answers and asks does it in two stages: a span has one kind."""
     trace = made.tracer.carried(PARENT, 0.0)
-    trace.attempt("prefill", 0.0, asks=True)
+    trace.enter("prefill", 0.0, asks=True)
     trace.enter("pull", 1.0)
     trace.enter("decode", 2.0)
     trace.leave(3.0)
@@ -147,7 +201,7 @@ def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Ma
     below.enter("POST", 0.0)
     choice = below.below(0.0)
     choice.enter("router_queue", 0.0)
-    choice.attempt("dispatch", 1.0, asks=True)
+    choice.enter("dispatch", 1.0, asks=True)
     choice.leave(2.0)
     below.leave(2.0)
     assert [(span.name, span.kind.name) for span in made.raw()] == [
@@ -185,7 +239,7 @@ def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.M
         def time_ns(cls) -> int:
             return real() + cls.ahead_ns
 
-    monkeypatch.setattr(worker.tracing.spans, "time", Clock)
+    monkeypatch.setattr(worker.observe.spans, "time", Clock)
     for ahead_ns in (0, 200_000, 3_600 * 10**9):
         Clock.ahead_ns = ahead_ns
         trace.add("stage", 1.0, 1.0, {})
@@ -223,7 +277,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
 def test_a_dead_collector_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -244,7 +298,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.tracing.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
     assert tracer is not None
@@ -253,9 +307,8 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
         logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
     tracer.close()
     told = [each.message for each in caplog.records if each.name == "kvlane.tracing"]
-    assert len(told) == 2
-    assert told[0].startswith("opentelemetry.trace.span: ")
-    assert told[1] == "spans may be lost: Queue full"
+    subjects = [line.partition(": ")[0] for line in told]
+    assert sorted(subjects) == ["opentelemetry.trace.span", "spans may be lost"]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +357,7 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.tracing.setup, "PACKAGES", ("opentelemetry.not_there.at_all",))
+    monkeypatch.setattr(worker.observe.tracing, "PACKAGES", ("opentelemetry.not_there.at_all",))
     assert tracer_of(TracingConfig(), "decode", "decode-0") is None
     with pytest.raises(MissingLibrary, match=r"pip install 'kvlane\[tracing\]'") as caught:
         tracer_of(TracingConfig(endpoint="auto"), "decode", "decode-0")

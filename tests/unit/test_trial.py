@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import worker_config
-from worker.engine.engine import build_engine
-from worker.engine.load import run_largest_steps
+from worker.start.build import build_engine
+from worker.start.load import run_largest_steps
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -109,12 +109,6 @@ def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
     assert policy.expected_tokens(4) < 1.2
 
 
-def test_simulated_acceptance_counts_without_drafts() -> None:
-    policy = WidthPolicy((4,), None, simulated=True)
-    policy.observe(4, [Drawn((1,), False, (), (-1, -1, -1))] * 1000)
-    assert policy.expected_tokens(4) < 1.1
-
-
 @pytest.mark.parametrize("length", [3, 4000, *more(40)])
 def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
     length: int,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from worker.api import FinishReason
-from worker.engine.meter import StepMeter
-from worker.metrics import OUTCOMES, WorkerMetrics
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import OUTCOMES, WorkerMetrics
 from worker.plan import Chunk, Plan
 
 BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}
@@ -14,9 +14,14 @@ BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    metrics = WorkerMetrics(**BOUND)
-    metrics.verifies(4)
-    return metrics
+    return WorkerMetrics(**BOUND)
+
+
+@pytest.fixture
+def meter(metrics: WorkerMetrics) -> StepMeter:
+    meter = StepMeter(metrics)
+    meter.verifies(4)
+    return meter
 
 
 def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
@@ -60,60 +65,56 @@ def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_th
     assert not retries.samples
 
 
-def test_windows_count_rows_and_what_they_accepted(metrics: WorkerMetrics) -> None:
-    metrics.windows(4, [1, 3, 4], [(-1, -1, -1), (5, 6, -1), (5, 6, 7)])
-    metrics.windows(2, [2, 1], [(5,), (6,)])
-    metrics.windows(1, [1, 1, 1], [(), (), ()])
-    metrics.windows(4, [], [])  # all of its requests had ended
-    assert value(metrics, "spec_steps_total") == 5
+def by_place(metrics: WorkerMetrics, name: str) -> list[float | None]:
+    return [value(metrics, f"spec_{name}_at_position_total", position=p) for p in "1234"]
+
+
+def test_windows_count_rows_and_what_they_accepted(
+    metrics: WorkerMetrics, meter: StepMeter
+) -> None:
+    """All places from the start; in the meter, which routers hear of, as on the page."""
+    assert by_place(metrics, "accepted") == by_place(metrics, "drafted") == [0, 0, 0, None]
+    meter.verified(4, [1, 3, 4], [(-1, -1, -1), (5, 6, -1), (5, 6, 7)])
+    meter.verified(2, [2, 1], [(5,), (6,)])
+    meter.verified(1, [1, 1, 1], [(), (), ()])
+    meter.verified(4, [], [])  # all of its requests had ended
+    assert value(metrics, "spec_steps_total") == meter.windows.num_windows == 5
     assert value(metrics, "spec_accepted_tokens_total") == 6
-    by_place = [value(metrics, "spec_accepted_at_position_total", position=p) for p in "123"]
-    assert by_place == [3, 2, 1]
-    assert metrics.accepted == by_place
-    by_place = [value(metrics, "spec_drafted_at_position_total", position=p) for p in "123"]
-    assert by_place == [4, 2, 1]
-    assert (metrics.drafted, metrics.num_windows) == (by_place, 5)
+    assert by_place(metrics, "accepted") == [*meter.windows.accepted, None] == [3, 2, 1, None]
+    assert by_place(metrics, "drafted") == [*meter.windows.drafted, None] == [4, 2, 1, None]
     assert value(metrics, "spec_undrafted_steps_total") == 1
-    assert value(metrics, "spec_first_acceptance") == 0
     assert value(metrics, "spec_width_sum") == 7
     assert value(metrics, "spec_width_count") == 3
     assert value(metrics, "spec_simulated") == 0
-    for _ in range(250):
-        metrics.windows(2, [2, 2, 2, 1], [(5,), (6,), (7,), (8,)])
-    assert 0.74 < value(metrics, "spec_first_acceptance") < 0.76
-    first = value(metrics, "spec_first_acceptance")
-    metrics.windows(2, [1, 1, 1, 1], [(5,), (6,), (7,), (8,)])
-    assert value(metrics, "spec_first_acceptance") == first
+
+
+@pytest.mark.parametrize(("reads_text", "share"), [(False, 0.75), (True, 0)])
+def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
+    metrics: WorkerMetrics, reads_text: bool, share: float
+) -> None:
+    meter, drafts = StepMeter(metrics), [(5,), (6,), (7,), (8,)]
+    meter.verifies(2, reads_text=reads_text)
+    for number in range(300):
+        meter.verified(2, [2, 2, 2, 1] if number < 250 else [1] * 4, drafts)
+        early = value(metrics, "spec_first_acceptance")
+        assert early == (share if number >= 249 else 0)
+    assert value(metrics, "spec_steps_total") == 1200
 
 
 def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerMetrics) -> None:
-    metrics.simulate()
-    metrics.windows(4, [1, 3], [(-1, -1, -1), (-1, -1, -1)])
-    by_place = [value(metrics, "spec_drafted_at_position_total", position=p) for p in "123"]
-    assert by_place == [2, 2, 2]
+    meter = StepMeter(metrics)
+    meter.verifies(4, simulated=True)
+    meter.verified(4, [1, 3], [(-1, -1, -1), (-1, -1, -1)])
+    assert by_place(metrics, "drafted") == [2, 2, 2, None]
     assert value(metrics, "spec_simulated") == 1
     assert value(metrics, "spec_undrafted_steps_total") == 0
 
 
-def test_what_windows_will_count_is_there_before_the_first(metrics: WorkerMetrics) -> None:
-    for name in ("accepted", "drafted"):
-        found = [value(metrics, f"spec_{name}_at_position_total", position=p) for p in "1234"]
-        assert found == [0, 0, 0, None]
-
-
-def test_tokens_of_a_row_follow_what_steps_yield(metrics: WorkerMetrics) -> None:
-    assert metrics.tokens_per_row == 0
+def test_tokens_of_a_row_follow_what_steps_yield(meter: StepMeter) -> None:
+    assert meter.windows.tokens_per_row == 0
     for _ in range(100):
-        metrics.windows(4, [4, 1], [(5, 6, 7), (-1, -1, -1)])
-    assert metrics.tokens_per_row == pytest.approx(2.5, abs=0.01)
+        meter.verified(4, [4, 1], [(5, 6, 7), (-1, -1, -1)])
+    assert meter.windows.tokens_per_row == pytest.approx(2.5, abs=0.01)
     for _ in range(100):  # narrowed: nothing is gained any more
-        metrics.windows(1, [1, 1], [(), ()])
-    assert metrics.tokens_per_row == pytest.approx(1, abs=0.01)
-
-
-def test_prompt_lookup_has_no_first_acceptance(metrics: WorkerMetrics) -> None:
-    metrics.acceptance_follows_text()
-    for _ in range(250):
-        metrics.windows(2, [2, 2, 2, 1], [(5,), (6,), (7,), (8,)])
-    assert value(metrics, "spec_first_acceptance") == 0
-    assert value(metrics, "spec_steps_total") == 1000
+        meter.verified(1, [1, 1], [(), ()])
+    assert meter.windows.tokens_per_row == pytest.approx(1, abs=0.01)

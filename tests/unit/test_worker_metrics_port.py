@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from worker.errors import UserError
-from worker.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 
 
 def metrics_of(worker: str) -> WorkerMetrics:

@@ -12,7 +12,7 @@ from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import LayerAttention
-from worker.kernels.attention.mask import CAUSAL, KeyMask
+from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 

@@ -13,7 +13,7 @@ from worker.attention.base import AttentionBackend, AttentionCaps
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current, forward_context
-from worker.kernels.attention.mask import CAUSAL, KeyMask
+from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, check_caps
+from worker.attention.store_kv import store_kv
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
-from worker.kernels.attention.mask import CAUSAL, KeyMask
-from worker.kernels.attention.store_kv import store_kv
+from worker.ops.mask import CAUSAL, KeyMask
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
 MIN_WORKSPACE_BYTES = 128 << 20  # what the library recommends

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, check_caps
+from worker.attention.store_kv import store_kv
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
-from worker.kernels.attention.mask import CAUSAL, KeyMask
-from worker.kernels.attention.store_kv import store_kv
+from worker.ops.mask import CAUSAL, KeyMask
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
 KEY_ALIGNMENT = 16

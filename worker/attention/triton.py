@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, check_caps
-from worker.cache.pool import KVPool
-from worker.errors import Unsupported
-from worker.forward.batch import Batch
-from worker.forward.context import current
-from worker.kernels.attention.mask import CAUSAL, KeyMask
-from worker.kernels.attention.paged_attention import (
+from worker.attention.paged_tiles import PagedTiles, choose
+from worker.attention.paged_triton import (
     PagedPlan,
     constants_of,
     paged_attention,
     plan_items,
 )
-from worker.kernels.attention.paged_tiles import PagedTiles, choose
-from worker.kernels.attention.prompt_attention import (
+from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
     plan_prompts,
@@ -31,9 +26,14 @@ from worker.kernels.attention.prompt_attention import (
     prompt_constants,
     serves,
 )
-from worker.kernels.attention.store_kv import store_kv
-from worker.kernels.jit import HAS_TRITON, INTERPRETED
-from worker.kernels.launch import power_of_two
+from worker.attention.store_kv import store_kv
+from worker.cache.pool import KVPool
+from worker.errors import Unsupported
+from worker.forward.batch import Batch
+from worker.forward.context import current
+from worker.ops.jit import HAS_TRITON, INTERPRETED
+from worker.ops.launch import power_of_two
+from worker.ops.mask import CAUSAL, KeyMask
 
 log = logging.getLogger("kvlane.attention")
 

@@ -197,7 +197,7 @@ class TracingConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of this process; `worker.engine.machine.probe()` fills it."""
+    """The machine of this process; `worker.start.machine.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int

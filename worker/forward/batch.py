@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+SHORT_KEYS = 2048  # a bound of seq_lens up to which attention of chunks may have smaller tiles
+
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:

@@ -43,7 +43,7 @@ class LayerAttention(Protocol):
 
 
 class Breaks(Protocol):
-    """A capture under way that can put host code between segments; see worker.graph.segments."""
+    """A capture under way that can put host code between segments; see worker.run.segments."""
 
     def at(self, body: Callable[[Tensor, Tensor], object], x: Tensor, out: Tensor) -> Tensor:
         """Put `body(x, out)` between two segments; returns `out`."""

@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
-from worker.engine.engine import Engine
+from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
-from worker.pull.inbound import Inbound
-from worker.pull.peers import PrefillPeers
-from worker.requests.traces import prefill_here
-from worker.sampling.grammar import Grammars
+from worker.observe.timeline import Timeline
+from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
+from worker.transfer.inbound import Inbound
 
 # The worker ends a request this long after its deadline, in case its router has not.
 DEADLINE_GRACE_S = 5.0
@@ -32,7 +31,6 @@ class Admission:
         scheduler: DecodeScheduler,
         grammars: Grammars,
         inbound: Inbound,
-        peers: PrefillPeers,
     ) -> None:
         self.draining = False
         self._me = me
@@ -40,7 +38,6 @@ class Admission:
         self._scheduler = scheduler
         self._grammars = grammars
         self._inbound = inbound
-        self._peers = peers
 
     def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
         """Admit a request and reserve its pages.
@@ -65,6 +62,7 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
             is_sibling=bool(message.after),
+            timeline=Timeline(now, self._engine.tracer, message.trace),
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
@@ -84,13 +82,9 @@ class Admission:
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
             self._engine.metrics.placed("none").inc()
-            now = time.monotonic()
-            req.marks.landed_at = req.marks.landed_at or now
-            if req.trace is not None:
-                req.trace.enter("decode_queue", now)
-            self._scheduler.commit(req)
+            self.queue_for_row(req)
             return
-        candidates = self._peers.eligible(req.candidates)
+        candidates = self._inbound.peers.eligible(req.candidates)
         config = self._engine.config.disaggregation
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
@@ -111,11 +105,14 @@ class Admission:
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""
         self._engine.metrics.placed(why).inc()
-        if not req.marks.row_at:
-            req.marks.prefilled_by = self._me
-        if req.trace is not None:
-            prefill_here(req, req.trace, why, self._me)
+        cached = req.num_computed_tokens
+        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
         self._scheduler.prefill_locally(req)
+
+    def queue_for_row(self, req: Req) -> None:
+        """All KV but the last token's is here."""
+        req.timeline.landed(time.monotonic())
+        self._scheduler.commit(req)
 
     def resume_preempted(self) -> None:
         """Admit preempted requests again, oldest first, until one does not fit."""

@@ -64,9 +64,8 @@ class Replies:
                 msgspec.structs.replace(each, top=each.top[:most]) for each in logprobs[:num]
             )
         stages = None
-        if not req.marks.first_token_at:
-            req.marks.first_token_at = now
-            stages = req.marks.stages()
+        if req.timeline.stage != "decode":
+            stages = req.timeline.token(now, in_row=req.row != 0)
         chunk = TokenChunk(
             req.req_id,
             req.dispatch,

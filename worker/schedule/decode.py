@@ -116,7 +116,7 @@ class DecodeScheduler:
         """Return the next step, or None if nothing can run now.
 
         None may be due to preemption: the victim's pages become free when its step settles.
-        now: stored in req.marks.row_at when a request gets its first row.
+        now: noted in the timeline of a request that gets a row.
         """
         for req in list(self.ready):
             if not self._rows.num_free:

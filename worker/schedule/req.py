@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, FinishReason, PeerId, Sampling, Stages
+from worker.api import Candidate, FinishReason, PeerId, Sampling
 from worker.cache.book import Hold
+from worker.observe.timeline import Timeline
 from worker.plan import tail_index
 
 if TYPE_CHECKING:
-    from worker.sampling.grammar import Matcher
-    from worker.tracing.spans import Trace
+    from worker.draw.grammar import Matcher
+    from worker.observe.spans import Trace
 
 
 class Phase(Enum):
@@ -48,46 +49,6 @@ class Draw(NamedTuple):
     masked: bool
 
 
-@dataclass(slots=True)
-class Marks:
-    """When a decode request first reached each stage; monotonic seconds, 0 = not yet."""
-
-    received_at: float = 0.0  # filled by the loop
-    announced_at: float = 0.0  # the announcement of its last KV came
-    prefill_s: float = 0.0  # KVReady.prefill_s, a duration
-    prefilled_by: str = ""  # PeerId, not a time; filled by its fetch or at admission
-    landed_at: float = 0.0  # all KV was here without a local prefill; by the loop, or at admission
-    row_at: float = 0.0  # filled by the scheduler
-    first_token_at: float = 0.0  # filled by `Replies.tokens`
-
-    def fetched(self, announced_at: float, prefill_s: float, peer: PeerId) -> None:
-        """Keep what its fetch found, unless it had a row before: then it was preempted."""
-        if not self.row_at:
-            self.announced_at, self.prefill_s, self.prefilled_by = announced_at, prefill_s, peer
-
-    def stages(self) -> Stages:
-        """The durations between the marks, once there is a first token."""
-        if not self.row_at:  # the prefill worker drew it
-            whole_s = self.first_token_at - self.received_at
-            prefill_s = min(self.prefill_s, whole_s)
-            return Stages(whole_s - prefill_s, prefill_s, 0.0, 0.0, 0.0, self.prefilled_by)
-        if not self.landed_at:  # prefilled here, in the row
-            queue_s = self.row_at - self.received_at
-            prefill_s = self.first_token_at - self.row_at
-            return Stages(queue_s, prefill_s, 0.0, 0.0, 0.0, self.prefilled_by)
-        fetch_s = self.landed_at - self.received_at
-        transfer_s = self.landed_at - self.announced_at if self.announced_at else 0.0
-        prefill_s = min(self.prefill_s, fetch_s - transfer_s)
-        return Stages(
-            fetch_s - transfer_s - prefill_s,
-            prefill_s,
-            transfer_s,
-            self.row_at - self.landed_at,
-            self.first_token_at - self.row_at,
-            self.prefilled_by,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Req:
     """A request on a decode worker. Its id there is (req_id, dispatch)."""
@@ -113,8 +74,7 @@ class Req:
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
-    marks: Marks = field(default_factory=Marks)
-    trace: Trace | None = None  # its stages here; None = not traced
+    timeline: Timeline = field(default_factory=Timeline)
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
 

@@ -46,7 +46,7 @@ class RowTable:
         active: KV of tokens[:-1] is stored, the row decodes at once. False: chunks follow.
         """
         req.row, num, slot = self.take(), req.num_prompt_tokens, 0
-        req.marks.row_at = req.marks.row_at or now
+        req.timeline.row(now)
         if req.sampling.changes_logits:
             self._slot_of[req.row] = slot = self._free_slots.pop()
         start = RowStart(

@@ -29,7 +29,6 @@ class WidthPolicy:
     Args:
         widths: ascending.
         step_s: measured seconds of a step by (rows, width); others are learnt.
-        simulated: acceptance does not depend on drafts, nor on whether there are any.
         may_miss: the drafter often has no draft; a missing one, if asked for, counts as rejected.
     """
 
@@ -38,12 +37,11 @@ class WidthPolicy:
         widths: Sequence[int],
         step_s: Mapping[tuple[int, int], float] | None = None,
         *,
-        simulated: bool = False,
         may_miss: bool = False,
     ) -> None:
         self._widths = tuple(widths)
         self.max_width = max(widths)
-        self._simulated, self._may_miss = simulated, may_miss
+        self._may_miss = may_miss
         self._last_width = 1  # of the step observed last: drafts were asked for so wide a window
         self._step_s = dict(step_s or {})
         # How many steps each time stands for; a measured one for several.
@@ -85,9 +83,8 @@ class WidthPolicy:
         for each in drawn:
             num = len(each.tokens)
             for place in range(1, min(num + 1, width)):
-                missing = each.drafts[place - 1] < 0 and place >= asked
-                if missing and not self._simulated:
-                    break
+                if each.drafts[place - 1] < 0 and place >= asked:
+                    break  # it is missing
                 if place == num and each.finished:
                     break  # the request ended before it
                 self._tried[place] += 1

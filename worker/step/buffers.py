@@ -1,18 +1,17 @@
-"""BatchBuffers: makes a Plan into a Batch, all tensors of one forward at once."""
+"""BatchBuffers: makes a prefill plan into a Batch, all tensors of one forward at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.forward.batch import Batch, DraftRows, HostLengths
-from worker.kernels.attention.paged_tiles import SHORT_KEYS
-from worker.kernels.gemm.product import MAX_STREAMED_ROWS
-from worker.kernels.launch import power_of_two
-from worker.kernels.step.chunk_rows import (
+from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
+from worker.ops.launch import power_of_two
+from worker.ops.product import MAX_STREAMED_ROWS
+from worker.plan import LONG_STEP_TOKENS, Plan
+from worker.step.chunk_rows import (
     DRAFT_LINES,
     NUM_LINES,
     TOKEN_LINES,
@@ -22,10 +21,8 @@ from worker.kernels.step.chunk_rows import (
     line_width,
     pack,
 )
-from worker.kernels.step.step_rows import read_rows
-from worker.plan import LONG_STEP_TOKENS, Plan
 from worker.step.staging import Staging
-from worker.step.state import SampledRows, StepState
+from worker.step.state import StepState
 
 # Most requests of a fixed-shape batch, and most tokens of each. Attention splits its work for a
 # fixed shape without the true lengths, which is too uneven for more or longer requests.
@@ -36,7 +33,7 @@ MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 
 
 class BatchBuffers:
-    """Builds batches for one runner from its step state.
+    """Builds batches of chunks for one runner from its step state.
 
     Args:
         state: of all rows.
@@ -76,9 +73,6 @@ class BatchBuffers:
         self._tables = torch.zeros_like(state.page_table[: self.fixed_reqs, :num_pages])
         self._fixed_batches: dict[int, Batch] = {}  # by padded tokens; all over the same buffers
         self._last_token_rows = self._chunk.new_zeros(MAX_LAST_TOKEN_ROWS)
-        ends = torch.arange(num_rows + 1, dtype=torch.int32, device=state.device)
-        max_width = state.columns.drafts.shape[1] + 1
-        self._window_starts = [ends * width for width in range(max_width + 1)]  # by width
 
     def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
         """Build the batch of a prefill plan, and write the plan's pages to the page table.
@@ -207,35 +201,3 @@ class BatchBuffers:
                 others.append(each)
         self._state.apply_pages(others)
         return new
-
-    def decode(
-        self, rows: Tensor, max_seq_len_ub: int, host: HostLengths | None = None, width: int = 1
-    ) -> tuple[Batch, SampledRows]:
-        """Build the batch of a window for each of `rows` [n] i64. Enqueues device work only.
-
-        Rows that are inactive on the device, and row 0, are padding. `host` goes into the batch;
-        nobody knows it for steps wider than 1.
-        """
-        num_rows, num_pages = rows.shape[0], -(-max_seq_len_ub // self._page_size)
-        read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
-        batch = Batch(
-            input_ids=read.input_ids,
-            positions=read.positions,
-            slot_mapping=read.slots,
-            query_start=self._window_starts[width][: num_rows + 1],
-            seq_lens=read.seq_lens,
-            page_table=read.table,
-            num_reqs=num_rows,
-            num_tokens=num_rows * width,
-            max_query_len=width,
-            max_seq_len_ub=max_seq_len_ub,
-            host=host,
-        )
-        sampled = SampledRows(
-            read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
-        )
-        return batch, sampled
-
-    def decode_lengths(self, rows: Sequence[int]) -> HostLengths:
-        """HostLengths of a decode batch of `rows`, whose plan has been applied to the state."""
-        return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])

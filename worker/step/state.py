@@ -7,7 +7,6 @@ replaced by it, so whatever they write is harmless.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.kernels.step.logits import Changes, Masks
-from worker.kernels.step.step_rows import RowColumns
 from worker.plan import Plan, RowPages, RowStart
+from worker.step.accept_rows import accept_rows
+from worker.step.penalties import PenaltyTables
+from worker.step.step_rows import RowColumns
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 
@@ -142,6 +142,7 @@ class StepState:
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
         self.penalties = PenaltyTables(num_penalty_slots, vocab_size, device)
+        self.accept: Callable[..., Tensor] = accept_rows
         self.reset()
 
     def reset(self) -> None:
@@ -240,40 +241,3 @@ class StepState:
         ids = [*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids)]
         assert len(ids) <= MAX_STOP_IDS
         return ids + [-1] * (MAX_STOP_IDS - len(ids))
-
-
-class PenaltyTables:
-    """Tables over the vocabulary for penalties and logit bias, by penalty slot.
-
-    Slot 0 is neutral: rows without penalties use it. What they add to its counts is never read,
-    because their penalties are off.
-    """
-
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        shape = num_slots + 1, vocab_size
-        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
-        self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
-
-    def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
-        """What draws read: these tables, and `masks` and `drafts` as `Changes` describes them."""
-        return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
-
-    def fill(
-        self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
-    ) -> None:
-        """Fill the slot of a request that starts from its prompt and output."""
-        slot = start.penalty_slot
-        for table in (self.in_prompt, self.counts, self.bias):
-            table[slot].zero_()
-        self.biased[slot].fill_(bool(start.sampling.logit_bias))
-        if start.prompt:
-            self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
-        drawn = Counter(start.output)
-        if drawn:
-            ids = upload(list(drawn), torch.int64)
-            self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
-        if start.sampling.logit_bias:
-            ids, values = zip(*start.sampling.logit_bias, strict=True)
-            self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))

@@ -1,0 +1,67 @@
+"""One request's draft rows, run by a chain drafter over pages of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.attention.reference import ReferenceAttention
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.drafts.chain_model import ChainDrafter
+from worker.forward.batch import Batch
+from worker.forward.context import forward_context
+from worker.ops.mask import KeyMask
+
+PAGE_SIZE, NUM_PAGES = 4, 9
+PAGES = [5, 2, 7, 1]  # of the one request: slot t is row t % 4 of page PAGES[t // 4]
+
+
+class ChainRows:
+    """The region "draft" of a drafter, filled with NaN."""
+
+    def __init__(self, drafter: ChainDrafter) -> None:
+        size, heads, dtype = drafter.spec.head_dim, drafter.heads, drafter.kind["dtype"]
+        name = str(dtype).removeprefix("torch.")
+        region = KVRegion("draft", 1, heads.num_kv_heads, size, 1, PAGE_SIZE, name)
+        self.drafter = drafter
+        self.pool = KVPool(KVLayout((region,)), NUM_PAGES, drafter.kind["device"])
+        self.caches = self.pool.layer(0, "draft")
+        for cache in self.caches:
+            cache.fill_(float("nan"))
+        self._attention = ReferenceAttention(
+            self.pool, heads.num_heads, heads.num_kv_heads, size, size**-0.5,
+            KeyMask(first_key=1), "draft",
+        )  # fmt: skip
+
+    def store(self, first: int, ids: Tensor, g: Tensor) -> None:
+        """Rows for slots `first` and on."""
+        batch = self._batch(first, ids)
+        with forward_context(batch, self._attention, self._attention.plan(batch)):
+            self.drafter.store(batch.input_ids, g, batch.positions)
+
+    def forward(self, first: int, ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows for slots `first` and on, which attend to those before them."""
+        batch = self._batch(first, ids)
+        with forward_context(batch, self._attention, self._attention.plan(batch)):
+            return self.drafter(batch.input_ids, g, batch.positions)
+
+    def _batch(self, first: int, ids: Tensor) -> Batch:
+        positions, num = torch.arange(first, first + len(ids)), len(ids)
+        pages = torch.tensor(PAGES)[positions // PAGE_SIZE]
+
+        def put(values: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+            return values.to(self.drafter.kind["device"], dtype)
+
+        return Batch(
+            input_ids=put(ids),
+            positions=put(positions),
+            slot_mapping=put(pages * PAGE_SIZE + positions % PAGE_SIZE),
+            query_start=put(torch.tensor([0, num]), torch.int32),
+            seq_lens=put(torch.tensor([first + num]), torch.int32),
+            page_table=put(torch.tensor([PAGES]), torch.int32),
+            num_reqs=1,
+            num_tokens=num,
+            max_query_len=num,
+            max_seq_len_ub=first + num,
+        )

@@ -1,0 +1,125 @@
+"""A real Prometheus that scrapes a cluster: apt-get install --no-install-recommends prometheus."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ADDRESS = "127.0.0.1:19090"
+READY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of an answer; gaps and NaN are left out."""
+
+    labels: Mapping[str, str]
+    points: tuple[tuple[float, float], ...]
+
+
+class Prometheus:
+    """The process; a context, which ends it.
+
+    Args:
+        root: for its files.
+        scrape: the jobs of its configuration.
+        interval_s: between scrapes.
+        rules: files of rules, below root.
+    """
+
+    def __init__(
+        self, root: Path, scrape: list[dict[str, Any]], interval_s: int, rules: tuple[str, ...] = ()
+    ) -> None:
+        program = shutil.which("prometheus")
+        if program is None:
+            raise SystemExit(f"no prometheus: {(__doc__ or '').partition(': ')[2]}")
+        every = {"scrape_interval": f"{interval_s}s", "evaluation_interval": "1s"}
+        config = {"global": every, "scrape_configs": scrape, "rule_files": list(rules)}
+        (root / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
+        self._log = root / "prometheus.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [program, f"--config.file={root}/prometheus.yml",
+                 f"--storage.tsdb.path={root}/data", f"--web.listen-address={ADDRESS}",
+                 "--enable-feature=exemplar-storage"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        self._client = httpx.Client(base_url=f"http://{ADDRESS}", timeout=30, trust_env=False)
+        self._wait_ready()
+
+    def __enter__(self) -> Prometheus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while True:
+            try:
+                if self._client.get("/-/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"Prometheus does not start:\n{self._log.read_text()}")
+            time.sleep(0.2)
+
+    def ask(self, what: str, **asked: Any) -> Any:
+        """An answer's data.
+
+        Raises:
+            ValueError: Prometheus refuses the question.
+        """
+        answer = self._client.get(f"/api/v1/{what}", params=asked).json()
+        if answer["status"] != "success":
+            raise ValueError(answer["error"])
+        return answer["data"]
+
+    def now(self, query: str) -> list[float]:
+        """The present values of all series of a query."""
+        return [float(each["value"][1]) for each in self.ask("query", query=query)["result"]]
+
+    def range(self, query: str, start: float, end: float, step_s: float) -> list[Series]:
+        """What a graph of the query would show."""
+        data = self.ask("query_range", query=query, start=start, end=end, step=step_s)
+        return [_series(each) for each in data["result"]]
+
+    def values(self, label: str, matcher: str) -> list[str]:
+        """Values of a label, as a variable of Grafana asks for them."""
+        return self.ask(f"label/{label}/values", **{"match[]": matcher})
+
+    def exemplars(self, query: str) -> set[tuple[str, str]]:
+        """(trace, bucket) of each exemplar of the last minutes."""
+        now = time.time()
+        data = self.ask("query_exemplars", query=query, start=now - 600, end=now + 600)
+        return {
+            (exemplar["labels"]["trace_id"], series["seriesLabels"]["le"])
+            for series in data
+            for exemplar in series["exemplars"]
+        }
+
+    def end(self) -> None:
+        """With the process."""
+        self._client.close()
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def scraping(target: str) -> list[dict[str, Any]]:
+    """The jobs of a configuration that scrapes one address."""
+    return [{"job_name": "kvlane", "static_configs": [{"targets": [target]}]}]
+
+
+def _series(given: dict[str, Any]) -> Series:
+    points = ((float(at), float(value)) for at, value in given["values"])
+    finite = tuple((at, value) for at, value in points if value - value == 0)
+    return Series(given["metric"], finite)

@@ -1,0 +1,534 @@
+"""Attention of ragged query rows over the paged KV cache, for decode, verify, draft and prefill.
+
+Rows are (token, query head) pairs. For each kv head, those of one request form tiles of `block_m`
+rows. The keys that a tile sees are cut into splits. `plan_items` lists all items (tile, split) of a
+batch on the device, once for all layers. So no launch depends on a length that the host does not
+know, and no program starts for an empty split.
+
+How a tile is cut depends on its own length and on the batch's padded shape alone (for prompts also
+on whether the bound of the keys is above SHORT_KEYS; see `paged_tiles`). So a row's result has the
+same bits whatever the other rows are. The last program to finish a tile adds its splits up in
+order.
+
+A KeyMask says which keys a row sees, by constants. All blocks of a mask with first_key or window
+compare every key: such batches are short queries of drafters, so far.
+
+The twin in plain torch is `worker.attention.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
+from worker.ops.jit import (
+    HAS_TRITON,
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    tl,
+    triton,
+)
+from worker.ops.launch import overlap, power_of_two
+from worker.ops.mask import CAUSAL, KeyMask
+
+FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
+
+
+@triton.jit
+def bound_of(x, INTERPRETED: tl.constexpr):
+    """x for range(): the interpreter's scalars are arrays of one element, which range refuses."""
+    if INTERPRETED:
+        return x.handle.data.item()
+    else:
+        return x
+
+
+@triton.jit
+def _cut(num_keys, shortest, most, BLOCK_N: tl.constexpr):
+    """How many splits num_keys keys are cut into, and the keys of each but the last."""
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_keys, shortest), 1), most)
+    length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N), 1) * BLOCK_N
+    return tl.maximum(tl.cdiv(num_keys, length), 1), length
+
+
+@triton.jit
+def _num_keys(
+    tile, query_len, seq_len, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the keys end that the last query row of a tile sees."""
+    if CAUSAL:
+        last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+        return tl.maximum(seq_len - query_len + last + 1, 0)
+    else:
+        return tl.maximum(seq_len, 0)
+
+
+@triton.jit
+def _first_key(
+    tile, query_len, seq_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A multiple of BLOCK_N before which no row of a tile sees a key."""
+    if WINDOW:
+        position = seq_len - query_len + tile * BLOCK_M // GROUP
+        return tl.maximum(position - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
+    else:
+        return 0
+
+
+@triton.jit(do_not_specialize=["max_tiles", "shortest", "most", "stride_table"])
+def _plan_kernel(
+    query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests,): each writes its own items behind those of all requests before it.
+
+    With SORTED those are the requests with more keys: programs start in the order of the items,
+    and a long row that starts last would run on alone.
+    """
+    req, num_reqs = tl.program_id(0), tl.num_programs(0)
+    own_seq_len = tl.load(seq_lens + req)
+    before = tl.zeros((BLOCK_R,), tl.int32)
+    everything = tl.zeros((BLOCK_R,), tl.int32)
+    for first in range(0, bound_of(num_reqs, INTERPRETED), BLOCK_R):
+        others = first + tl.arange(0, BLOCK_R)
+        there = others < num_reqs
+        other_start = tl.load(query_start + others, mask=there, other=0)
+        other_end = tl.load(query_start + others + 1, mask=there, other=0)
+        other_seq_len = tl.load(seq_lens + others, mask=there, other=0)
+        other_len = other_end - other_start
+        earlier = others < req
+        if SORTED:
+            earlier &= other_seq_len == own_seq_len
+            earlier |= other_seq_len > own_seq_len
+        for tile in range(bound_of(max_tiles, INTERPRETED)):
+            num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP, CAUSAL)
+            num_keys -= _first_key(tile, other_len, other_seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
+            num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
+            splits = tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
+            before += tl.where(earlier, splits, 0)
+            everything += splits
+    item = tl.sum(before, 0)
+
+    start = tl.load(query_start + req)
+    end = tl.load(query_start + req + 1)
+    query_len = end - start
+    seq_len = own_seq_len
+    split = tl.arange(0, BLOCK_S)
+    table = page_table + req.to(tl.int64) * stride_table
+    num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
+    for tile in range(bound_of(num_tiles, INTERPRETED)):
+        num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP, CAUSAL)
+        first = _first_key(tile, query_len, seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
+        num_splits, length = _cut(num_keys - first, shortest, most, BLOCK_N)
+        at = items + (item + split) * FIELDS
+        listed = split < num_splits
+        begin = first + split * length
+        page = tl.load(table + begin // PAGE, mask=listed & (begin < num_keys), other=0)
+        tl.store(at, tl.zeros_like(split) + start, mask=listed)
+        tl.store(at + 1, tl.zeros_like(split) + query_len * GROUP, mask=listed)
+        tl.store(at + 2, tl.zeros_like(split) + (seq_len - query_len), mask=listed)
+        tl.store(at + 3, begin, mask=listed)
+        tl.store(at + 4, tl.minimum(begin + length, num_keys), mask=listed)
+        tl.store(at + 5, tl.zeros_like(split) + req, mask=listed)
+        tl.store(at + 6, page, mask=listed)
+        tl.store(at + 7, split + (num_splits * 256 + tile * 65536), mask=listed)
+        item += num_splits
+    if req == num_reqs - 1:
+        tl.store(counts, tl.sum(everything, 0))
+        tl.store(counts + 1, end)
+
+
+@triton.jit
+def _combine(
+    partial, stats, first_slot, num_splits, here, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """[USED, HEAD_DIM] f32: the splits of one tile, added in their order; here: [USED].
+
+    A row that sees no key is that of slot 0, and the keys of its tile are too few to be split.
+    """
+    local = tl.arange(0, USED)
+    dims = tl.arange(0, HEAD_DIM)
+    top = tl.full((USED,), float("-inf"), tl.float32)
+    weight = tl.zeros((USED,), tl.float32)
+    total = tl.zeros((USED, HEAD_DIM), tl.float32)
+    for first in range(0, bound_of(num_splits, INTERPRETED), UNROLL):
+        for i in tl.static_range(UNROLL):  # so many loads are in flight together
+            slot = first_slot + (first + i) * KV_HEADS
+            known = here & (first + i < num_splits)
+            stats_at = stats + slot * (2 * ROWS) + local
+            part_top = tl.load(stats_at, mask=known, other=float("-inf"), cache_modifier=".cg")
+            part_weight = tl.load(stats_at + ROWS, mask=known, other=0.0, cache_modifier=".cg")
+            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(part_at, mask=known[:, None], other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, part_top)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            old, new = tl.exp2(top - base), tl.exp2(part_top - base)  # new: 0 if it had no key
+            weight = weight * old + part_weight * new
+            total = total * old[:, None] + part * new[:, None]
+            top = higher
+    return total / tl.where(here, weight, 1.0)[:, None]
+
+
+@triton.jit
+def _row_offset(row, start, head, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Element at which query rows (token, head of the group) begin; tokens are `stride` apart."""
+    token = (start + row // GROUP).to(tl.int64)
+    return token * stride + (head * GROUP + row % GROUP) * HEAD_DIM
+
+
+@triton.jit
+def item_at(items, index, wanted, FIELDS: tl.constexpr):
+    """The fields of one item, as _plan_kernel wrote them."""
+    at = items + index * FIELDS
+    start = tl.load(at, mask=wanted, other=0)
+    num_rows = tl.load(at + 1, mask=wanted, other=0)
+    past = tl.load(at + 2, mask=wanted, other=0)
+    begin = tl.load(at + 3, mask=wanted, other=0)
+    end = tl.load(at + 4, mask=wanted, other=0)
+    req = tl.load(at + 5, mask=wanted, other=0)
+    page = tl.load(at + 6, mask=wanted, other=0)
+    cut = tl.load(at + 7, mask=wanted, other=0)
+    return start, num_rows, past, begin, end, req, page, cut
+
+
+@triton.jit
+def zero_padding(
+    out, num_rows, num_tokens, program, num_programs,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Zeros into the tokens num_rows..num_tokens - 1 of `out`; all programs share the work."""
+    dims = tl.arange(0, HEAD_DIM)
+    last = num_tokens * HEADS
+    for first in range(
+        bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
+        bound_of(num_programs * 16, INTERPRETED),
+    ):  # fmt: skip
+        padding = first + tl.arange(0, 16)
+        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
+        zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+
+
+@triton.jit
+def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of the block of keys that begins at `key`; of each key if the block spans pages."""
+    if PAGE >= BLOCK_N:
+        page = tl.load(table + key // PAGE, mask=key < end, other=0)
+    else:
+        page = tl.load(table + keys // PAGE, mask=keys < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def _blocks(
+    acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
+    limit, scale, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
+    WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
+
+    Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
+    the block after the last is returned. Keys from `end` on have no page.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    block = tl.arange(0, BLOCK_N)
+    for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
+        keys = key + block
+        if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
+            spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
+        else:
+            spot = page * stride_page + (block % PAGE) * HEAD_DIM
+        if MASKED:
+            inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
+            if FIRST_KEY:
+                inside &= (keys >= FIRST_KEY)[:, None]
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        else:
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
+        page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        dtype = v_tile.dtype
+        if INTERPRETED:
+            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
+            seen = keys[None, :] <= limit[:, None]
+            if FIRST_KEY:
+                seen &= (keys >= FIRST_KEY)[None, :]
+            if WINDOW:
+                seen &= keys[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(scores - base[:, None])
+        weight = weight * shrink + tl.sum(p, 1)
+        p = p.to(dtype)
+        if INTERPRETED:
+            p = p.to(tl.float32)
+        acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, weight, top, page
+
+
+@triton.jit
+def _online(
+    q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, limit, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    MANY: tl.constexpr, FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score."""
+    block = tl.arange(0, BLOCK_N)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    if PAGE >= BLOCK_N:
+        page = first_page.to(tl.int64)
+    else:
+        page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    masked = begin
+    # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
+    # the pipeline of loads, so short queries have one loop only.
+    if MANY and not (FIRST_KEY or WINDOW):
+        masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
+        acc, weight, top, page = _blocks(  # type: ignore[misc]
+            acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
+            tl.minimum(masked, end), end, position, limit, scale, False, BLOCK_N, HEAD_DIM, PAGE,
+            FIRST_KEY, WINDOW, INTERPRETED,
+        )  # fmt: skip
+    acc, weight, top, page = _blocks(  # type: ignore[misc]
+        acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
+        position, limit, scale, True, BLOCK_N, HEAD_DIM, PAGE, FIRST_KEY, WINDOW, INTERPRETED,
+    )  # fmt: skip
+    return acc, weight, top
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_table"])
+def _attend_kernel(
+    q, out, k_cache, v_cache, page_table, items, counts, partial, stats, arrivals,
+    num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr,
+    UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
+
+    MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
+
+    q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
+    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: for exp2.
+    items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
+    partial: f32 [items, KV_HEADS, ROWS, HEAD_DIM]; stats: f32 [items, KV_HEADS, 2, ROWS].
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_pairs = tl.load(counts) * KV_HEADS
+    num_rows = tl.load(counts + 1)
+    # `items` has room for one item a program, so this load need not wait for the number of items.
+    index = tl.maximum(num_pairs - 1 - program, 0) if MANY else program
+    start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
+        items, index // KV_HEADS, program >= 0, FIELDS
+    )
+    local = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    for turn in range(
+        bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
+        bound_of(num_programs, INTERPRETED),
+    ):  # fmt: skip
+        flat = num_pairs - 1 - turn if MANY else turn
+        head = flat % KV_HEADS
+        split, num_splits = cut % 256, cut // 256 % 256
+        rows = cut // 65536 * BLOCK_M + local
+        here = rows < num_r
+        column = rows // GROUP
+        position = past + column
+        limit = position
+        if not CAUSAL:
+            limit = tl.zeros_like(column) + (past + num_r // GROUP - 1)
+        table = page_table + req.to(tl.int64) * stride_table
+        q_at = (
+            q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+        )
+        # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
+        # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
+        q_tile = tl.load(q_at, mask=here[:, None] & (begin >= 0), other=0.0)
+        if INTERPRETED:
+            q_tile = q_tile.to(tl.float32)
+        acc, weight, top = _online(
+            q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
+            stride_page, begin, end, position, limit, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE,
+            MANY, FIRST_KEY, WINDOW, INTERPRETED,
+        )  # fmt: skip
+
+        stride_out = KV_HEADS * GROUP * HEAD_DIM
+        if num_splits == 1:
+            out_at = out + _row_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
+            whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
+            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=here[:, None])
+        else:
+            slot = tl.cast(flat, tl.int64)
+            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(part_at, acc, mask=here[:, None])
+            tl.store(stats + slot * (2 * ROWS) + local, top, mask=here)
+            tl.store(stats + slot * (2 * ROWS) + ROWS + local, weight, mask=here)
+            tl.debug_barrier()  # all threads' parts are written before the one atomic releases them
+            first_slot = slot - split * KV_HEADS
+            arrived = tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_splits - 1:
+                # Only rows that a tile can have, so that more splits fit into registers at once.
+                used = cut // 65536 * BLOCK_M + tl.arange(0, USED)
+                real = used < num_r
+                total = _combine(
+                    partial, stats, first_slot, num_splits, real, HEAD_DIM, KV_HEADS, ROWS, USED,
+                    UNROLL, INTERPRETED,
+                )  # fmt: skip
+                used_at = _row_offset(used, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
+                total = total.to(out.dtype.element_ty)
+                tl.store(out + used_at + dims[None, :], total, mask=real[:, None])
+                tl.store(arrivals + first_slot, 0)
+        following = flat - num_programs if MANY else flat + num_programs
+        start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
+            items, following // KV_HEADS, (following >= 0) & (following < num_pairs), FIELDS
+        )
+
+    zero_padding(  # type: ignore[misc]
+        out, num_rows, num_tokens, program, num_programs, KV_HEADS * GROUP, HEAD_DIM, INTERPRETED
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """One batch cut into items. The layers of a pass run one after the other and share it all."""
+
+    tiles: PagedTiles
+    heads: tuple[int, int]  # query, kv
+    mask: KeyMask
+    page_table: Tensor  # [num_reqs, max_pages] i32
+    items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
+    counts: Tensor  # [2] i32: items, query rows
+    arrivals: Tensor  # [max_items * kv_heads] i32; all 0 between launches
+    partial: Tensor  # [max_items * kv_heads * rows * head_dim] f32; scratch
+    stats: Tensor  # [max_items * kv_heads * 2 * rows] f32; scratch
+
+
+def plan_items(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    tiles: PagedTiles,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    mask: KeyMask = CAUSAL,
+) -> PagedPlan:
+    """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
+
+    Everything that a pass needs is allocated here; during a capture, from the graph's own pool.
+    """
+    assert query_start.dtype == seq_lens.dtype == page_table.dtype == torch.int32
+    assert page_table.stride(1) == 1
+    device, kv_heads = seq_lens.device, heads[1]
+    slots = tiles.max_items * kv_heads
+    split_slots = slots if tiles.max_splits > 1 else 1
+    plan = PagedPlan(
+        tiles=tiles,
+        heads=heads,
+        mask=mask,
+        page_table=page_table,
+        items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
+        counts=torch.empty(2, dtype=torch.int32, device=device),
+        arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
+        partial=torch.empty(split_slots * tiles.rows * head_dim, device=device),
+        stats=torch.empty(split_slots * tiles.rows * 2, device=device),
+    )
+    constants: dict[str, Any] = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP": heads[0] // kv_heads,
+        "PAGE": page_size, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS, "FIELDS": FIELDS,
+        "CAUSAL": mask.causal, "WINDOW": mask.window or 0, "SORTED": tiles.longest_first,
+        "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+    _plan_kernel[(seq_lens.shape[0],)](
+        query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
+        tiles.shortest, tiles.most, page_table.stride(0), **constants,
+    )  # fmt: skip
+    return plan
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Each row's attention to those of its request's keys that it sees; padded rows are zero.
+
+    q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
+    [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim],
+    contiguous: `out` if it is given.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    tiles, page_size = plan.tiles, k_cache.shape[2]
+    assert HAS_TRITON
+    assert num_heads == plan.heads[0]
+    assert k_cache.stride() == v_cache.stride()
+    assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.is_contiguous()
+    options = overlap(q)
+    if not tiles.early:
+        options = {"PDL": options["PDL"]}  # the next kernel may still start early
+    options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if tiles.max_registers:
+        options["maxnreg"] = tiles.max_registers
+    _attend_kernel[(tiles.programs,)](
+        q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
+        plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
+        plan.page_table.stride(0), scale * 1.4426950408889634,
+        **constants_of(tiles, plan.heads, head_dim, page_size, plan.mask), **options,
+    )  # fmt: skip
+    return out
+
+
+def constants_of(
+    tiles: PagedTiles,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    mask: KeyMask = CAUSAL,
+) -> dict[str, Any]:
+    """The compile-time constants of _attend_kernel, except PDL."""
+    used = power_of_two(tiles.rows)
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "HEAD_DIM": head_dim,
+        "PAGE": page_size,
+        "GROUP": heads[0] // heads[1],
+        "KV_HEADS": heads[1],
+        "ROWS": tiles.rows,
+        "USED": used,
+        "UNROLL": min(max(64 // used, 1), 16),
+        "FIELDS": FIELDS,
+        "MANY": tiles.max_tiles > 1,
+        **mask.constants(),
+        "INTERPRETED": INTERPRETED,
+    }

@@ -1,0 +1,282 @@
+"""Causal attention of long chunks, on GPUs whose TMA loads blocks of keys (ADR 0022).
+
+The keys and values of a layer are gathered from their pages, each request's one after the other,
+and a program takes 128 tokens of one query head over them, 128 keys at a time. Copying 32768 keys
+takes a hundredth of what 8192 rows over them take, and dense blocks load a third faster than pages.
+
+A row takes its keys in units of BLOCK_N, counted from its first one, and a unit without a key that
+it sees leaves its sums as they are. So its bits depend neither on where its prompt is cut into
+chunks, nor on the other rows.
+
+The twin in plain torch is `worker.attention.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention.paged_tiles import PagedTiles
+from worker.attention.paged_triton import (
+    FIELDS,
+    PagedPlan,
+    bound_of,
+    item_at,
+    plan_items,
+    zero_padding,
+)
+from worker.ops.jit import INTERPRETED, tl, triton
+from worker.ops.launch import has_dependent_launch
+
+BLOCK_M, BLOCK_N = 128, 128
+HEAD_DIMS = (64, 128)
+SHARED_BYTES = 228 << 10  # of an SM
+NUM_WARPS, NUM_STAGES = 8, 3
+
+
+@triton.jit(do_not_specialize=["stride_table", "stride_head"])
+def _gather_kernel(
+    k_cache, v_cache, keys, values, page_table, seq_lens, first_rows,
+    stride_table, stride_page, stride_cache_head, stride_head,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (pages of the longest request, requests, kv heads): copies a page of one head.
+
+    keys, values: [kv_heads, rows, HEAD_DIM], heads stride_head apart. A request's rows begin at
+    first_rows[i] and are zeros from its last key to the end of a unit: 0 · NaN would be NaN.
+    """
+    page, req, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_keys = tl.load(seq_lens + req)
+    first = page * PAGE
+    if first < tl.cdiv(num_keys, UNIT) * UNIT:
+        at = tl.load(page_table + req.to(tl.int64) * stride_table + page, mask=first < num_keys)
+        slot = tl.arange(0, PAGE)
+        dims = tl.arange(0, HEAD_DIM)
+        inside = (first + slot < num_keys)[:, None]
+        within = slot[:, None] * HEAD_DIM + dims[None, :]
+        source = at.to(tl.int64) * stride_page + head * stride_cache_head + within
+        row = tl.load(first_rows + req).to(tl.int64) + first
+        dest = head.to(tl.int64) * stride_head + row * HEAD_DIM + within
+        tl.store(keys + dest, tl.load(k_cache + source, mask=inside, other=0.0))
+        tl.store(values + dest, tl.load(v_cache + source, mask=inside, other=0.0))
+
+
+@triton.jit
+def _units(
+    acc, weight, top, q_tile, keys, values, first_row, begin, stop, position, scale,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys begin..stop - 1; without MASKED every row sees all of them."""
+    for key in tl.range(  # type: ignore[misc]
+        bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N
+    ):
+        k_tile = keys.load([first_row + key, 0])
+        v_tile = values.load([first_row + key, 0])
+        dtype = v_tile.dtype
+        if INTERPRETED:
+            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
+        scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if MASKED:
+            seen = (key + tl.arange(0, BLOCK_N))[None, :] <= position[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        p = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(top - base)
+        weight = weight * shrink + tl.sum(p, 1)
+        p = p.to(dtype)
+        if INTERPRETED:
+            p = p.to(tl.float32)
+        acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, weight, top
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _prompt_kernel(
+    q, out, keys, values, items, counts, first_rows, num_tokens, num_rows, stride_q, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, FIELDS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Grid: a program for each pair (tile of tokens, query head); the last tiles, whose keys are
+    the most, go first.
+
+    q: [num_tokens, HEADS, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
+    keys, values: descriptors of [kv_heads · num_rows, HEAD_DIM] in blocks of BLOCK_N rows.
+    items, counts: of plan_items with a head for each query head.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    flat = tl.load(counts) * HEADS - 1 - program
+    num_computed = tl.load(counts + 1)
+    dims = tl.arange(0, HEAD_DIM)
+    if flat >= 0:
+        start, num_r, past, begin, end, req, _, cut = item_at(  # type: ignore[misc]
+            items, flat // HEADS, flat >= 0, FIELDS
+        )
+        head = flat % HEADS
+        rows = cut // 65536 * BLOCK_M + tl.arange(0, BLOCK_M)
+        here = (rows < num_r)[:, None]
+        position = past + rows
+        row = (start + rows).to(tl.int64)[:, None]
+        q_tile = tl.load(q + row * stride_q + head * HEAD_DIM + dims[None, :], mask=here, other=0.0)
+        if INTERPRETED:
+            q_tile = q_tile.to(tl.float32)
+        first_row = head // GROUP * num_rows + tl.load(first_rows + req)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        # Most units lie before all rows of the tile and need no mask.
+        seen = tl.minimum((tl.min(position, 0) + 1) // BLOCK_N * BLOCK_N, end)
+        acc, weight, top = _units(  # type: ignore[misc]
+            acc, weight, top, q_tile, keys, values, first_row, begin, seen, position, scale,
+            False, BLOCK_N, INTERPRETED,
+        )  # fmt: skip
+        acc, weight, top = _units(  # type: ignore[misc]
+            acc, weight, top, q_tile, keys, values, first_row, seen, end, position, scale,
+            True, BLOCK_N, INTERPRETED,
+        )  # fmt: skip
+        whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
+        out_at = out + (row * HEADS + head) * HEAD_DIM + dims[None, :]
+        tl.store(out_at, whole.to(out.dtype.element_ty), mask=here)
+
+    zero_padding(  # type: ignore[misc]
+        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, INTERPRETED
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What all layers of one pass share; each overwrites the gathered keys and values."""
+
+    paged: PagedPlan  # tiles of tokens; a head for each query head
+    seq_lens: Tensor  # [num_reqs] i32
+    first_rows: Tensor  # [num_reqs] i32, in `gathered`
+    gathered: Tensor  # [2, kv_heads, rows, head_dim]: keys, values
+    keys: Any  # TensorDescriptor of [kv_heads * rows, head_dim]
+    values: Any
+    max_seq_len: int  # host bound
+
+
+def serves(k_cache: Tensor) -> bool:
+    """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view.
+
+    Not below compute capability 9.0, with too little shared memory, and for other pages, head_dims
+    and dtypes than it knows.
+    """
+    _, _, page_size, head_dim = k_cache.shape
+    known = k_cache.dtype.itemsize == 2 and BLOCK_N % page_size == 0 and head_dim in HEAD_DIMS
+    return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
+
+
+def _has_room(x: Tensor) -> bool:
+    if not has_dependent_launch(x):
+        return False
+    device = torch.cuda.get_device_properties(x.device)
+    return device.shared_memory_per_multiprocessor >= SHARED_BYTES
+
+
+def num_rows(seq_lens: Sequence[int]) -> int:
+    """Rows of gathered keys that requests of such lengths take."""
+    return sum(-(-length // BLOCK_N) * BLOCK_N for length in seq_lens)
+
+
+def plan_prompts(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    bounds: tuple[int, int, int],
+    heads: tuple[int, int],
+    gathered: Tensor,
+) -> PromptPlan:
+    """Plan a batch; bounds: its num_tokens, max_query_len and max_seq_len_ub.
+
+    gathered: [2, kv_heads, rows, head_dim], rows at least `num_rows` of the requests' lengths.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
+
+    num_tokens, max_query_len, max_seq_len = bounds
+    head_dim = gathered.shape[-1]
+    tiles = prompt_tiles(len(seq_lens), num_tokens, max_query_len, heads[0])
+    each_head, page_size = (heads[0], heads[0]), 1  # items name a first page, which nobody reads
+    paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, head_dim, page_size)
+    units = torch.div(seq_lens + BLOCK_N - 1, BLOCK_N, rounding_mode="floor") * BLOCK_N
+    first_rows = (units.cumsum(0) - units).to(torch.int32)
+    keys, values = (
+        TensorDescriptor(each, list(each.shape), [head_dim, 1], [BLOCK_N, head_dim])
+        for each in gathered.flatten(1, 2)
+    )
+    return PromptPlan(paged, seq_lens, first_rows, gathered, keys, values, max_seq_len)
+
+
+def prompt_tiles(num_reqs: int, num_tokens: int, max_query_len: int, num_heads: int) -> PagedTiles:
+    """The tiles for a batch's host bounds, for plan_items with a head for each query head."""
+    max_tiles = -(-max_query_len // BLOCK_M)
+    tiles = min(num_reqs * max_tiles, -(-num_tokens // BLOCK_M) + num_reqs)
+    return PagedTiles(
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        rows=BLOCK_M,
+        max_tiles=max_tiles,
+        max_splits=1,
+        max_items=tiles,
+        shortest=1,
+        most=1,
+        programs=tiles * num_heads,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        max_registers=None,
+        early=False,
+        longest_first=False,
+    )
+
+
+def prompt_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PromptPlan,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As paged_attention, for a plan by plan_prompts."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_cache.shape
+    tiles, page_table = plan.paged.tiles, plan.paged.page_table
+    assert q.stride()[1:] == (head_dim, 1)
+    assert k_cache.stride() == v_cache.stride()
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.is_contiguous()
+    keys, values = plan.gathered
+    num_pages = num_rows([plan.max_seq_len]) // page_size
+    constants: dict[str, Any] = {"PAGE": page_size, "HEAD_DIM": head_dim, "UNIT": BLOCK_N}
+    _gather_kernel[(num_pages, len(plan.seq_lens), kv_heads)](
+        k_cache, v_cache, keys, values, page_table, plan.seq_lens, plan.first_rows,
+        page_table.stride(0), k_cache.stride(0), k_cache.stride(1), keys.stride(0), **constants,
+    )  # fmt: skip
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    _prompt_kernel[(tiles.programs,)](
+        q, out, plan.keys, plan.values, plan.paged.items, plan.paged.counts, plan.first_rows,
+        num_tokens, keys.shape[1], q.stride(0), scale * 1.4426950408889634,
+        **prompt_constants((num_heads, kv_heads), head_dim), **options,
+    )  # fmt: skip
+    return out
+
+
+def prompt_constants(heads: tuple[int, int], head_dim: int) -> dict[str, Any]:
+    """The compile-time constants of _prompt_kernel."""
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "HEAD_DIM": head_dim,
+        "GROUP": heads[0] // heads[1],
+        "HEADS": heads[0],
+        "FIELDS": FIELDS,
+        "INTERPRETED": INTERPRETED,
+    }

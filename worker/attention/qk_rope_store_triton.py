@@ -1,0 +1,121 @@
+"""Kernels of qk_rope_store.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap, power_of_two
+
+MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
+
+
+@triton.jit
+def normed_heads(a, b, weight, lanes, inside, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """rms_norm of the rows whose halves are a and b; rounded as rms_norm_ref does."""
+    squares = tl.sum(a * a + b * b, 1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    a_weight = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)[None, :]
+    b_weight = tl.load(weight + HEAD_DIM // 2 + lanes, mask=inside, other=0.0)
+    b_weight = b_weight.to(tl.float32)[None, :]
+    a = ((a * scale).to(DTYPE).to(tl.float32) * a_weight).to(DTYPE).to(tl.float32)
+    b = ((b * scale).to(DTYPE).to(tl.float32) * b_weight).to(DTYPE).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _qk_rope_store_kernel(
+    qkv, positions, table, k_cache, v_cache, slot_mapping, q_weight, k_weight, q_out,
+    stride_qkv, stride_page, stride_head, stride_token, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, heads / HEADS).
+
+    HEADS divides both head counts, so a program has heads of q, of k or of v only.
+    BLOCK: power of two >= HEAD_DIM / 2. A head is handled as two halves, which rope pairs.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HEADS
+    heads = first + tl.arange(0, HEADS)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < HALF
+    both = inside[None, :]
+    a_at = qkv + token * stride_qkv + heads[:, None] * HEAD_DIM + lanes[None, :]
+    a = tl.load(a_at, mask=both, other=0.0)
+    b = tl.load(a_at + HALF, mask=both, other=0.0)
+
+    if first < NUM_HEADS + NUM_KV_HEADS:
+        DTYPE: tl.constexpr = q_out.dtype.element_ty
+        position = tl.load(positions + token)
+        cos = tl.load(table + position * HEAD_DIM + lanes, mask=inside, other=0.0)[None, :]
+        sin = tl.load(table + position * HEAD_DIM + HALF + lanes, mask=inside, other=0.0)[None, :]
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        if NORM:
+            if first < NUM_HEADS:
+                normed = normed_heads(x, y, q_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
+            else:
+                normed = normed_heads(x, y, k_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
+            x, y = normed[0], normed[1]
+        a = (x * cos - y * sin).to(DTYPE)
+        b = (y * cos + x * sin).to(DTYPE)
+
+    if first < NUM_HEADS:
+        to = q_out + token * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(to, a, mask=both)
+        tl.store(to + HALF, b, mask=both)
+    else:
+        slot = tl.load(slot_mapping + token)
+        page = slot // PAGE_SIZE
+        start = page * stride_page + (slot - page * PAGE_SIZE) * stride_token
+        if first < NUM_HEADS + NUM_KV_HEADS:
+            to = k_cache + start + (heads - NUM_HEADS)[:, None] * stride_head + lanes[None, :]
+            tl.store(to, a, mask=both)
+            tl.store(to + HALF, b, mask=both)
+        else:
+            kv_heads = heads - NUM_HEADS - NUM_KV_HEADS
+            to = v_cache + start + kv_heads[:, None] * stride_head + lanes[None, :]
+            tl.store(to, a, mask=both)
+            tl.store(to + HALF, b, mask=both)
+
+
+def qk_rope_store_triton(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """See qk_rope_store_ref."""
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    assert qkv.dtype == k_cache.dtype
+    assert qkv.stride(1) == k_cache.stride(3) == 1
+    assert k_cache.stride() == v_cache.stride()
+    assert table.is_contiguous()
+    per_program = math.gcd(num_heads, num_kv_heads, MAX_HEADS)
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _qk_rope_store_kernel[(len(qkv), (num_heads + 2 * num_kv_heads) // per_program)](
+        qkv, positions, table, k_cache, v_cache, slot_mapping,
+        q if q_weight is None else q_weight, q if k_weight is None else k_weight, q,
+        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+        **overlap(
+            qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size, HEADS=per_program, BLOCK=power_of_two(head_dim // 2),
+            NORM=q_weight is not None, num_warps=max(1, per_program // 2),
+            enable_fp_fusion=False,  # rope rounds each product, as torch does
+        ),
+    )  # fmt: skip
+    return q

@@ -1,1 +1,0 @@
-"""Collectives of one tensor-parallel worker, one implementation per file."""

@@ -1,0 +1,1 @@
+"""What proposes drafts: drafters, their models and the readers of their files."""

@@ -1,0 +1,144 @@
+"""From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
+
+from __future__ import annotations
+
+from worker.attention.base import AttentionBackend, build_attentions
+from worker.cache.layout import KVRegion
+from worker.cache.pool import KVPool
+from worker.config import WorkerConfig
+from worker.drafts.base import Drafter
+from worker.drafts.chain import Chain
+from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.dflash import BlockLimits, DFlash
+from worker.drafts.dflash_model import DFlashDrafter
+from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter_config import READERS, check_block
+from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
+from worker.drafts.features import Features
+from worker.drafts.ngram import Ngram
+from worker.errors import UserError
+from worker.model.decoder import Decoder
+from worker.model.shape import ModelSpec
+from worker.model.taps import Taps
+from worker.ops.mask import KeyMask
+from worker.plan import max_rows
+from worker.step.state import StepState
+
+FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
+
+
+def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterShape | None:
+    """Read the shape of the drafter that is configured; None: it has no weights.
+
+    Raises:
+        UserError: see `read_chain_shape`, `read_dflash_shape` and `check_block`.
+    """
+    if not config.spec.has_weights:
+        return None
+    shape = READERS[config.spec.drafter](config.drafter_directory, target)
+    check_block(config.spec, shape)
+    return shape
+
+
+def within_block(config: WorkerConfig, shape: DrafterShape | None) -> WorkerConfig:
+    """Cut the widths that `auto` gave to what a block of the drafter holds.
+
+    config: after `WorkerConfig.resolved`.
+    """
+    if not isinstance(shape, DFlashShape):
+        return config
+    widths = [width for width in config.spec.chosen if width <= shape.block_size]
+    section = config.spec.model_copy(update={"widths": widths})
+    return config.model_copy(update={"spec": section})
+
+
+def regions(shape: DrafterShape, page_size: int, dtype: str) -> tuple[KVRegion, ...]:
+    """The KV regions of a drafter, see `drafts/chain.py` and `drafts/dflash.py`."""
+    heads, size = shape.num_kv_heads, shape.head_dim
+    if isinstance(shape, DFlashShape):
+        return (KVRegion("draft", shape.num_layers, heads, size, 1, page_size, dtype),)
+    draft = KVRegion("draft", 1, heads, size, 1, page_size, dtype)
+    tail = KVRegion("tail", 1, 1, shape.hidden_size, 1, page_size, dtype, parts=1, rows="page")
+    return draft, tail
+
+
+def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> DrafterModel:
+    """Load the drafter's weights onto the target's device, in its dtype."""
+    max_len = int(config.model.max_model_len)
+    model: DrafterModel
+    if isinstance(shape, DFlashShape):
+        model = DFlashDrafter(shape, target, max_len)
+    else:
+        assert isinstance(shape, ChainShape)
+        model = ChainDrafter(shape, target, max_len)
+    load_format, seed = config.model.load_format, config.model.seed
+    model.fill(config.drafter_directory, load_format=load_format, seed=seed)
+    return model
+
+
+def build_drafter(
+    config: WorkerConfig,
+    model: DrafterModel | None,
+    target: Decoder,
+    pool: KVPool,
+    state: StepState,
+) -> Drafter | None:
+    """Put the drafter that is configured beside `target`, whose taps are set.
+
+    model: loaded; None: it has no weights. Of those, prefill workers have nothing to do.
+
+    Raises:
+        UserError: the attention backend of windows cannot serve the drafter's heads or masks.
+    """
+    if model is None:
+        if state.text is None:
+            return None
+        return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
+    target.taps = taps = _taps(config, model, target)
+    strict = config.engine.strict
+    if isinstance(model, ChainDrafter):
+        attention = _attention(config, model, pool, FROM_KEY_1)
+        return Chain(Features(model, taps, poison=strict), attention, pool, state)
+    assert isinstance(model, DFlashDrafter)
+    attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs()}
+    limits = BlockLimits(config.spec.block, int(config.model.max_model_len))
+    return DFlash(Features(model, taps, poison=strict), attentions, pool, state, limits)
+
+
+def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | None:
+    """None: the drafter is fed with the target's output."""
+    spec = model.spec
+    if spec.taps == (target.spec.num_layers,):
+        return None
+    weight = target.embedding.weight
+    most, size = _most_tokens(config), target.spec.hidden_size
+    return Taps(spec.taps, most, size, dtype=weight.dtype, device=weight.device)
+
+
+def _attention(
+    config: WorkerConfig, model: DrafterModel, pool: KVPool, mask: KeyMask
+) -> AttentionBackend:
+    """The backend of windows, over the drafter's region."""
+    spec, backend = model.spec, config.engine.attention.spec
+    names = {"spec": backend, "prefill": backend, "decode": backend}
+    heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    try:
+        return build_attentions(names, pool, *heads, mask=mask, region="draft").spec
+    except UserError as refusal:
+        raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
+
+
+def poison(pool: KVPool) -> None:
+    """Fill a drafter's regions with NaN, so that what nobody has written is noticed."""
+    for region in pool.layout.regions[1:]:
+        for cache in pool.caches(region.name):
+            cache.fill_(float("nan"))
+
+
+def _most_tokens(config: WorkerConfig) -> int:
+    """Tokens of a step at most, padding included."""
+    engine = config.engine
+    most, chunk = int(engine.max_num_reqs), int(engine.max_prefill_tokens)
+    if config.role == "prefill":
+        return chunk
+    return max(chunk, *(w * max_rows(w, most) for w in config.spec.all_widths))

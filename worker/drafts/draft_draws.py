@@ -1,0 +1,71 @@
+"""Draw drafts: with the noise that the target will draw with, at the target's token ids.
+
+The target draws argmax(logits / T + noise(seed, position, id)). A drafter that perturbs its own
+logits with the same noise proposes the same token whenever the two distributions are close, for
+seeded requests as for greedy ones. Filters, penalties and masks are left out: they decide what is
+accepted, not what is right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
+from worker.ops.op import op
+from worker.ops.philox import gumbel_ref
+
+
+def draw_drafts_ref(
+    logits: Tensor,
+    rows: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    seed: Tensor | None,
+    temperature: Tensor,
+    ids: Tensor | None,
+    drafts: Tensor,
+    part: VocabPart | None = None,
+) -> Tensor:
+    """Draw the next m drafts of each row, and write them to `drafts`.
+
+    Args:
+        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: its
+            columns of them.
+        rows: [n] i64, of the step state.
+        position: [n * m] i64, of the token before each draft.
+        slots: [n * m] i64; 0: there is no draft.
+        seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
+        temperature: [num_rows + 1] f32, another; 0 = greedy.
+        ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: they are
+            equal.
+        drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
+        part: which of the drafter's ids the columns are, if other ranks have others. All ranks
+            call, and draw the same.
+
+    Returns:
+        [n * m] i64: the drafts, token 0 where there is none.
+    """
+    owners = rows.repeat_interleave(drafts.shape[1])
+    ids = _ids_of(logits, ids, part)
+    if ids is None:
+        first = 0 if part is None else part.first
+        ids = first + torch.arange(logits.shape[1], device=logits.device)
+    x = logits.float()
+    if seed is not None and len(ids):
+        scale, num_ids = temperature[owners][:, None], int(ids[-1]) + 1
+        noise = gumbel_ref(seed[owners], position + 1, num_ids)[:, ids]
+        x = torch.where(scale == 0, x, x / torch.where(scale == 0, 1.0, scale) + noise)
+    found = ids[x.argmax(-1)] if part is None else best_ids_ref(part.gather(best_pairs_ref(x, ids)))
+    drafts[rows] = torch.where(slots > 0, found, -1).view(len(rows), -1)
+    return torch.where(slots > 0, found, 0)
+
+
+def _ids_of(logits: Tensor, ids: Tensor | None, part: VocabPart | None) -> Tensor | None:
+    """The target's ids of the columns of logits."""
+    if ids is None or part is None:
+        return ids
+    return ids[part.first : part.first + logits.shape[1]]
+
+
+draw_drafts = op(draw_drafts_ref)

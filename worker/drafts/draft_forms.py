@@ -1,0 +1,219 @@
+"""The published forms of drafters: where each says what, and what else its config.json may hold.
+
+A field that no form has is refused, and so is a value of one that we do not compute: ignored, it
+would lower acceptance without any error. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from worker.drafts.drafter_shape import ChainKind
+
+# Field -> the values that we compute; None: any, or the reader decides.
+Rules: TypeAlias = Mapping[str, tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How one project writes drafters."""
+
+    drafter: str  # "chain" or "dflash"
+    kind: ChainKind | None = None  # of chain drafters
+    objects: Mapping[str, Rules]  # by the object's name; "" is the file itself
+    layer: str = ""  # the object with the transformer's fields
+    needed: Mapping[str, str] = field(default_factory=dict)  # field -> how readers differ without
+    ties_head: bool = False  # tie_word_embeddings is the drafter's, not its target's
+    # Our flag -> the field that says so, or what it always is.
+    flags: Mapping[str, str | bool]
+    # Part (see DrafterShape.names) -> its name, maybe behind "model.", or its names, with a "|"
+    # between them. One that begins with "." is behind the name of the part "layer".
+    parts: Mapping[str, str]
+    own: Mapping[str, str]  # parts that only some files have
+
+
+def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
+    return dict.fromkeys(names)
+
+
+# No draft depends on these: how it was trained and stored, how long it was trained for, where a
+# text ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
+# products are cut.
+_UNREAD = _any(
+    "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "auto_map",
+    "base_model_ep_plan", "bos_token_id", "embed_requires_grad", "enable_sp_ulysses",
+    "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_position_embeddings",
+    "max_window_layers", "name_or_path", "pad_token_id", "pretraining_tp", "speculators_version",
+    "transformers_version", "use_cache",
+)  # fmt: skip
+# `bias` is of fc in one project, of attention in another.
+_LAYER = _UNREAD | _any(
+    "architectures", "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "layer_types", "mlp_bias", "model_type", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "qk_norm",
+    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "sliding_window", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
+) | {
+    "bias": (False,), "is_causal": (True,), "logit_scale": (1.0,), "parallel_drafting": (False,),
+    "qkv_bias": (False,),
+}  # fmt: skip
+ROPE = _any(
+    "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings",
+    "partial_rotary_factor", "rope_theta", "rope_type", "type",
+)  # fmt: skip
+_EAGLE3 = _any(
+    "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc",
+    "norm_before_residual", "norm_output", "num_aux_hidden_states", "target_hidden_size",
+)  # fmt: skip
+_EAGLE_CONFIG = _any(
+    "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "return_hidden_post_norm",
+    "use_aux_hidden_state",
+) | {
+    "eh_proj_before_attn": (False,), "next_layer_regular": (True,), "parallel_draft_step": (1,),
+    "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+}  # fmt: skip
+_SPECULATORS = _UNREAD | _any(
+    "architectures", "dtype", "model_type", "speculators_config", "speculators_model_type",
+    "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
+)  # fmt: skip
+_DFLASH = {
+    "add_swa_attention_sink_bias": (False,), "attention_sink_bias": (False,),
+    "attention_value_scale": (1.0,), "pure_draft_prefix_len": (1,), "sample_from_anchor": (False,),
+    "shift_label": (False,), "use_aux_hidden_state": (True,),
+}  # fmt: skip
+# The layers have norms of q and k, whatever `model_type` is.
+_DFLASH_LAYER = _LAYER | _DFLASH | {"is_causal": None, "qk_norm": (True,)}
+_DFLASH_CONFIG = _DFLASH | _any(
+    "block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "swa_window_size",
+    "target_layer_ids", "use_swa",
+)  # fmt: skip
+
+_PARTS = {
+    "attention": ".self_attn", "post_norm": ".post_attention_layernorm", "feed_forward": ".mlp",
+}  # fmt: skip
+_EAGLE3_PARTS = _PARTS | {
+    "token_norm": ".input_layernorm", "hidden_norm": ".hidden_norm", "final_norm": "norm",
+    "fc": "fc", "fc_norm": "fc_norm", "input_norm": "input_norm",
+}  # fmt: skip
+_DFLASH_PARTS = {
+    "layers": "layers", "fc": "fc|encoder.fc", "final_norm": "norm",
+    "hidden_norm": "hidden_norm|encoder.output_norm_enc",
+}  # fmt: skip
+_OWN = {"embedding": "embed_tokens", "head": "lm_head", "d2t": "d2t", "t2d": "t2d"}
+_DFLASH_OWN = _OWN | {"mask_embedding": "mask_embedding.weight|mask_embedding"}
+_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_CHAIN = _BIASES | {
+    "qk_norm": "qk_norm", "projection_bias": False, "norm_before_residual": False,
+    "norm_output": False, "hidden_first": False,
+}  # fmt: skip
+_EAGLE3_FLAGS = _CHAIN | {
+    "norm_before_residual": "norm_before_residual", "norm_output": "norm_output",
+}  # fmt: skip
+_DFLASH_NEEDED = {
+    "rope_theta": "vLLM takes it as 1000000 then, others as 10000",
+    "head_dim": "taken as 128 by some then, as hidden_size / num_attention_heads by others",
+}
+
+_NESTED = "transformer_layer_config"
+_ARCHITECTURES = {
+    # The authors of EAGLE-3, SpecForge, ModelOpt.
+    "LlamaForCausalLMEagle3": Form(
+        drafter="chain", kind="eagle3", ties_head=True, flags=_EAGLE3_FLAGS,
+        objects={
+            "": _LAYER | _EAGLE3 | {"model_type": ("llama",), "eagle_config": None},
+            "eagle_config": _EAGLE_CONFIG,
+        },
+        parts={"layer": "midlayer|layers.0"} | _EAGLE3_PARTS, own=_OWN,
+    ),
+    # EAGLE-1 and EAGLE-2: one projection of token and feature, no first norm and no last.
+    "LlamaForCausalLMEagle": Form(
+        drafter="chain", kind="eagle", flags=_CHAIN | {"projection_bias": "bias"},
+        objects={"": _LAYER | {"bias": None, "model_type": ("llama",)}},
+        parts={"layer": "layers.0", "projection": "fc"} | _PARTS,
+        own={"embedding": "embed_tokens"},
+    ),
+    # MiMo's layer for the token after next, in the target's own files: a layer as Qwen2's.
+    "MiMoForCausalLM": Form(
+        drafter="chain", kind="mtp",
+        objects={"": _LAYER | {"num_nextn_predict_layers": (1,)}},
+        flags=_CHAIN | {
+            "qkv_bias": True, "output_bias": False, "qk_norm": False, "norm_output": True,
+            "hidden_first": True,
+        },
+        parts=_PARTS | {
+            "layer": "model.mtp_layers.0", "token_norm": ".token_layernorm",
+            "hidden_norm": ".hidden_layernorm", "layer_norm": ".input_layernorm",
+            "projection": ".input_proj", "final_norm": ".final_layernorm",
+        },
+        own={},
+    ),
+    # The authors of DFlash, SpecForge, ModelOpt.
+    "DFlashDraftModel": Form(
+        drafter="dflash", needed=_DFLASH_NEEDED, ties_head=True, flags=_BIASES | {"qk_norm": True},
+        objects={
+            "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any(
+                "block_size", "dflash_config", "draft_vocab_size", "mask_token_id",
+                "num_target_layers", "target_hidden_size",
+            ),
+            "dflash_config": _DFLASH_CONFIG,
+        },
+        parts=_DFLASH_PARTS, own=_DFLASH_OWN,
+    ),
+}  # fmt: skip
+_SPECULATORS_MODELS = {
+    "eagle3": Form(
+        drafter="chain", kind="eagle3", layer=_NESTED, flags=_EAGLE3_FLAGS,
+        objects={
+            "": _SPECULATORS | _EAGLE3,
+            _NESTED: _LAYER | {"model_type": ("llama", "qwen3")},
+        },
+        needed={"norm_before_residual": "vLLM takes it as true then, speculators as false"},
+        parts={"layer": "layers.0|midlayer"} | _EAGLE3_PARTS, own=_OWN,
+    ),
+    "dflash": Form(
+        drafter="dflash", layer=_NESTED, needed=_DFLASH_NEEDED, flags=_BIASES | {"qk_norm": True},
+        objects={
+            "": _SPECULATORS | _DFLASH | _any(
+                "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id",
+                "max_anchors", "num_hidden_layers", "sliding_window_non_causal",
+                "target_hidden_size",
+            ),
+            # Beside `sliding_window_non_causal`, nobody says whether `is_causal` counts.
+            _NESTED: {
+                name: values for name, values in _DFLASH_LAYER.items() if name != "is_causal"
+            } | {"model_type": ("llama", "qwen3")},
+        },
+        parts=_DFLASH_PARTS, own=_DFLASH_OWN,
+    ),
+}  # fmt: skip
+# The field that names a form -> the forms that it may name.
+FORMS: Mapping[str, Mapping[str, Form]] = {
+    "speculators_model_type": _SPECULATORS_MODELS,
+    "architectures": _ARCHITECTURES,
+}
+TRUE_UNLESS_SAID = frozenset({"bias"})  # flags that are true where they are absent
+DRAFTS = {"chain": "token by token", "dflash": "by blocks"}
+
+# Relatives that are known and need a part that is missing here, by a word in their name or in a
+# field of theirs.
+MISSING: Mapping[str, str] = {
+    "confidence": "a confidence head (DSpark)",
+    "conv_": "grouped convolutions (DFlash 2)",
+    "deepseekv3": "latent attention (MLA) and experts",
+    "dflare": "a fusion of hidden states in every layer (DFlare)",
+    "dflash2": "a selector and grouped convolutions (DFlash 2)",
+    "domino": "a GRU behind the block (Domino)",
+    "dspark": "a Markov head (DSpark)",
+    "glm4moe": "experts",
+    "gru": "a GRU behind the block (Domino)",
+    "markov": "a Markov head (DSpark)",
+    "mask_hidden": "a hidden state that stands for what is not known (P-EAGLE)",
+    "peagle": "drafting in parallel, from a hidden state for what is not known (P-EAGLE)",
+    "projector_type": "a projector of its own (Domino, DSpark, DFlash 2)",
+    "qwen3_5": "zero-centred norms, gated attention, maybe experts",
+    "qwen3next": "zero-centred norms, gated attention and experts",
+    "selector": "a selector among candidates (DFlash 2)",
+}

@@ -1,0 +1,189 @@
+"""Read what all forms of drafters have in common. Free of torch.
+
+A wrong reading lowers acceptance without any error. So unknown fields are refused, and so is a
+field with two readings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.drafts.draft_forms import DRAFTS, FORMS, MISSING, ROPE, TRUE_UNLESS_SAID, Form, Rules
+from worker.model.fields import Fields, read_fields
+from worker.model.files import tensor_names
+from worker.model.shape import (
+    ModelSpec,
+    read_architecture,
+    read_layer_shape,
+    refuse_what_we_cannot_compute,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFile:
+    """A drafter's config.json, for a target."""
+
+    path: Path  # of the directory
+    fields: Fields
+    layer: Fields  # the object with the transformer's fields
+    form: Form
+    architecture: str
+    target: ModelSpec
+
+    @classmethod
+    def open(cls, path: Path, drafter: str, target: ModelSpec) -> DrafterFile:
+        """The file of directory `path`, without unknown fields and values we do not compute.
+
+        Raises:
+            UserError: it is broken. Unsupported: it is none of a `drafter`, or has such a field.
+        """
+        fields, field = read_fields(path / "config.json"), "speculators_model_type"
+        if (name := fields.get(field)) is None:
+            field, name = "architectures", read_architecture(fields)
+        forms = FORMS[field]
+        form = forms.get(name) if isinstance(name, str) else None
+        if form is None:
+            if part := _missing_part(str(name)):
+                raise fields.unsupported(field, f"a drafter of {name} needs {part}")
+            known = ", ".join(name for name, each in forms.items() if each.drafter == drafter)
+            raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
+        if form.drafter != drafter:
+            raise fields.unsupported(
+                field, f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
+            )
+        layer = fields.inner(form.layer) if form.layer else fields
+        architecture = name if layer is fields else f"speculators' {name}"
+        file = cls(path, fields, layer, form, architecture, target)
+        fields.inner("speculators_config").choice("algorithm", (name,))
+        for place, rules in form.objects.items():
+            _check(fields.inner(place) if place else fields, rules)
+        for place in ("rope_scaling", "rope_parameters"):
+            _check(layer.inner(place), ROPE)
+        for field, reason in form.needed.items():
+            where = layer if field in form.objects[form.layer] else fields
+            if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
+                raise where.unsupported(field, f"missing: {reason}; set it")
+        return file
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of a shape that have one place in a form: all of a DrafterShape but `taps` and
+        `names`, and the flags."""
+        fields, layer, target = self.fields, self.layer, self.target
+        slides = self.form.drafter == "dflash"
+        refuse_what_we_cannot_compute(layer, windows=slides)
+        unused = layer.get("use_sliding_window") is False
+        if not slides and not unused and layer.get("sliding_window") is not None:
+            raise layer.unsupported("sliding_window", "sliding-window attention")
+        if layer.inner("rope_scaling").values and layer.inner("rope_parameters").values:
+            raise layer.error("rope_scaling", "excludes rope_parameters, but there are both")
+        layer.place("rope_parameters.rope_theta", "rope_theta")
+        self.check_equal(layer, "vocab_size", target.vocab_size)
+        if says_size := fields.get("target_hidden_size") is not None:
+            self.check_equal(fields, "target_hidden_size", target.hidden_size)
+        if not says_size or slides:  # else fc projects one size to the other
+            self.check_equal(layer, "hidden_size", target.hidden_size)
+        vocab_size = fields.integer("draft_vocab_size", default=target.vocab_size)
+        if vocab_size > target.vocab_size:
+            raise fields.error(
+                "draft_vocab_size",
+                f"{vocab_size} exceeds the target's vocabulary, {target.vocab_size}",
+            )
+        flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
+        if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
+            flags["qk_norm"] = True
+        return read_layer_shape(layer) | flags | {
+            "architecture": self.architecture,
+            "vocab_size": vocab_size,
+            "target_vocab_size": target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+        }  # fmt: skip
+
+    def _flag(self, place: str | bool) -> bool:
+        if isinstance(place, bool):
+            return place
+        where = self.layer if place in self.form.objects[self.form.layer] else self.fields
+        return where.flag(place, default=place in TRUE_UNLESS_SAID)
+
+    def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
+        """Where the parts stand in the weight files, which dummies have none of.
+
+        Args:
+            shape: see `shape`.
+            without: parts of the form that this drafter lacks.
+        """
+        tensors = tensor_names(self.path)
+        narrow = shape["hidden_size"] != shape["target_hidden_size"]
+        reduced = shape["vocab_size"] != shape["target_vocab_size"]
+        needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}
+
+        def place(options: str) -> str:
+            """The option that tensors are called by, maybe behind "model."; else the first."""
+            for option in options.split("|"):
+                for name in (option, f"model.{option}"):
+                    if any(each == name or each.startswith(f"{name}.") for each in tensors):
+                        return name
+            return options.split("|")[0]
+
+        parts = {part: name for part, name in self.form.parts.items() if part not in without}
+        at = place(parts.pop("layer", ""))
+        names = {
+            part: at + name if name.startswith(".") else place(name) for part, name in parts.items()
+        }
+        for part, options in self.form.own.items():
+            name = place(options)
+            if needed.get(part) or not tensors.isdisjoint((name, f"{name}.weight")):
+                names[part] = name
+        own = not {"head", "embedding"}.isdisjoint(names) or not self.target.tie_word_embeddings
+        # A head of fewer ids cannot be an embedding, whatever the file says.
+        if self.form.ties_head and not reduced and own and self.fields.flag("tie_word_embeddings"):
+            raise self.fields.unsupported(
+                "tie_word_embeddings",
+                "a head that is the drafter's embedding; leave the field false, and of lm_head and "
+                "embed_tokens what the drafter has of its own",
+            )
+        return names
+
+    def check_taps(self, where: Fields, field: str, taps: Sequence[int], *, last: bool) -> None:
+        """Refuse outputs of layers that the target lacks, or in another order.
+
+        last: the output of the last layer may be among them.
+        """
+        num_layers = self.target.num_layers
+        problem = ""
+        if not last and num_layers - 1 in taps:
+            problem = (
+                f"the output of the last layer ({num_layers - 1}), before or after the final norm"
+            )
+        elif not all(0 <= layer < num_layers for layer in taps):
+            problem = f"outputs of the layers {list(taps)}; the target's are 0 to {num_layers - 1}"
+        elif list(taps) != sorted(set(taps)):
+            problem = f"must be ascending, each layer once, not {list(taps)}"
+        if problem:
+            raise where.unsupported(field, problem)
+
+    def check_equal(self, where: Fields, field: str, wanted: int) -> None:
+        """Refuse a drafter of another target by a size of it that the file has."""
+        if (size := where.integer(field)) != wanted:
+            raise where.error(
+                field, f"{size}, but the target's is {wanted}: the drafter is another target's"
+            )
+
+
+def _check(where: Fields, rules: Rules) -> None:
+    """Refuse a field of another name, or of another value."""
+    for field, value in where.values.items():
+        if value is None:
+            continue
+        if field not in rules:
+            if part := _missing_part(field):
+                raise where.unsupported(field, f"{value!r} asks for {part}")
+            raise where.unsupported(field, f"an unknown field, of value {value!r}")
+        if (supported := rules[field]) is not None:
+            where.choice(field, supported)
+
+
+def _missing_part(name: str) -> str:
+    return next((part for word, part in MISSING.items() if word in name.lower()), "")

@@ -1,0 +1,95 @@
+"""Where a chain drafter's rows of a decode step go: those it keeps, and those it proposes with.
+
+A draft row of slot t is made of token t and the feature of token t - 1. A row that had KV of L
+tokens and keeps a of its draws has now KV of L' = L + a, and its draft rows are:
+
+    slot        L + 1     ...     L' - 1         L'              L' + 1      L' + 2   ...
+    token       draw 0    ...     draw a - 2     draw a - 1      draft 1     draft 2
+    feature     of L      ...     of L' - 2      of L' - 1       the drafter's own
+                kept: features of the model      proposes 1      proposes 2  proposes 3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.ops.op import op
+from worker.step.step_rows import RowColumns
+
+
+class DraftSteps(NamedTuple):
+    """The draft rows of a decode step of n rows and windows of `width`; slot 0 is the sink."""
+
+    # [n * width] i64 each, of what was drawn: the token, its position (0 if it does not count), its
+    # slot, and the page whose tail becomes the feature of the token before it (0: of none).
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    tail_pages: Tensor
+    last: Tensor  # [n] i64: index of each row's last draw that counts
+    # [num_drafts, n], of the rows that propose: positions and slots i64, KV lengths with them i32;
+    # slot 0: nothing is proposed
+    draft_positions: Tensor
+    draft_slots: Tensor
+    draft_lens: Tensor
+
+
+def draft_rows_ref(
+    rows: Tensor,
+    position: Tensor,
+    valid: Tensor,
+    drawn: Tensor,
+    columns: RowColumns,
+    page_size: int,
+    num_drafts: int,
+) -> DraftSteps:
+    """Place the draft rows of a step.
+
+    Rows are kept of those that were live when the step began, whether it ended them or not: their
+    pages may serve others. Nothing is proposed for rows that ended, nor for positions at or beyond
+    a row's maximum; what would be goes to the sink. Position 0 has no row.
+
+    Args:
+        rows: [n] i64, as accept_rows had them.
+        position: [n * width] i64, of each draw.
+        valid: [n] bool, live when the step began.
+        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
+        columns: after accept_rows.
+        page_size: tokens a page.
+        num_drafts: rows that propose, one after the other.
+    """
+    n, width = len(rows), len(position) // len(rows)
+    place = torch.arange(width, device=rows.device)
+    num = drawn[:, width : width + 1]
+    at, longest = position.view(n, width), columns.max_len[rows][:, None]
+    kept = valid[:, None] & (place < num) & (at > 0)
+    table = columns.page_table[rows].to(torch.int64)
+
+    def page_of(positions: Tensor) -> Tensor:
+        return table.gather(1, (positions // page_size).clamp(0, table.shape[1] - 1))
+
+    stored = kept & (at < longest)
+    slots = page_of(at) * page_size + at % page_size
+    ends = (at % page_size == 0) | (place == num - 1)
+    active = columns.active[rows][:, None]
+    first = torch.where(active, columns.seq_len[rows][:, None], 0)
+    ahead = first + torch.arange(num_drafts, device=rows.device)
+    inside = active & (ahead + 1 < longest)
+    draft_slots = page_of(ahead) * page_size + ahead % page_size
+    last = torch.arange(0, n * width, width, device=rows.device) + (num[:, 0] - 1).clamp(min=0)
+    return DraftSteps(
+        drawn[:, :width].flatten().contiguous(),
+        torch.where(stored, at, 0).view(-1),
+        torch.where(stored, slots, 0).view(-1),
+        torch.where(kept & ends, page_of(at - 1), 0).view(-1),
+        last,
+        torch.where(inside, ahead, 0).T.contiguous(),
+        torch.where(inside, draft_slots, 0).T.contiguous(),
+        torch.where(inside, ahead + 1, 1).T.to(torch.int32).contiguous(),
+    )
+
+
+draft_rows = op(draft_rows_ref)

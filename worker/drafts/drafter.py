@@ -1,0 +1,94 @@
+"""What the networks of drafters have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from worker.drafts.draft_ids import DraftIds
+from worker.drafts.drafter_shape import DrafterShape
+from worker.model.decoder import Decoder, Features
+from worker.model.embedding import VocabParallelEmbedding
+from worker.model.loader import LoadFormat, check_format, fill_with_noise, read_weights
+from worker.model.rotary import RotaryEmbedding
+from worker.model.shard import Shard, split_heads
+
+
+class Kind(TypedDict):
+    """What all weights of a drafter are."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class DrafterModel(nn.Module):
+    """One rank of a drafter, on the device of its target, in its dtype, divided as it is.
+
+    Args:
+        spec: of the whole drafter.
+        target: whose embedding and head it uses, unless it has its own.
+        max_positions: of the served length, whatever the drafter was trained for.
+
+    Raises:
+        Unsupported: the drafter cannot be divided among the target's ranks.
+    """
+
+    spec: DrafterShape
+
+    def __init__(self, spec: DrafterShape, target: Decoder, max_positions: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.collective = target.collective
+        weight = target.embedding.weight
+        self.kind: Kind = {"dtype": weight.dtype, "device": weight.device}
+        rank, size = self.collective.rank, self.collective.size
+        self.heads = split_heads(spec.num_heads, spec.num_kv_heads, rank, size)
+        self.rotary = RotaryEmbedding(
+            spec.head_dim, max_positions, spec.rope_theta, spec.rope_scaling, device=weight.device
+        )
+        self.layer_features = Features(spec.qkv_bias, spec.output_bias, spec.qk_norm)
+        self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
+        self.head = self._rows("head", spec.vocab_size, target.head)
+        self.ids = DraftIds(spec, weight.device)
+
+    def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
+        """The drafter's own rows if it has such a part, else the target's."""
+        if part not in self.spec.names:
+            return shared
+        return VocabParallelEmbedding(num, self.spec.hidden_size, self.collective, **self.kind)
+
+    @property
+    def id_map(self) -> Tensor | None:
+        """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
+        return self.ids.targets
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+        raise NotImplementedError
+
+    def ignores(self, name: str) -> bool:
+        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
+        return name.endswith(Decoder.ignored_suffixes)
+
+    def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
+        """Fill the weights from directory `path`, in eval mode; see load_model.
+
+        "dummy" gives a reduced vocabulary evenly spread ids.
+
+        Raises:
+            ValueError: as load_model; or the drafter's ids do not fit the target's.
+        """
+        check_format(load_format)
+        if load_format == "dummy":
+            tables = self.ids.shards()
+            # Names of its own: a part that is called as one of the target's is not to equal it.
+            own = {f"draft.{name}": s for name, s in self.shards().items() if name not in tables}
+            fill_with_noise(own, seed)
+            self.ids.spread()
+        else:
+            read_weights(self, path)
+        self.ids.settle(path)
+        self.eval()

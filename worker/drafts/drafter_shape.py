@@ -1,0 +1,67 @@
+"""What drafters with weights compute. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from worker.model.shape import LayerShape
+from worker.ops.mask import KeyMask
+
+ChainKind: TypeAlias = Literal["eagle3", "eagle", "mtp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterShape(LayerShape):
+    """What both kinds of drafters say of themselves. Sizes are the whole drafter's."""
+
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    qk_norm: bool
+    target_vocab_size: int
+    target_hidden_size: int
+    # "After layer k" of the target, from 0 on: the residual sum. Its number of layers means the
+    # output after the final norm.
+    taps: tuple[int, ...]
+    # Part -> name in the checkpoint, without ".weight" (mask_embedding, d2t and t2d: the tensor's
+    # whole name). A part that is not here does not exist; without an embedding or a head of its own
+    # the drafter uses the target's.
+    names: Mapping[str, str]
+
+    @property
+    def num_features(self) -> int:
+        """Hidden states of the target that one feature is made of."""
+        return len(self.taps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainShape(DrafterShape):
+    """A drafter of one layer that drafts token by token.
+
+    Row t is made of token t and the feature g of token t - 1. For tokens that the target has
+    verified, g comes of the target's hidden states at `taps`; for drafted ones it is what the
+    drafter's own row before returned.
+    """
+
+    form: ChainKind
+    projection_bias: bool  # of the projection from token and feature, where there is one
+    norm_before_residual: bool  # EAGLE-3: the first residual is the normed feature
+    norm_output: bool  # what is fed back is what the head takes: the output after the last norm
+    hidden_first: bool  # of the pair that is projected: the feature stands before the token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashShape(DrafterShape):
+    """A drafter that proposes a block of tokens in one pass (DFlash, arXiv:2602.06036).
+
+    A block is the last token that the target drew and mask tokens behind it. It attends to itself
+    and, in every layer, to keys and values made of the target's hidden states at `taps`, of all
+    tokens before the block.
+    """
+
+    num_layers: int
+    block_size: int  # tokens of a block as it was trained, the first of which is no draft
+    masks: tuple[KeyMask, ...]  # which keys the rows of a block see, by layer
+    # Row of the embedding that stands for what is not known; None: "mask_embedding" in `names`.
+    mask_token_id: int | None

@@ -1,0 +1,50 @@
+"""Which tokens of a step's windows the rows keep: those whose KV is in the text from now on.
+
+A row that had KV of L tokens and keeps a of its draws has now KV of its window's first a tokens,
+at positions L to L + a - 1. What lies behind them in the window is of drafts that were refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.op import op
+from worker.step.step_rows import RowColumns
+
+
+def kept_rows_ref(
+    rows: Tensor,
+    position: Tensor,
+    valid: Tensor,
+    drawn: Tensor,
+    columns: RowColumns,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Place the tokens of a step's windows; those that are not kept go to the sink.
+
+    Tokens are kept of rows that were live when the step began, whether it ended them or not: their
+    pages may serve others.
+
+    Args:
+        rows: [n] i64, as accept_rows had them.
+        position: [n * width] i64, of each draw.
+        valid: [n] bool, live when the step began.
+        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
+        columns: of the rows' pages.
+        page_size: tokens a page.
+
+    Returns:
+        Position (0 of what is not kept) and slot (0 likewise) of each, [n * width] i64 both.
+    """
+    n, width = len(rows), len(position) // len(rows)
+    at = position.view(n, width) - 1
+    place = torch.arange(width, device=rows.device)
+    kept = valid[:, None] & (place < drawn[:, width : width + 1])
+    table = columns.page_table[rows].to(torch.int64)
+    page = table.gather(1, (at // page_size).clamp(0, table.shape[1] - 1))
+    slots = page * page_size + at % page_size
+    return torch.where(kept, at, 0).view(-1), torch.where(kept, slots, 0).view(-1)
+
+
+kept_rows = op(kept_rows_ref)

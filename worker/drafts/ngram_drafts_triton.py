@@ -1,0 +1,77 @@
+"""Kernels of ngram_drafts.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap, power_of_two
+from worker.step.step_rows import RowColumns
+
+BLOCK, WARPS = 2048, 4
+
+
+@triton.jit
+def _ngram_drafts_kernel(
+    rows, position, valid, drawn, active, seq_len, max_len, text, drafts,
+    stride_text, stride_drafts,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, NUM: tl.constexpr,
+    NUM_2: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (n)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0)
+    row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
+    line, place = text + row * stride_text, tl.arange(0, WIDTH_2)
+    window = place < WIDTH
+    at = tl.load(position + i * WIDTH + place, mask=window, other=0)
+    result = drawn + i * (2 * WIDTH + 1)
+    token = tl.load(result + place, mask=window, other=0).to(tl.int32)
+    kept = window & was_live & (place < tl.load(result + WIDTH)) & (at < LENGTH)
+    tl.store(line + at, token, mask=kept)
+    if NUM > 0:
+        tl.debug_barrier()  # the search reads what other threads of the program have just written
+        num = tl.where(tl.load(active + row) != 0, tl.load(seq_len + row) + 1, 0).to(tl.int32)
+        best, start = tl.full((), -1, tl.int64), 0
+        while start < num - 1:
+            here = start + tl.arange(0, BLOCK)
+            same = here < num - 1
+            num_same = tl.zeros((BLOCK,), tl.int32)
+            for back in tl.static_range(LONGEST):
+                last = tl.load(line + tl.maximum(num - 1 - back, 0))
+                inside = same & (here >= back)
+                there = tl.load(line + here - back, mask=inside, other=-1)
+                same = inside & (there == last)
+                num_same += same.to(tl.int32)
+            score = num_same.to(tl.int64) * LENGTH + here
+            best = tl.maximum(best, tl.max(tl.where(num_same >= SHORTEST, score, -1), 0))
+            start += BLOCK
+        end = (best % LENGTH).to(tl.int32)
+        ahead = tl.arange(0, NUM_2)
+        proposes = ahead < NUM
+        inside = proposes & (best >= 0) & (num + ahead < tl.load(max_len + row))
+        source = end + 1 + ahead % tl.maximum(num - 1 - end, 1)
+        draft = tl.load(line + source, mask=inside, other=-1)
+        tl.store(drafts + row * stride_drafts + ahead, draft.to(tl.int64), mask=proposes)
+
+
+def ngram_drafts_triton(
+    rows: Tensor, position: Tensor, valid: Tensor, drawn: Tensor, columns: RowColumns, text: Tensor,
+    num_drafts: int, shortest: int, longest: int, max_seq_len_ub: int,
+) -> None:  # fmt: skip
+    assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
+    width = len(position) // len(rows)
+    _ngram_drafts_kernel[(len(rows),)](
+        rows, position, valid.view(torch.uint8), drawn, columns.active.view(torch.uint8),
+        columns.seq_len, columns.max_len, text, columns.drafts,
+        text.stride(0), columns.drafts.stride(0),
+        **overlap(
+            rows, LENGTH=text.shape[1], WIDTH=width, WIDTH_2=power_of_two(width), NUM=num_drafts,
+            NUM_2=power_of_two(max(num_drafts, 1)), SHORTEST=shortest, LONGEST=longest, BLOCK=BLOCK,
+            num_warps=WARPS,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""What a draw sees of a row's logits: bias, penalties, early stops, the grammar's mask.
+
+Nothing of it is stored. Every pass of a draw that reads logits changes them again, so that no
+[rows, vocab] tensor in f32 is ever made. The definitions are `penalize`, `ban_early_stops` and
+`apply_mask` of `sampler.py`, with the same bits: products and quotients are rounded before they
+are added to. A row with none of this costs one scalar load for each kind.
+
+In a window, WIDTH rows of logits in a row belong to one request: row j counts the drafts 1 to j as
+drawn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.forward.draws import Changes, DrawParams
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap
+
+STUCK_BLOCK, STUCK_WARPS = 4096, 4
+
+
+class Rules(NamedTuple):
+    """What `changed_logits` reads; None where no row of the launch needs it."""
+
+    position: Tensor
+    min_len: Tensor
+    stop_ids: Tensor
+    slot: Tensor | None = None
+    repetition: Tensor | None = None
+    frequency: Tensor | None = None
+    presence: Tensor | None = None
+    counts: Tensor | None = None
+    in_prompt: Tensor | None = None  # u8
+    bias: Tensor | None = None
+    biased: Tensor | None = None  # u8
+    drafts: Tensor | None = None
+    words: Tensor | None = None
+    line: Tensor | None = None
+    stuck: Tensor | None = None  # [n] u8; the mask leaves only stop ids: they may come early
+
+
+@triton.jit
+def _product(x, y, EXACT: tl.constexpr):
+    """x * y, rounded before anything is added to it."""
+    if EXACT:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x * y
+
+
+@triton.jit
+def _penalized(x, row, slot, tokens, vocab, rules, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+    """`penalize` for some tokens of a row with a penalty slot; loads only what can matter."""
+    at = slot * vocab + tokens
+    inside = tokens < vocab
+    if tl.load(rules.biased + slot) != 0:
+        x += tl.load(rules.bias + at, mask=inside, other=0.0)
+    repetition = tl.load(rules.repetition + row)
+    frequency = tl.load(rules.frequency + row)
+    presence = tl.load(rules.presence + row)
+    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+        counts = tl.load(rules.counts + at, mask=inside, other=0)
+        if rules.drafts is not None:
+            drafts = rules.drafts + row // WIDTH * (WIDTH - 1)
+            for i in range(WIDTH - 1):
+                draft = tl.where(i < row % WIDTH, tl.load(drafts + i), -1)
+                counts += (tokens == draft).to(tl.int32)
+        if repetition != 1.0:
+            seen = tl.load(rules.in_prompt + at, mask=inside, other=0) != 0
+            changed = tl.where(x > 0.0, tl.div_rn(x, repetition), _product(x, repetition, EXACT))
+            x = tl.where(seen | (counts > 0), changed, x)
+        x -= _product(frequency, counts.to(tl.float32), EXACT)
+        x -= tl.where(counts > 0, presence, 0.0)
+    return x
+
+
+@triton.jit
+def changed_logits(
+    logits, row, tokens, vocab, stride, rules,
+    STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Logits of `tokens` in f32 as the draw sees them; -inf beyond the vocabulary.
+
+    STOPS: stop ids of a row; WIDTH: rows of one request.
+    """
+    inside = tokens < vocab
+    x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    if rules.counts is not None:
+        slot = tl.load(rules.slot + row)
+        if slot > 0:
+            x = _penalized(x, row, slot, tokens, vocab, rules, WIDTH, EXACT)
+    x = tl.where(x == 0.0, 0.0, x)  # -0 and 0 are equal, their bits are not
+    early = tl.load(rules.position + row) < tl.load(rules.min_len + row)
+    if rules.stuck is not None:
+        early = early & (tl.load(rules.stuck + row) == 0)
+    if early:
+        for i in range(STOPS):
+            x = tl.where(tokens == tl.load(rules.stop_ids + row * STOPS + i), float("-inf"), x)
+    if rules.words is not None:
+        line = tl.load(rules.line + row)
+        if line > 0:
+            at = line * ((vocab + 31) // 32) + tokens // 32
+            word = tl.load(rules.words + at, mask=inside, other=0)
+            x = tl.where((word >> (tokens % 32)) & 1 != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _stuck_kernel(
+    logits, rules, stuck, vocab, stride,
+    BLOCK: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): whether mask and early stops leave nothing. Few rows have both."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    early = tl.load(rules.position + row) < tl.load(rules.min_len + row)
+    nothing = (early & (tl.load(rules.line + row) > 0)).to(tl.int32)
+    start = 0
+    while (nothing != 0) & (start < vocab):
+        tokens = start + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        if tl.max((x != float("-inf")).to(tl.int32), 0) > 0:
+            nothing = nothing * 0
+        start += BLOCK
+    tl.store(stuck + row, nothing)
+
+
+def rules_of(logits: Tensor, params: DrawParams, changes: Changes | None) -> Rules:
+    """Gather what kernels read for rows of logits [n, vocab]; launches one with masks."""
+    rules = Rules(params.position, params.min_len, params.stop_ids)
+    if changes is None:
+        return rules
+    rules = rules._replace(
+        slot=params.penalty_slot,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        counts=changes.counts,
+        in_prompt=changes.in_prompt.view(torch.uint8),
+        bias=changes.bias,
+        biased=changes.biased.view(torch.uint8),
+        drafts=changes.drafts,
+    )
+    if changes.masks is None:
+        return rules
+    n, vocab = logits.shape
+    rules = rules._replace(words=changes.masks.words, line=changes.masks.line)
+    stuck = torch.empty(n, dtype=torch.uint8, device=logits.device)
+    _stuck_kernel[(n,)](
+        logits, rules, stuck, vocab, logits.stride(0),
+        **overlap(
+            logits, BLOCK=STUCK_BLOCK, STOPS=params.stop_ids.shape[1], WIDTH=changes.width,
+            EXACT=logits.is_cuda, num_warps=STUCK_WARPS,
+        ),
+    )  # fmt: skip
+    return rules._replace(stuck=stuck)

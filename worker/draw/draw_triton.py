@@ -1,0 +1,546 @@
+"""Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
+
+The torch twin is `worker.draw.sampler.draw_ref`, which defines the result. A row is cut into
+blocks of the vocabulary. Each pass runs over all blocks of all rows:
+
+  best      the largest logit of each block
+  try       the draw without top_p, for rows that have nothing else to search for
+  tops      what the passes behind it need of a row: its largest logit, the token it tried
+  check     whether that token is one that top_p keeps. Then it is the row's, as the largest of all
+            is the largest of those kept; the passes until `winner` skip the row. For a row whose
+            top_p is p this is so with probability p or more
+  search    four bits of a threshold: the smallest logit such that all tokens above it weigh less
+            than the target. First each token weighs 1 and the target is top_k. Then a token weighs
+            its probability and the target is top_p of their sum.
+  ties      how many tokens of each block have exactly the threshold's logit
+  draw      the largest perturbed logit among the tokens that are left, by block, then by row
+
+What logits are before all that (penalties, bias, masks) is in `step/logits.py`.
+
+The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
+passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without them
+needs no more than its first 4 passes. Of the tokens with the threshold's logit those with the
+lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a row's
+result depends on that row alone.
+
+The tokens kept may differ from the twin's in two cases. The probability before a token is within
+f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two logits differ
+but become equal when divided by the temperature: here the larger one comes first, there the lower
+id. top_k and min_p are exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.draw.changes_triton import changed_logits, rules_of
+from worker.draw.draw_rows_triton import list_rows, new_lists, rows_at_once, tries
+from worker.draw.filters_triton import (
+    best_of,
+    is_likely,
+    probability,
+    threshold_of,
+    weights_of,
+    winner_of,
+)
+from worker.forward.draws import Changes, DrawParams
+from worker.ops.best_pairs import VocabPart
+from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap, power_of_two
+from worker.ops.philox_triton import gumbel_block
+
+DRAW_BLOCK, DRAW_WARPS = 1024, 4
+SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
+RADIX_BITS = 4
+# Left alone, the compiler takes up to 255, and then two programs run at a time where three could.
+BEST_REGISTERS, WALK_REGISTERS = 128, 168
+NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
+TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
+
+
+@triton.jit
+def _reaches(digit, least, EXACT: tl.constexpr):
+    """1.0 where digit >= least, else 0.0; both are whole.
+
+    EXACT: one saturating addition, half the work of a comparison on a GPU.
+    """
+    if EXACT:
+        return tl.inline_asm_elementwise(
+            "add.sat.f32 $0, $1, $2;", "=f,f,f", [digit, 1.0 - least],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.where(digit >= least, 1.0, 0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _best_kernel(
+    logits, rules, temperatures, best, keys, arrivals, kept, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if block == 0:
+        lowest = -32768 if BITS == 16 else -2147483648
+        tl.store(keys + row, lowest)
+        tl.store(keys + n + row, lowest)
+        tl.store(arrivals + row, 0)
+        tl.store(kept + row, 0)
+    if tl.load(temperatures + row) == 0.0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    tl.store(best + row * BLOCKS + block, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize=["n", "least"])
+def _tops_kernel(
+    logits, rules, temperatures, top_k, top_p, least, best, values, ids, tops, tried, n, vocab,
+    stride, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, DRAW_BLOCKS: tl.constexpr,
+    DRAW_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its largest logit and, where it tried, the token and its logit.
+
+    So the passes behind it read three numbers, where each of their programs would reduce a row of
+    blocks before it can begin.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    if temperature == 0.0:
+        return
+    tl.store(tops + row, best_of(best, row, BLOCKS, BLOCKS_2))
+    if tries(temperature, tl.load(top_k + row), tl.load(top_p + row), vocab, least):
+        token = winner_of(values, ids, row, vocab, DRAW_BLOCKS, DRAW_BLOCKS_2)
+        few = tl.arange(0, 16)
+        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        tl.store(tops + n + row, tl.max(tl.where(few == 0, near, float("-inf")), 0))
+        tl.store(tried + row, token)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _check_kernel(
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
+    tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows at once): the weight before the token that was tried, and of all.
+
+    The last block compares them.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        token, its = tl.load(tried + row), tl.load(tops + n + row)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        highest, temperature = tl.load(tops + row), tl.load(temperatures + row)
+        weight = weights_of(
+            x, key_of(x, BITS), row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
+            True, EXACT,
+        )  # fmt: skip
+        to = partial + (row * BLOCKS + block) * RADIX
+        tl.store(to, tl.sum(tl.where(x > its, weight, 0.0), 0))
+        tl.store(to + 1, tl.sum(weight, 0))
+        tl.store(to + 2, tl.sum(tl.where((x == its) & (tokens < token), 1.0, 0.0), 0))
+        tl.debug_barrier()  # as in the search
+        arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == BLOCKS - 1:
+            blocks = tl.arange(0, BLOCKS_2)
+            here, at = blocks < BLOCKS, partial + (row * BLOCKS + blocks) * RADIX
+            above = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            ties = tl.sum(tl.load(at + 2, mask=here, other=0.0, cache_modifier=".cg"), 0)
+            before = above + ties * probability(its, highest, temperature)
+            is_kept = before < tl.maximum(tl.load(top_p + row) * total, 1e-30)
+            tl.store(kept + row, is_kept.to(tl.uint8))
+            tl.store(arrivals + row, 0)
+        i += tl.num_programs(1)
+
+
+@triton.jit
+def _narrow(
+    partial, row, n, limit, keys, sums, shift, first,
+    PROBABLE: tl.constexpr, RADIX: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+):  # fmt: skip
+    """Find four more bits of the row's threshold; all blocks' sums are there.
+
+    keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight at or
+    above it, target.
+    """
+    blocks, digits = tl.arange(0, BLOCKS_2), tl.arange(0, RADIX)
+    at = (row * BLOCKS + blocks)[:, None] * RADIX + digits[None, :]
+    parts = tl.load(partial + at, mask=(blocks < BLOCKS)[:, None], other=0.0, cache_modifier=".cg")
+    from_digit = tl.sum(parts, 0)  # never rises along the digits
+    sums += PROBABLE * 3 * n + row
+    if first:
+        if PROBABLE:
+            total = tl.sum(tl.where(digits == 0, from_digit, 0.0), 0)
+            target = tl.maximum(limit * total, 1e-30)
+        else:
+            target = limit.to(tl.float32)
+        tl.store(sums + 2 * n, target)
+    else:
+        target = tl.load(sums + 2 * n)
+    reached = tl.sum((from_digit >= target).to(tl.int32), 0)
+    digit = tl.maximum(reached - 1, 0)
+    here = tl.sum(tl.where(digits == digit, from_digit, 0.0), 0)
+    if digit < RADIX - 1:
+        tl.store(sums, tl.sum(tl.where(digits == digit + 1, from_digit, 0.0), 0))
+    elif first:
+        tl.store(sums, 0.0)
+    tl.store(sums + n, here)
+    keys += PROBABLE * n + row
+    tl.store(keys, tl.load(keys) + (digit << shift))
+
+
+@triton.jit(do_not_specialize=["n", "shift"])
+def _search_kernel(
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
+    tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
+    PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
+
+    The last block runs _narrow. PROBABLE: the search for top_p; else for top_k.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        temperature = tl.load(temperatures + row)
+        limit = tl.load((top_p if PROBABLE else top_k) + row)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        key = key_of(x, BITS)
+        highest = tl.load(tops + row)
+        weight = weights_of(
+            x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE, EXACT
+        )
+        prefix = tl.load(keys + PROBABLE * n + row)
+        digit = ((key - prefix).to(tl.uint32, bitcast=True) >> shift).to(tl.float32)
+        digit = tl.where(key < prefix, -1.0, digit)
+        to = partial + (row * BLOCKS + block) * RADIX
+        for least in tl.static_range(RADIX):
+            tl.store(to + least, tl.sum(weight * _reaches(digit, least, EXACT), 0))
+        tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
+        arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == BLOCKS - 1:
+            first = shift == BITS - RADIX_BITS
+            _narrow(
+                partial, row, n, limit, keys, sums, shift, first,
+                PROBABLE, RADIX, BLOCKS, BLOCKS_2,
+            )  # fmt: skip
+            tl.store(arrivals + row, 0)
+        i += tl.num_programs(1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _ties_kernel(
+    rows, logits, rules, temperatures, top_k, top_p, min_p,
+    tops, keys, sums, ties, n, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, i = tl.program_id(0), tl.program_id(1)
+    num = tl.load(rows)
+    while i < num:
+        row = tl.load(rows + 1 + i).to(tl.int64)
+        temperature = tl.load(temperatures + row)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        highest = tl.load(tops + row)
+        threshold = threshold_of(
+            row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS
+        )
+        likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+        here = likely & (key_of(x, BITS) == threshold[0])
+        tl.store(ties + row * BLOCKS + block, tl.sum(here.to(tl.int32), 0))
+        i += tl.num_programs(1)
+
+
+@triton.jit
+def _draw_block(
+    logits, rules, seed, temperatures, top_k, top_p, min_p,
+    best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The program's block of one row, whose tokens are first … vocab - 1.
+
+    TRY: before `tops` is there, and without top_p.
+    """
+    block = tl.program_id(0)
+    start = first + block * BLOCK
+    tokens = start + tl.arange(0, BLOCK)
+    x = changed_logits(logits - first, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    temperature = tl.load(temperatures + row)
+    if temperature != 0.0:
+        if FILTERED:
+            if TRY:
+                highest = best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
+            else:
+                highest = tl.load(tops + row)
+            likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+            x = tl.where(likely, x, float("-inf"))
+        if FILTERED and not TRY:
+            key = key_of(x, BITS)
+            threshold = threshold_of(
+                row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS
+            )
+            cut, room = threshold[0], threshold[1]
+            x = tl.where(key >= cut, x, float("-inf"))
+            blocks = tl.arange(0, BLOCKS_2)
+            at = ties + row * BLOCKS + blocks
+            before = tl.sum(tl.load(at, mask=blocks < block, other=0), 0)
+            own = tl.load(ties + row * BLOCKS + block)
+            if before + own > room:
+                tie = ((key == cut) & (x > float("-inf"))).to(tl.int32)
+                rank = before + tl.cumsum(tie, 0) - tie
+                x = tl.where((tie > 0) & (rank >= room), float("-inf"), x)
+        # Noise is the costly part, and after filters few blocks have tokens left.
+        if tl.max(x, 0) > float("-inf"):
+            x = tl.div_rn(x, temperature)
+            position = tl.load(rules.position + row)
+            x += gumbel_block(tl.load(seed + row), position, start, BLOCK, EXACT)
+    most = tl.max(x, 0)
+    tl.store(values + row * BLOCKS + block, most)
+    tl.store(ids + row * BLOCKS + block, tl.min(tl.where(x == most, tokens, vocab - 1), 0))
+
+
+@triton.jit(do_not_specialize=["n", "least"])
+def _draw_kernel(
+    rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least,
+    best, tops, keys, sums, ties, values, ids, n, first, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
+
+    FILTERED: some row may have filters. TRY: without top_p, for rows that try; else for the list
+    `rows`, grid (blocks, rows at once).
+
+    The tokens are first … vocab - 1; not FILTERED these may be those of one rank.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if FILTERED and not TRY:
+        i, num = tl.program_id(1), tl.load(rows)
+        while i < num:
+            row = tl.load(rows + 1 + i).to(tl.int64)
+            _draw_block(
+                logits, rules, seed, temperatures, top_k, top_p, min_p,
+                best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
+                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
+                FILTERED, TRY, EXACT,
+            )  # fmt: skip
+            i += tl.num_programs(1)
+    else:
+        row = tl.program_id(1).to(tl.int64)
+        wanted = True
+        if TRY:
+            k, p = tl.load(top_k + row), tl.load(top_p + row)
+            wanted = tries(tl.load(temperatures + row), k, p, vocab, least)
+        if wanted:
+            _draw_block(
+                logits, rules, seed, temperatures, top_k, top_p, min_p,
+                best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
+                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
+                FILTERED, TRY, EXACT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _winner_kernel(
+    values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One program a row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    token = winner_of(values, ids, row, vocab, BLOCKS, BLOCKS_2)
+    tl.store(out + row, token.to(tl.int64))
+
+
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
+
+
+class _Draw:
+    """Scratch of one call, and the launches of its passes."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        params: DrawParams,
+        changes: Changes | None,
+        part: VocabPart | None,
+    ) -> None:
+        n, vocab = logits.shape
+        self.part, self.first = part, 0 if part is None else part.first
+        self.logits, self.params, self.rules = logits, params, rules_of(logits, params, changes)
+        self.sizes = n, vocab, logits.stride(0)
+        self.limits = params.temperature, params.top_k, params.top_p, params.min_p
+        short = logits.dtype == torch.bfloat16 and changes is None
+        self.bits = 16 if short else 32
+        # Only these rows have keys of more than 16 bits; None: all may have, or none has.
+        bf16 = logits.dtype == torch.bfloat16
+        self.long_slots = self.rules.slot if bf16 and changes is not None else None
+        self.shared = dict(
+            STOPS=params.stop_ids.shape[1], WIDTH=1 if changes is None else changes.width,
+            BITS=self.bits, EXACT=logits.is_cuda,
+        )  # fmt: skip
+        self.blocks, self.search_blocks = max(1, -(-vocab // DRAW_BLOCK)), -(-vocab // SEARCH_BLOCK)
+        self.values = self._scratch(n, self.blocks, dtype=torch.float32)
+        self.ids = self._scratch(n, self.blocks, dtype=torch.int32)
+
+    def _scratch(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.logits.device)
+
+    def run(self, *, filtered: bool) -> Tensor:
+        """Launch every pass."""
+        n, vocab, _ = self.sizes
+        if filtered:
+            self._filter()
+        else:  # no tensor of the filters is read
+            unread = self.values
+            found = unread, unread, unread, unread, unread
+            self._draw(unread, found, n, FILTERED=False, TRY=False)
+        if self.part is not None:
+            pairs = best_pairs_triton(self.values, self.ids, self.part.vocab_size - 1)
+            return best_ids_triton(self.part.gather(pairs))
+        out = self._scratch(n, dtype=torch.int64)
+        _winner_kernel[(n,)](
+            self.values, self.ids, out, vocab,
+            **overlap(
+                self.logits, BLOCKS=self.blocks, BLOCKS_2=power_of_two(self.blocks), num_warps=1
+            ),
+        )  # fmt: skip
+        return out
+
+    def _draw(self, rows: Tensor, found: Found, num: int, **constants: int) -> None:
+        n, vocab, stride = self.sizes
+        _draw_kernel[(self.blocks, num)](
+            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
+            self.values, self.ids, n, self.first, self.first + vocab, stride,
+            **overlap(
+                self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
+                BLOCKS_2=power_of_two(self.blocks), SEARCH_BLOCKS=self.search_blocks,
+                SEARCH_BLOCKS_2=power_of_two(self.search_blocks), num_warps=DRAW_WARPS,
+                **constants, **self.shared,
+            ),
+        )  # fmt: skip
+
+    def _filter(self) -> None:
+        n, vocab, stride = self.sizes
+        logits, rules, limits, blocks = self.logits, self.rules, self.limits, self.search_blocks
+        best = self._scratch(n, blocks, dtype=torch.float32)
+        partial = self._scratch(n, blocks, 1 << RADIX_BITS, dtype=torch.float32)
+        sums = self._scratch(2, 3, n, dtype=torch.float32)
+        keys = self._scratch(2, n, dtype=torch.int32)
+        arrivals = self._scratch(n, dtype=torch.int32)
+        kept = self._scratch(n, dtype=torch.uint8)
+        ties = self._scratch(n, self.blocks, dtype=torch.int32)
+        tops, tried = self._scratch(2, n, dtype=torch.float32), self._scratch(n, dtype=torch.int32)
+        lists = new_lists(n, logits.device)
+        try_rows, undrawn, rows_left, *search_rows = lists
+        found = best, tops, keys, sums, ties
+        grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
+        common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
+        walks = common | {"maxnreg": WALK_REGISTERS}
+        _best_kernel[(blocks, n)](
+            logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
+            **overlap(logits, maxnreg=BEST_REGISTERS, **common),
+        )  # fmt: skip
+        self._draw(try_rows, found, n, FILTERED=True, TRY=True)
+        _tops_kernel[(n,)](
+            logits, rules, *limits[:3], TRY_FROM, best, self.values, self.ids, tops, tried,
+            n, vocab, stride,
+            **overlap(
+                logits, BLOCKS=blocks, BLOCKS_2=blocks_2, DRAW_BLOCKS=self.blocks,
+                DRAW_BLOCKS_2=power_of_two(self.blocks), num_warps=1,
+                **{name: self.shared[name] for name in ("STOPS", "WIDTH", "EXACT")},
+            ),
+        )  # fmt: skip
+        list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=False)
+        _check_kernel[grid](
+            try_rows, logits, rules, *limits,
+            tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
+            **overlap(logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS, **walks),
+        )  # fmt: skip
+        list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=True)
+        for probable in (False, True):
+            for shift in range(self.bits - RADIX_BITS, -1, -RADIX_BITS):
+                is_long = self.long_slots is not None and shift < 16
+                rows = search_rows[2 * is_long + probable]
+                _search_kernel[grid](
+                    rows, logits, rules, *limits,
+                    tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
+                    **overlap(
+                        logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS,
+                        RADIX_BITS=RADIX_BITS, PROBABLE=probable, **walks,
+                    ),
+                )  # fmt: skip
+        _ties_kernel[(self.blocks, rows_at_once(n, self.blocks))](
+            rows_left, logits, rules, *limits, tops, keys, sums, ties, n, vocab, stride,
+            **overlap(
+                logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks, num_warps=DRAW_WARPS, **self.shared
+            ),
+        )  # fmt: skip
+        at_once = rows_at_once(n, self.blocks, NUM_DRAWING)
+        self._draw(undrawn, found, at_once, FILTERED=True, TRY=False)
+
+
+def draw_triton(
+    logits: Tensor,
+    params: DrawParams,
+    *,
+    filtered: bool,
+    changes: Changes | None = None,
+    part: VocabPart | None = None,
+) -> Tensor:
+    """Draw one token a row; no host sync, and fit for a CUDA graph.
+
+    Args:
+        logits: [n, vocab] bf16, f16 or f32, rows contiguous; not written.
+        params: of the n rows, each tensor contiguous.
+        filtered: some row may have top_k, top_p or min_p; else they are not read.
+        changes: None: no row has a penalty slot or a mask. A row without either draws the same
+            token with them and with None.
+        part: which tokens the columns of logits are, if other ranks have others; neither filtered
+            nor with changes. All ranks call. None: they are all tokens.
+
+    Returns:
+        [n] i64; of equal values the lowest id.
+    """
+    assert logits.stride(1) == 1
+    assert part is None or not (filtered or changes), "these need the logits of all tokens"
+    return _Draw(logits, params, changes, part).run(filtered=filtered)

@@ -1,0 +1,37 @@
+"""Log-probabilities of the drawn and the likeliest tokens, without [rows, vocab] in f32.
+
+The largest logit and the sum of each block of the vocabulary are found at once. Then one program a
+row walks: the likeliest token left is the first of some block; that block's next one takes its
+place. So only blocks with a reported token are read again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.op import op
+
+
+def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits.
+
+    Args:
+        logits: [n, vocab], of the model's dtype.
+        token: [n] i64, the drawn ones.
+        num_top: number of likeliest tokens, vocab at most; of equally likely ones the lowest ids
+            come first.
+
+    Returns:
+        Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
+    """
+    x = logits.float() + 0.0  # no -0
+    bits = x.view(torch.int32).long()
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    ranked = (order << 32) + (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
+    top = 0x7FFFFFFF - (ranked.topk(num_top, dim=-1).values & 0xFFFFFFFF)
+    ids = torch.cat((token[:, None], top), 1)
+    return x.gather(1, ids) - x.logsumexp(-1, keepdim=True), ids
+
+
+logprobs = op(logprobs_ref)

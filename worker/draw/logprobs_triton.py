@@ -1,0 +1,111 @@
+"""Kernels of logprobs.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap, power_of_two
+from worker.ops.philox_triton import natural_log
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def _ranked(logits, row, block, vocab, stride, BLOCK: tl.constexpr):
+    """(logits of a block in f32, integers in the order of their ranks: by logit, then lowest id)"""
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits).to(tl.int64)
+    ranked = (order << 32) + (0x7FFFFFFF - tokens).to(tl.int64)
+    return x, tl.where(inside, ranked, -9223372036854775808)
+
+
+@triton.jit
+def _blocks_kernel(
+    logits, first, sums, vocab, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows): each block's first in rank, and its sum relative to that one."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    found = _ranked(logits, row, block, vocab, stride, BLOCK)
+    x, ranked = found[0], found[1]
+    highest = tl.max(x, 0)
+    weight = tl.where(x > float("-inf"), tl.exp(x - highest), 0.0)
+    tl.store(first + row * BLOCKS + block, tl.max(ranked, 0))
+    tl.store(sums + row * BLOCKS + block, tl.sum(weight, 0))
+
+
+@triton.jit
+def _value_of(ranked):
+    """The logit within a rank."""
+    order = (ranked >> 32).to(tl.int32)
+    bits = tl.where(order < 0, -order | -2147483648, order)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _walk_kernel(
+    logits, token, first, sums, values, ids, vocab, stride, num_top,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS_2)
+    here = blocks < BLOCKS
+    firsts = tl.load(first + row * BLOCKS + blocks, mask=here, other=-9223372036854775808)
+    highest = _value_of(tl.max(firsts, 0))
+    most = tl.where(here, _value_of(firsts), float("-inf"))
+    share = tl.where(most > float("-inf"), tl.exp(most - highest), 0.0)
+    total = tl.sum(share * tl.load(sums + row * BLOCKS + blocks, mask=here, other=0.0), 0)
+    log_sum = highest + natural_log(total, EXACT)
+    drawn = tl.load(token + row)
+    at = row * (num_top + 1)
+    tl.store(ids + at, drawn)
+    tl.store(values + at, tl.load(logits + row * stride + drawn).to(tl.float32) - log_sum)
+    i = 0
+    while i < num_top:
+        best = tl.max(firsts, 0)
+        found = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        tl.store(ids + at + 1 + i, found)
+        tl.store(values + at + 1 + i, _value_of(best) - log_sum)
+        block = (found // BLOCK).to(tl.int32)
+        ranked = _ranked(logits, row, block, vocab, stride, BLOCK)[1]
+        following = tl.max(tl.where(ranked < best, ranked, -9223372036854775808), 0)
+        firsts = tl.where(blocks == block, following, firsts)
+        i += 1
+
+
+def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """See logprobs_ref; two launches, no host sync."""
+    n, vocab = logits.shape
+    assert logits.stride(1) == 1
+    assert num_top <= vocab
+    blocks, device = -(-vocab // BLOCK), logits.device
+    first = torch.empty(n, blocks, dtype=torch.int64, device=device)
+    sums = torch.empty(n, blocks, dtype=torch.float32, device=device)
+    values = torch.empty(n, 1 + num_top, dtype=torch.float32, device=device)
+    ids = torch.empty(n, 1 + num_top, dtype=torch.int64, device=device)
+    _blocks_kernel[(blocks, n)](
+        logits, first, sums, vocab, logits.stride(0),
+        **overlap(logits, BLOCK=BLOCK, BLOCKS=blocks, num_warps=WARPS),
+    )  # fmt: skip
+    _walk_kernel[(n,)](
+        logits, token, first, sums, values, ids, vocab, logits.stride(0), num_top,
+        **overlap(
+            logits, BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
+            EXACT=logits.is_cuda, num_warps=WARPS,
+        ),
+    )  # fmt: skip
+    return values, ids

@@ -1,0 +1,69 @@
+"""Simulated acceptance: throughput of speculation on weights that no drafter was trained for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.ops.philox import philox_ref
+from worker.step.accept_rows import NUM_COUNTS, accept_rows
+
+PERIOD = 4096  # positions after which the numbers repeat
+PRIME, STRIDE = 4093, 613  # requests begin elsewhere among them, by all bits of their seeds
+
+
+class SimulatedAcceptance:
+    """Stands in for `accept_rows`: how many drafts of a window count is drawn for each position.
+
+    Counter-based, so that runs repeat: the number depends on seed and position alone. A window that
+    is too narrow, a stop token or the request's end still cut it. Places without a draft count as
+    drafts: token 0 stands for these.
+
+    Args:
+        seed: [num_rows + 1] i64, a column of the step state.
+        kept: see `change`.
+    """
+
+    def __init__(self, seed: Tensor, kept: float) -> None:
+        self._seed = seed
+        self._num = torch.zeros(PERIOD, dtype=torch.int64, device=seed.device)
+        self.change(kept)
+
+    def change(self, kept: float) -> None:
+        """What is kept from now on, in graphs that were captured too.
+
+        From 1 on: so many tokens of a step on average, of each step the whole number below or
+        above. Below 1: the share of drafts that count where all before them did, so a window of W
+        tokens keeps (1 - kept^W) / (1 - kept) of them on average.
+        """
+        assert kept > 0
+        if kept < 1:
+            self._num.copy_((_uniform().log() / math.log(kept)).long())
+        else:
+            least = int(kept) - 1
+            self._num.copy_(least + (_uniform() < kept - 1 - least).long())
+
+    def __call__(self, rows: Tensor, position: Tensor, *rest: Any) -> Tensor:
+        """accept_rows, with its arguments but for `num_accepted`."""
+        width = len(position) // len(rows)
+        if width == 1:
+            return accept_rows(rows, position, *rest)
+        seed = self._seed.index_select(0, rows).repeat_interleave(width)
+        drawn = accept_rows(rows, position, *rest, num_accepted=self.num_accepted(position, seed))
+        drawn[:, width + NUM_COUNTS :].clamp_(min=0)
+        return drawn
+
+    def num_accepted(self, position: Tensor, seed: Tensor) -> Tensor:
+        """Drafts that are accepted in a window that draws at `position` first, of a request of
+        `seed`; all [n] i64."""
+        return self._num[(position + seed % PRIME * STRIDE) % PERIOD]
+
+
+def _uniform() -> Tensor:
+    """[PERIOD] f64, above 0 and below 1."""
+    zero = torch.zeros((), dtype=torch.int64)
+    words = philox_ref(torch.arange(PERIOD), zero, zero, zero, zero)[0]
+    return (words.double() + 0.5) / 2**32

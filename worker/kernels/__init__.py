@@ -1,1 +1,0 @@
-"""One op per file: plain-torch reference, device kernel where there is one, and the public name."""

@@ -1,1 +1,0 @@
-"""Attention over paged KV, and what stores KV."""

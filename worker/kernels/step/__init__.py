@@ -1,1 +1,0 @@
-"""Step state and drawing: rows read, written and sampled on the device."""

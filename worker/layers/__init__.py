@@ -1,1 +1,0 @@
-"""Tensor-parallel building blocks of the models."""

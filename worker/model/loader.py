@@ -1,0 +1,143 @@
+"""Build one rank of a model and fill it, from safetensors files or with seeded noise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker.errors import UserError
+from worker.model.architectures import ARCHITECTURES
+from worker.model.decoder import Decoder
+from worker.model.files import listed, weight_files
+from worker.model.shape import LayerShape, ModelSpec
+from worker.model.shard import Shard
+from worker.observe.metrics import Progress, untold
+from worker.peers.base import Collective
+from worker.registry import resolve
+
+LoadFormat = Literal["safetensors", "dummy"]
+
+
+class Loadable(Protocol):
+    """One rank of a model, a drafter too, that waits for its weights."""
+
+    @property
+    def spec(self) -> LayerShape:
+        """Of the whole model."""
+        ...
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
+        ...
+
+
+def load_model(
+    path: Path,
+    spec: ModelSpec,
+    collective: Collective,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "safetensors",
+    seed: int = 0,
+    progress: Progress = untold,
+) -> Decoder:
+    """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
+
+    Reads one tensor at a time, and only this rank's part of it. "dummy" reads no file: weights
+    follow from `seed` and their names, so any number of ranks makes the same model (on one
+    type of device).
+
+    Raises:
+        ValueError: unknown architecture or format; a file is missing or broken; tensors are
+            missing, unexpected or of another shape (all of them are named, up to eight).
+    """
+    model_class = resolve("model architecture", spec.architecture, ARCHITECTURES)
+    check_format(load_format)
+    model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
+    if load_format == "dummy":
+        fill_with_noise(model.shards(), seed, progress)
+    else:
+        read_weights(model, Path(path), progress)
+    return model.eval()
+
+
+def check_format(load_format: str) -> None:
+    """Raise a UserError for a format that is not one of LoadFormat."""
+    if load_format not in ("safetensors", "dummy"):
+        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
+
+
+def read_weights(model: Loadable, path: Path, progress: Progress = untold) -> None:
+    """Fill `model` from the safetensors files of directory `path`.
+
+    Raises:
+        ValueError: a file is missing or broken; tensors are missing, unexpected or of another
+            shape (all of them are named, up to eight).
+    """
+    shards = model.shards()
+    missing = set(shards)
+    unexpected: list[str] = []
+    for file in weight_files(path):
+        for name, tensor in _tensors(file, shards):
+            if tensor is not None:
+                shards[name].dest.copy_(tensor)
+                missing.discard(name)
+                progress("load", len(shards) - len(missing), len(shards))
+            elif not model.ignores(name):
+                unexpected.append(name)
+    problems = [
+        f"{label} tensors: {listed(names)}"
+        for label, names in (("missing", sorted(missing)), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        architecture = model.spec.architecture
+        raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
+
+
+def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, this rank's part, or None if no shard asks for it) of each tensor in `file`."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                shard = shards.get(name)
+                if shard is None:
+                    yield name, None
+                    continue
+                stored = reader.get_slice(name)
+                shape = tuple(stored.get_shape())
+                if shape != shard.full_shape:
+                    raise UserError(
+                        f"{file}: {name} has shape {shape}, config.json asks for {shard.full_shape}"
+                    )
+                yield name, stored[shard.index]
+    except SafetensorError as e:
+        raise UserError(f"{file}: not a readable safetensors file: {e}") from e
+
+
+def fill_with_noise(shards: Mapping[str, Shard], seed: int, progress: Progress = untold) -> None:
+    """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
+    for i, (name, shard) in enumerate(shards.items()):
+        progress("load", i, len(shards))
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(shard.dest.device)
+        generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        whole = torch.randn(shard.full_shape, generator=generator, device=shard.dest.device)
+        if whole.dim() == 1 and "norm" in name:
+            whole = 1 + 0.1 * whole
+        elif whole.dim() == 1:
+            whole *= 0.02
+        else:
+            whole *= shard.full_shape[-1] ** -0.5
+        shard.dest.copy_(whole[shard.index])

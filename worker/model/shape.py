@@ -1,0 +1,189 @@
+"""A Hugging Face model directory's configuration, read into one checked record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.model.architectures import ARCHITECTURES
+from worker.model.fields import Fields, read_fields
+from worker.ops.scaling import ROPE_TYPES, RopeScaling
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What every layer's weights follow from: of the whole model, not of one rank."""
+
+    architecture: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int  # of the head
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    dtype: str  # of the checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(LayerShape):
+    """The shape of the weights, as the file gives it."""
+
+    num_layers: int
+    tie_word_embeddings: bool
+    attention_bias: bool  # the file's flag; False where the architecture alone decides
+    qk_norm: bool  # the file's flag; False where the architecture alone decides
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
+    penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """The spec of the model in directory `path` (config.json, generation_config.json if any).
+
+    Raises:
+        ValueError: a file is missing or no JSON object, or a field is missing or wrong; the
+            message names file and field. Unsupported (a ValueError) if the model is well
+            described but uses what we cannot compute.
+    """
+    fields = read_fields(path / "config.json")
+    architecture = read_architecture(fields)
+    if architecture not in ARCHITECTURES:
+        raise fields.unsupported(
+            "architectures",
+            f"{architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
+        )
+    refuse_what_we_cannot_compute(fields)
+    generation = path / "generation_config.json"
+    generates = read_fields(generation) if generation.exists() else Fields(generation, {})
+    return ModelSpec(
+        architecture=architecture,
+        **read_layer_shape(fields),
+        num_layers=fields.integer("num_hidden_layers"),
+        vocab_size=fields.integer("vocab_size"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        qk_norm=fields.flag("qk_norm"),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        eos_token_ids=_eos_token_ids(fields, generates),
+        penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
+    )
+
+
+def read_architecture(fields: Fields) -> str:
+    """The one name in `architectures`, whether or not we know it."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.error("architectures", f"must be a list of one name, not {names!r}")
+    return names[0]
+
+
+def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> None:
+    """Refuse what no layer of ours has, whatever the architecture.
+
+    windows: whoever calls has layers with sliding windows, and reads the fields of those itself.
+    """
+    if not windows:
+        _refuse_windows(fields)
+    if fields.get("hidden_act") not in (None, "silu"):
+        raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
+    if fields.flag("mlp_bias"):
+        raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
+    if fields.get("quantization_config") is not None:
+        raise fields.unsupported("quantization_config", "quantized weights")
+
+
+def _refuse_windows(fields: Fields) -> None:
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        if fields.flag("use_sliding_window"):
+            raise fields.unsupported("use_sliding_window", "sliding-window attention")
+    elif set(layer_types) - {"full_attention"}:
+        others = sorted(set(layer_types) - {"full_attention"})
+        raise fields.unsupported("layer_types", f"layers of type {', '.join(others)}")
+
+
+def read_layer_shape(fields: Fields) -> dict[str, Any]:
+    """The fields of a LayerShape but for its architecture and its vocabulary."""
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    rope_theta, rope_scaling = _rope(fields)
+    return {
+        "hidden_size": fields.integer("hidden_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "dtype": read_dtype(fields),
+    }
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """(heads, kv heads, head_dim) of the attention."""
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+    head_dim = fields.integer(
+        "head_dim", default=max(1, fields.integer("hidden_size") // num_heads)
+    )
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    inner = fields.inner(name)
+    theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    for each in (fields, inner):
+        if each.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise each.unsupported("partial_rotary_factor", "rotating a part of each head")
+    rope_type = inner.values.get("rope_type", inner.values.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise fields.unsupported(
+            name,
+            f"config.rope_scaling: rope type {rope_type!r} is not supported; "
+            f"supported: {', '.join(ROPE_TYPES)}",
+        )
+    if rope_type == "default":
+        return theta, None
+    factor = inner.number("factor")
+    if rope_type == "linear":
+        return theta, RopeScaling(rope_type, factor)
+    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    if high <= low:
+        raise inner.error("high_freq_factor", f"{high} must exceed low_freq_factor {low}")
+    original = inner.integer("original_max_position_embeddings")
+    return theta, RopeScaling(rope_type, factor, low, high, original)
+
+
+def read_dtype(fields: Fields) -> str:
+    """The checkpoint's dtype, one of DTYPES."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None:
+        return "float32"
+    if value not in DTYPES:
+        raise fields.unsupported(name, f"{value!r}; supported: {', '.join(DTYPES)}")
+    return value
+
+
+def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise source.error("eos_token_id", f"must be token ids, not {value!r}")
+            found[token_id] = None
+    return tuple(found)

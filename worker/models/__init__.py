@@ -1,1 +1,0 @@
-"""Model architectures, one per file, with their configuration and their weights' loading."""

@@ -1,0 +1,1 @@
+"""What is seen of a worker: metrics, spans, times of steps."""

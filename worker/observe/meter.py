@@ -1,0 +1,138 @@
+"""StepMeter: what a loop knows of its own steps. WorkerStats and the metrics are made from it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from worker.observe.metrics import NUM_FIRST, WorkerMetrics
+from worker.plan import Plan
+
+WEIGHT = 0.2  # of the newest step in the moving average
+TOKENS_WEIGHT = 0.05  # of the newest decode step in that of tokens
+NUM_RECENT = 8  # decode steps that the next one is expected to be like
+
+
+class WindowCounts:
+    """What verify windows have drafted and accepted since the start.
+
+    Args:
+        max_width: of the windows; 1: nothing is verified.
+        simulated: acceptance is, so that every place counts as a draft.
+        reads_text: acceptance depends on the text, so that no first acceptance is kept.
+    """
+
+    def __init__(
+        self, max_width: int = 1, *, simulated: bool = False, reads_text: bool = False
+    ) -> None:
+        self.num_windows = 0
+        self.drafted = [0] * (max_width - 1)  # windows that had a draft, by place
+        self.accepted = [0] * (max_width - 1)  # windows that accepted it, by place
+        self.tokens_per_row = 0.0  # moving average of what a row gets of a decode step; 0: none yet
+        self.first_acceptance = 0.0  # at place 1, of the first NUM_FIRST drafts; 0 until then
+        self._simulated = simulated
+        self._is_young = not reads_text
+
+    @property
+    def num_undrafted(self) -> int:
+        """Windows without any draft."""
+        return self.num_windows - self.drafted[0] if self.drafted else 0
+
+    def count(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Count a decode step; see StepMeter.verified."""
+        num_rows, num_tokens = len(nums), sum(nums)
+        old = self.tokens_per_row or 1.0
+        self.tokens_per_row = old + TOKENS_WEIGHT * (num_tokens / num_rows - old)
+        if width == 1:
+            return
+        self.num_windows += num_rows
+        accepted, yielded = num_rows, bytes(nums)
+        # By place and not by row: there are hundreds of rows, and metrics have 1 % of a step.
+        for at, column in enumerate(zip(*drafts, strict=False)):
+            accepted -= yielded.count(at + 1)  # of windows that ended here
+            self.accepted[at] += accepted
+            self.drafted[at] += num_rows if self._simulated else num_rows - column.count(-1)
+        if self._is_young and self.drafted[0] >= NUM_FIRST:
+            self._is_young = False
+            self.first_acceptance = self.accepted[0] / self.drafted[0]
+
+
+class StepMeter:
+    """Times each step until it settles, from the later of its launch and the last settling."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.prefill_s_per_token = 0.0  # 0 = none measured yet
+        self.num_steps = 0  # settled
+        self.took_s = 0.0  # the last of them
+        self.windows = WindowCounts()
+        self._metrics = metrics
+        self._launched_at: dict[int, float] = {}
+        self._free_at = 0.0
+        self._decodes_s: dict[int, deque[float]] = {}  # by width
+
+    def verifies(
+        self, max_width: int, *, simulated: bool = False, reads_text: bool = False
+    ) -> None:
+        """Count verify windows from now on, every place from 0 on; see WindowCounts."""
+        windows = WindowCounts(max_width, simulated=simulated, reads_text=reads_text)
+        self.windows, metrics = windows, self._metrics
+        metrics.spec_simulated.set(simulated)
+        metrics.on_scrape(metrics.spec_steps, lambda: windows.num_windows)
+        metrics.on_scrape(metrics.spec_accepted, lambda: sum(windows.accepted))
+        metrics.on_scrape(metrics.spec_undrafted, lambda: windows.num_undrafted)
+        metrics.on_scrape(metrics.spec_first_acceptance, lambda: windows.first_acceptance)
+        metrics.on_scrape(metrics.spec_accepted_at, lambda: _by_place(windows.accepted))
+        metrics.on_scrape(metrics.spec_drafted_at, lambda: _by_place(windows.drafted))
+
+    def ends_at(self, plan: Plan) -> float | None:
+        """When the launched step of `plan` may end at the earliest; None: not known.
+
+        Monotonic seconds, by the shortest of the last decode steps of its width. Not known for
+        steps with chunks.
+        """
+        if plan.chunks or plan.width not in self._decodes_s:
+            return None
+        recent = self._decodes_s[plan.width]
+        return max(self._launched_at[plan.step], self._free_at) + min(recent)
+
+    def launched(self, plan: Plan) -> None:
+        """Note when `plan` was enqueued."""
+        self._launched_at[plan.step] = time.monotonic()
+
+    def settled(self, plan: Plan, path: str) -> None:
+        """Count and time the step of `plan`, which has finished; path: Step.path."""
+        now = time.monotonic()
+        self.num_steps += 1
+        kind = "prefill" if plan.chunks else "decode"
+        how, _, why = path.partition("_")
+        self._metrics.steps(kind, how).inc()
+        if how == "eager":
+            self._metrics.eager_steps(kind, why or "configured").inc()
+        took_s = now - max(self._launched_at.pop(plan.step), self._free_at)
+        self._free_at, self.took_s = now, took_s
+        self._metrics.step_seconds(kind).observe(took_s)
+        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        if not num_tokens:
+            recent = self._decodes_s.setdefault(plan.width, deque(maxlen=NUM_RECENT))
+            recent.append(took_s)
+            return
+        self._metrics.prompt_tokens.inc(num_tokens)
+        rate, old = took_s / num_tokens, self.prefill_s_per_token
+        self.prefill_s_per_token = rate if old == 0 else (1 - WEIGHT) * old + WEIGHT * rate
+
+    def verified(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Count the windows of a decode step.
+
+        Args:
+            width: of its windows.
+            nums: tokens of each request that had not ended meanwhile.
+            drafts: what their windows verified; -1 from where there is none.
+        """
+        if nums:
+            self._metrics.spec_width.observe(width)
+            self.windows.count(width, nums, drafts)
+
+
+def _by_place(counts: Sequence[int]) -> dict[tuple[str], int]:
+    return {(str(place),): count for place, count in enumerate(counts, 1)}

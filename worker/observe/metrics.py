@@ -1,0 +1,324 @@
+"""Metric families: declared as tables, with the worker's own; and the page that serves these.
+
+Each worker serves its families on a port of its own (Member.metrics_address), and /live beside
+them; the router's /metrics/targets lists the ports of all. The router has a table like this.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout, UserError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+STEP_BUCKETS = (
+    0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0,
+)  # fmt: skip
+WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
+SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 MiB
+STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+NUM_FIRST = 1000  # windows by which a start is judged
+# What a decode worker counts from 0 on.
+PLACES = ("none", "local", "remote", "alone", "fallback")
+OUTCOMES = ("stop", "length", "abort", "error")
+RETRY_CAUSES = tuple(
+    error.code for error in (Busy, PeerLost, Revoked, TransferError, TransferTimeout)
+)
+
+# Called while a worker starts, with the stage, `load` or `capture`, how much of it is done, and of
+# how much.
+Progress = Callable[[str, int, int], None]
+Kind = Literal["counter", "reading", "gauge", "histogram"]
+
+
+def untold(stage: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+class Family(NamedTuple):
+    """A row of a table of families."""
+
+    kind: Kind
+    name: str  # without `kvlane_`, and a counter's without `_total`
+    text: str
+    labels: tuple[str, ...]  # beside those that all families of the process have
+    buckets: Sequence[float] = ()  # upper bounds, without infinity
+
+
+def _declare(kind: Kind) -> Callable[..., Any]:
+    def declare(name: str, text: str, *labels: str, buckets: Sequence[float] = ()) -> Any:
+        return Family(kind, name, text, labels, buckets)
+
+    return declare
+
+
+counter, gauge, histogram = _declare("counter"), _declare("gauge"), _declare("histogram")
+reading = _declare("reading")  # a counter that is kept elsewhere, and read when it is scraped
+
+
+class Families:
+    """The families that a subclass declares, in a registry; every name starts with `kvlane_`.
+
+    The attribute of a declaration is, in an object, the series itself, or for families with labels
+    a function label values -> series.
+
+    Args:
+        bound: labels of all series, with their values.
+    """
+
+    histogram_type: Callable[..., Any] = Histogram
+
+    def __init__(self, **bound: str) -> None:
+        disable_created_metrics()  # else every counter has a twin that says when it began
+        self.registry = CollectorRegistry()
+        self.bound = bound
+        self.collectors: dict[str, Any] = {}  # by attribute
+        for attribute, family in self.table().items():
+            self.collectors[attribute], series = self._made(family)
+            setattr(self, attribute, series)
+
+    @classmethod
+    def table(cls) -> dict[str, Family]:
+        """The declarations, by attribute."""
+        return {key: value for key, value in vars(cls).items() if isinstance(value, Family)}
+
+    def count_from_zero(self, **values: Sequence[str]) -> None:
+        """Make series before anything is counted, so that the first shows in a rate.
+
+        values: by attribute of a family with one label, of which they are values.
+        """
+        for attribute, shown in values.items():
+            for value in shown:
+                getattr(self, attribute)(value)
+
+    def on_scrape(self, series: Any, value: Callable[[], object]) -> None:
+        """Call `value` whenever this gauge or reading is scraped.
+
+        That of a reading with a label returns all its series: (value of the label,) -> count.
+        """
+        series.set_function(value)
+
+    def _made(self, family: Family) -> tuple[Any, Any]:
+        """What a family registers, and what stands for its series."""
+        name, text, bound = f"kvlane_{family.name}", family.text, tuple(self.bound.values())
+        labels = *self.bound, *family.labels
+        if family.kind == "reading":
+            readings = _Readings(name, text, labels, bound)
+            self.registry.register(readings)
+            return readings, readings
+        if family.kind == "histogram":
+            kind = self.histogram_type
+            made = kind(name, text, labels, registry=self.registry, buckets=family.buckets)
+        else:
+            kind = Counter if family.kind == "counter" else Gauge
+            made = kind(name, text, labels, registry=self.registry)
+        if not family.labels:
+            return made, made.labels(*bound)
+        # To look a series up takes the library as long as to count.
+        return made, cache(lambda *values: made.labels(*bound, *values))
+
+
+class _Readings(Collector):
+    """A counter that is kept elsewhere.
+
+    Args:
+        name: of the family.
+        text: what it counts.
+        labels: names of the labels, of which at most the last is not bound.
+        bound: values of the others.
+    """
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bound: Sequence[str]) -> None:
+        self._about, self._labels, self._bound = (name, text), labels, bound
+        self._is_split = len(labels) > len(bound)
+        self._read: Callable[[], Any] = dict if self._is_split else int
+
+    def set_function(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        values = self._read()
+        series: dict[tuple[str, ...], float] = values if self._is_split else {(): values}
+        family = CounterMetricFamily(*self._about, labels=self._labels)
+        for label, value in series.items():
+            family.add_metric((*self._bound, *label), value)
+        yield family
+
+
+class WorkerMetrics(Families):
+    """All families of one worker."""
+
+    prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
+    queried_tokens = counter(
+        "prompt_tokens_queried", "Prompt tokens that were looked up in the prefix tree"
+    )
+    cached_tokens = counter(
+        "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
+    )
+    generated_tokens = counter("generation_tokens", "Output tokens drawn here")
+    steps = counter("engine_steps", "Steps settled, by how they were launched", "kind", "path")
+    eager_steps = counter(
+        "engine_eager_steps", "Steps launched op by op, by why no graph served", "kind", "reason"
+    )
+    step_seconds = histogram(
+        "engine_step_seconds", "Time of one step on the device", "kind", buckets=STEP_BUCKETS
+    )
+    preemptions = counter("preemptions", "Rows that gave their pages up")
+    requests = counter("requests", "Requests that ended", "outcome")
+
+    spec_steps = reading(
+        "spec_steps", "Verify windows: one for each row of each decode step wider than 1"
+    )
+    spec_accepted = reading(
+        "spec_accepted_tokens", "Drafts that windows accepted; each yields one token more"
+    )
+    spec_accepted_at = reading(
+        "spec_accepted_at_position",
+        "Drafts that windows accepted, by their place in the window; the first is 1",
+        "position",
+    )
+    spec_drafted_at = reading(
+        "spec_drafted_at_position",
+        "Windows that had a draft to verify at this place; the first is 1",
+        "position",
+    )
+    spec_undrafted = reading(
+        "spec_undrafted_steps",
+        "Windows without any draft: a request's first step, one behind a step of width 1, or "
+        "one for which prompt lookup found nothing",
+    )
+    spec_first_acceptance = gauge(
+        "spec_first_acceptance",
+        f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then, and "
+        "with prompt lookup, where it depends on the text",
+    )
+    spec_width = histogram(
+        "spec_width", "Width of each decode step of a worker that verifies", buckets=WIDTH_BUCKETS
+    )
+    spec_simulated = gauge(
+        "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
+    )
+    drafter = gauge(
+        "drafter_info", "1 for what proposes drafts, `none` where nothing does", "drafter"
+    )
+
+    ranks = gauge("ranks", "Processes of this worker, which ends with the first that does")
+    all_reduce_bytes = histogram(
+        "all_reduce_bytes",
+        "Size of what a layer of each step sums among the ranks, by what sums it",
+        "kind",
+        "algorithm",
+        buckets=SUM_BUCKETS,
+    )
+
+    placed = counter("prefill_placed", "Where prompts were prefilled", "where")
+    pulled_bytes = counter("kv_pulled_bytes", "KV bytes pulled", "transport")
+    pulls = counter("kv_pulls", "Pulls that ended, by outcome", "transport", "outcome")
+    pull_seconds = histogram(
+        "kv_pull_seconds", "Time of one pull that landed", "transport", buckets=STAGE_BUCKETS
+    )
+    fetch_seconds = histogram(
+        "kv_fetch_seconds",
+        "Time of a request's KV, from asking a prefill worker until all had landed",
+        "transport",
+        buckets=STAGE_BUCKETS,
+    )
+    transfer_seconds = histogram(
+        "kv_transfer_seconds",
+        "From a request's last announcement, or first token if later, until all KV had landed",
+        "transport",
+        buckets=STAGE_BUCKETS,
+    )
+    row_wait_seconds = histogram(
+        "row_wait_seconds",
+        "Wait of a request whose KV had landed for its first step",
+        buckets=STAGE_BUCKETS,
+    )
+    fetch_retries = counter("kv_fetch_retries", "Attempts to fetch KV that failed", "cause")
+    lease_expired = counter("lease_expired", "Leases that ran out without a release")
+    dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
+
+    running = gauge("requests_running", "Requests with a row")
+    waiting = gauge("requests_waiting", "Requests admitted and without a row")
+    queued = gauge("requests_queued", "Requests by the stage they wait in", "stage")
+    pages = gauge("kv_pages", "KV pages by state", "state")
+    usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
+    leases = gauge("leases", "Transfers under way, each with a lease")
+    bucket_seconds = gauge(
+        "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"
+    )
+    bucket_differs = gauge(
+        "graph_bucket_differs", "1 where a graph's result was not eager's", "kind", "rows"
+    )
+    transport = gauge("transport_info", "1 for the transport in use", "transport")
+
+    def __init__(self, *, model: str, role: str, worker: str) -> None:
+        super().__init__(model=model, role=role, worker=worker)
+        self._server: tuple[WSGIServer, Thread] | None = None
+        self.ranks.set(1)
+        if role == "decode":
+            self.count_from_zero(placed=PLACES, requests=OUTCOMES, fetch_retries=RETRY_CAUSES)
+
+    def serve(self, host: str, port: int = 0, stalled: Callable[[], str] = lambda: "") -> str:
+        """Serve /metrics and /live on `port` of `host`, 0 is any free one; returns host:port.
+
+        Args:
+            stalled: says why the worker is not live; "" if it is.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            path = "cluster.worker_metrics_port"
+            raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
+        metrics = server.get_app()
+        assert metrics is not None
+        server.set_app(with_live(metrics, stalled))
+        self._server = server, thread
+        return f"{host}:{server.server_port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            server, thread = self._server
+            server.socket.shutdown(socket.SHUT_RDWR)  # or its thread looks up after half a second
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def with_live(metrics: WSGIApplication, stalled: Callable[[], str]) -> WSGIApplication:
+    """`metrics`, and GET /live: 200 while `stalled` says "", else 503 and what it says."""
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/live":
+            return metrics(environ, start_response)
+        reason = stalled()
+        body = {"status": "not live", "reason": reason} if reason else {"status": "live"}
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps(body).encode()]
+
+    return app

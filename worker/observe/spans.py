@@ -1,0 +1,224 @@
+"""Spans of one process, from time stamps that its loop takes anyway.
+
+A span's times are monotonic seconds of its own process. No clock of one process is compared with
+another's: only trace and span ids travel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+Attributes = Mapping[str, AttributeValue]
+
+W3C = TraceContextTextMapPropagator()
+PARENT_CHARS = 55  # of a traceparent; what follows it in `Trace.carried` is the tracestate
+STEP_NS = 1_000_000  # a clock that was set by less is not noticed
+RETRIED = ("prefill", "dispatch")  # stages that are entered again where they fail
+ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
+NO_ATTRIBUTES: Attributes = {}
+
+
+class Tracer:
+    """Makes the traces of one process; from one thread.
+
+    Args:
+        tracer: OpenTelemetry's.
+        close: sends what is left, within a bound.
+    """
+
+    def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
+        self._tracer = tracer
+        self._wall = _Wall()
+        self.close = close
+
+    def of_headers(self, headers: Mapping[str, str], at: float) -> Trace:
+        """The trace that a request's W3C headers name, or a new one.
+
+        Args:
+            headers: `traceparent` and `tracestate`, where there are some.
+            at: when its first stage begins.
+        """
+        # Not the current context: whatever instruments this process, our parents are explicit.
+        return Trace(self, W3C.extract(headers, Context()), at, serves=True)
+
+    def carried(self, text: str, at: float) -> Trace:
+        """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
+        parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
+        return Trace(self, W3C.extract(parent, Context()), at, serves=True)
+
+    def begin(
+        self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
+    ) -> Span:
+        """Begin a span; recorded only if the sampler says so."""
+        return self._tracer.start_span(
+            name, parent, kind, attributes, start_time=self._wall.ns(at), record_exception=False
+        )
+
+    def end(self, span: Span, at: float) -> None:
+        """End a span."""
+        span.end(self._wall.ns(at))
+
+
+class Trace:
+    """Stages of a request in one process: each begins where the one before it has ended.
+
+    So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
+    Service graphs pair CLIENT spans with their SERVER children: of those a process has one.
+
+    Args:
+        tracer: makes the spans.
+        parent: of every stage.
+        at: when the first stage begins.
+        attributes: of every stage.
+        serves: another process is the parent. The first stage that asks nobody is SERVER.
+    """
+
+    __slots__ = (
+        "_attempts", "_attributes", "_cause", "_parent", "_serves", "_span", "_tracer", "at",
+        "inner",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        parent: Context,
+        at: float,
+        attributes: Attributes = NO_ATTRIBUTES,
+        *,
+        serves: bool = False,
+    ) -> None:
+        self.at = at  # up to when stages have ended
+        self.inner: Trace | None = None  # stages within the present one, which end with it
+        self._tracer = tracer
+        self._parent = parent
+        self._attributes = attributes
+        self._serves = serves  # and no stage is SERVER yet
+        self._span: Span | None = None  # of the present stage
+        self._attempts = 0
+        self._cause = ""  # of the next attempt: why a stage failed
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the present stage will be exported."""
+        return self._span is not None and self._span.is_recording()
+
+    @property
+    def trace_id(self) -> str:
+        """In hexadecimal, as in a traceparent."""
+        assert self._span is not None
+        return otel.format_trace_id(self._span.get_span_context().trace_id)
+
+    @property
+    def carried(self) -> str:
+        """The present stage as the parent of another process's stages, for a message."""
+        assert self._span is not None
+        headers: dict[str, str] = {}
+        W3C.inject(headers, otel.set_span_in_context(self._span, Context()))
+        return headers.get("traceparent", "") + headers.get("tracestate", "")
+
+    def enter(
+        self,
+        stage: str,
+        at: float,
+        attributes: Attributes = NO_ATTRIBUTES,
+        *,
+        asks: bool = False,
+    ) -> None:
+        """Begin a stage; the present one ends at `at`. asks: it waits for another process.
+
+        One of RETRIED says which attempt it is, and what has cut off the one before.
+        """
+        self.leave(at)
+        all_of_it = {**self._attributes, **attributes}
+        if stage in RETRIED:
+            self._attempts += 1
+            all_of_it["kvlane.attempt"] = self._attempts
+            if self._cause:
+                all_of_it["kvlane.cause"], self._cause = self._cause, ""
+        kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
+        if self._serves and not asks:
+            kind, self._serves = SpanKind.SERVER, False
+        self._span = self._tracer.begin(stage, self._parent, self.at, all_of_it, kind)
+
+    def note(self, attributes: Attributes) -> None:
+        """Add to the present stage."""
+        if self._span is not None:
+            self._span.set_attributes(attributes)
+
+    def leave(
+        self,
+        at: float,
+        attributes: Attributes = NO_ATTRIBUTES,
+        error: str = "",
+        why: str | None = None,
+    ) -> None:
+        """End the present stage, if there is one.
+
+        Args:
+            at: when.
+            attributes: added to it.
+            error: code of the error that has cut it off, or ABORT.
+            why: the error in words.
+        """
+        span = self._span
+        if span is None:
+            return
+        if self.inner is not None:
+            self.inner.leave(at, error=error)
+            self.inner = None
+        if attributes:
+            span.set_attributes(attributes)
+        if error:
+            self._cause = error
+            span.set_attribute("error.type", error)
+            if error != ABORT:
+                span.set_status(Status(StatusCode.ERROR, why or error))
+        self.at = max(at, self.at)
+        self._tracer.end(span, self.at)
+        self._span = None
+
+    def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:
+        """Stages within the present one, from `at` on."""
+        assert self._span is not None
+        parent = otel.set_span_in_context(self._span, Context())
+        return Trace(self._tracer, parent, at, attributes)
+
+    def add(self, stage: str, began_at: float, at: float, attributes: Attributes) -> None:
+        """A stage that is over already; the present one has ended when it began."""
+        self.leave(began_at)
+        self.at = max(began_at, self.at)
+        self.enter(stage, at, attributes)
+        self.leave(at)
+
+
+class _Wall:
+    """Monotonic seconds as nanoseconds since the epoch.
+
+    The difference of the two clocks is kept until one of them is set: so the spans of a request fit
+    together to a microsecond, in all processes of a machine.
+    """
+
+    def __init__(self) -> None:
+        self._offset_ns = _offset_ns()
+
+    def ns(self, at: float) -> int:
+        """The wall clock's reading at a monotonic time."""
+        if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
+            self._offset_ns = _offset_ns()
+        return int(at * 1e9) + self._offset_ns
+
+
+def _offset_ns() -> int:
+    """Between the clocks, by the quickest of some readings."""
+    readings: list[tuple[int, int]] = []
+    for _ in range(9):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]

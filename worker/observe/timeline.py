@@ -1,0 +1,142 @@
+"""Timeline: the stages of a request on a decode worker, of which `Stages` and spans are made.
+
+    prefill ─▶ pull ─▶ decode_queue ─▶ first_step ─▶ decode       KV from a prefill worker
+    prefill ─▶ decode                                             prefilled here
+    decode_queue ─▶ first_step ─▶ decode                          all KV was here
+
+A further choice of a request may be in `sibling` before. A failed attempt to get KV is followed by
+another `prefill`. A preempted request is in `preempted` until its KV is got anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worker.api import Error, PeerId, Stages
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Attributes, Trace, Tracer
+
+NONE: Attributes = {}
+
+
+class Timeline:
+    """When a request first reached which stage, in monotonic seconds; its spans, if it is traced.
+
+    A stage ends when the next one begins.
+
+    Args:
+        received_at: when the request came.
+        tracer: of this process; None where tracing is off.
+        carried: Generate.trace; "": the request is not traced.
+    """
+
+    __slots__ = (
+        "_spans", "announced_at", "first_token_at", "landed_at", "prefill_s", "prefilled_by",
+        "received_at", "row_at", "stage",
+    )  # fmt: skip
+
+    def __init__(
+        self, received_at: float = 0.0, tracer: Tracer | None = None, carried: str = ""
+    ) -> None:
+        self.stage = ""  # the present one
+        self.prefilled_by: PeerId = ""  # "": all but the last token was in a prefix tree
+        self.prefill_s = 0.0  # KVReady.prefill_s, a duration
+        self.received_at = received_at
+        # 0: not yet. What happens after a preemption changes none of them.
+        self.announced_at = self.landed_at = self.row_at = self.first_token_at = 0.0
+        self._spans: Trace | None = None
+        if carried and tracer is not None:
+            self._spans = tracer.carried(carried, received_at)
+
+    @property
+    def carried(self) -> str:
+        """The present stage as the parent of another process's spans; "": it is not traced."""
+        return "" if self._spans is None else self._spans.carried
+
+    def enter(
+        self, stage: str, now: float, attributes: Attributes = NONE, *, asks: bool = False
+    ) -> None:
+        """Begin a stage. asks: it waits for another process."""
+        self.stage = stage
+        if self._spans is not None:
+            self._spans.enter(stage, now, attributes, asks=asks)
+
+    def announced(self, now: float, prefill_s: float, peer: PeerId, transport: str) -> None:
+        """A prefill worker has announced all KV: what is not here yet is pulled."""
+        if not self.row_at:
+            self.announced_at, self.prefill_s, self.prefilled_by = now, prefill_s, peer
+        self.enter("pull", now, {"kvlane.transport": transport})
+
+    def landed(self, now: float) -> None:
+        """All KV but the last token's is here: it waits for a row."""
+        self.landed_at = self.landed_at or now
+        self.enter("decode_queue", now)
+
+    def prefilled_here(self, now: float, me: PeerId, why: str, num_cached_tokens: int) -> None:
+        """Its prompt is computed by this worker; why: as in the metric of placements."""
+        if not self.row_at:
+            self.prefilled_by = me
+        self.enter("prefill", now, {"kvlane.worker": me, "kvlane.placed": why})
+        if self._spans is not None:
+            self._spans.inner = self._spans.below(self._spans.at)
+            cached = {"kvlane.cached_tokens": num_cached_tokens}
+            self._spans.inner.enter("prefill_queue", now, cached)
+
+    def chunk(self, began_at: float, now: float, num_tokens: int) -> None:
+        """A chunk of its prompt has been computed by this worker."""
+        if self._spans is not None and self._spans.inner is not None:
+            size = {"kvlane.prompt_tokens": num_tokens}
+            self._spans.inner.add("prefill_chunk", began_at, now, size)
+
+    def row(self, now: float) -> None:
+        """It gets a row: its first step begins, unless its prompt is to be prefilled in it."""
+        if self.stage == "decode_queue":
+            self.enter("first_step", now)
+        self.row_at = self.row_at or now
+
+    def token(self, now: float, *, in_row: bool) -> Stages | None:
+        """A token goes to the router; with the first one its stages.
+
+        in_row: a step of its row drew it. The step may have been launched before the request was
+        preempted.
+        """
+        if in_row and self.stage != "preempted":
+            self.enter("decode", now)
+        if self.first_token_at:
+            return None
+        self.first_token_at = now
+        return self._stages()
+
+    def pulled(self, num_bytes: int) -> None:
+        """So many bytes of KV were pulled in the present stage."""
+        if self._spans is not None:
+            self._spans.note({"kvlane.bytes": num_bytes})
+
+    def fail(self, now: float, error: str, why: str) -> None:
+        """The present stage was cut off by an error; error: its code."""
+        if self._spans is not None:
+            self._spans.leave(now, error=error, why=why)
+
+    def end(self, now: float, num_output_tokens: int, error: Error | None = None) -> None:
+        """The request has ended, maybe by an error; a second call does nothing."""
+        if self._spans is not None:
+            code, why = ("", None) if error is None else (error.code, error.message)
+            self._spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
+
+    def _stages(self) -> Stages:
+        """The durations up to the first token."""
+        if not self.row_at:  # the prefill worker drew the token
+            whole_s = self.first_token_at - self.received_at
+            prefill_s = min(self.prefill_s, whole_s)
+            return Stages(whole_s - prefill_s, prefill_s, 0.0, 0.0, 0.0, self.prefilled_by)
+        first_step_s = self.first_token_at - self.row_at
+        if not self.landed_at:  # prefilled here, in the row
+            queue_s = self.row_at - self.received_at
+            return Stages(queue_s, first_step_s, 0.0, 0.0, 0.0, self.prefilled_by)
+        fetch_s = self.landed_at - self.received_at
+        transfer_s = self.landed_at - self.announced_at if self.announced_at else 0.0
+        prefill_s = min(self.prefill_s, fetch_s - transfer_s)
+        queue_s = fetch_s - transfer_s - prefill_s
+        row_wait_s = self.row_at - self.landed_at
+        return Stages(queue_s, prefill_s, transfer_s, row_wait_s, first_step_s, self.prefilled_by)

@@ -1,0 +1,82 @@
+"""Whether this process makes spans. OpenTelemetry is imported here, and only if it does."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from worker.config import TracingConfig
+from worker.errors import MissingLibrary, UserError
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Tracer
+
+PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+SAMPLER, SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
+RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
+SAMPLERS = (
+    "always_on", "always_off", "parentbased_always_on", "parentbased_always_off", *RATIO_SAMPLERS,
+)  # fmt: skip
+
+
+def check_tracing(config: TracingConfig) -> None:
+    """Whether this machine can trace, if it is to.
+
+    Raises:
+        MissingLibrary: OpenTelemetry is not installed.
+        UserError: the environment asks for a sampler that there is not.
+    """
+    if not config.endpoint:
+        return
+    _check_libraries()
+    if config.sample_ratio == "auto":
+        _check_sampler()
+
+
+def _check_libraries() -> None:
+    for package in PACKAGES:
+        try:
+            found = find_spec(package) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            path = "tracing.endpoint"
+            message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
+            raise MissingLibrary(message, path)
+
+
+def _check_sampler() -> None:
+    """The SDK would warn, and sample every request."""
+    name = os.environ.get(SAMPLER, "").lower()
+    ratio = os.environ.get(SAMPLER_ARG, "")
+    if name and name not in SAMPLERS:
+        raise UserError(f"{SAMPLER}={name}: must be one of {', '.join(SAMPLERS)}", SAMPLER)
+    if name in RATIO_SAMPLERS and ratio and not _is_share(ratio):
+        raise UserError(f"{SAMPLER_ARG}={ratio}: must be a number from 0 to 1", SAMPLER_ARG)
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
+    """What makes the spans of this process; None where tracing is off.
+
+    Args:
+        config: whether, where to and how many.
+        role: of this process.
+        name: of this process; stays the same when it is started again.
+
+    Raises:
+        MissingLibrary, UserError: as `check_tracing`.
+    """
+    if not config.endpoint:
+        return None
+    check_tracing(config)
+    from worker.observe.export import exporting
+
+    return exporting(config, role, name)

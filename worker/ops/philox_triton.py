@@ -1,0 +1,49 @@
+"""Kernels of philox.py."""
+
+from __future__ import annotations
+
+from worker.ops.jit import tl, triton
+from worker.ops.philox import _log
+
+
+@triton.jit
+def natural_log(x, EXACT: tl.constexpr):
+    """log of f32, right to about the last bit; the fast log fails near 1, where noise needs it.
+
+    EXACT: CUDA's accurate log; else that of Triton's interpreter.
+    """
+    if EXACT:
+        return _log(x)
+    return tl.log(x)
+
+
+@triton.jit
+def gumbel_at(seed, position, ids, EXACT: tl.constexpr):
+    """gumbel_ref's noise of one row for the tokens `ids`, in f32; four times gumbel_block's work.
+
+    seed, position: i64 scalars; ids: i64, any block of token ids.
+    """
+    block = (ids // 4).to(tl.uint32)
+    zero = block * 0
+    words = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
+    word = ids % 4
+    low, high = tl.where(word == 0, words[0], words[1]), tl.where(word == 2, words[2], words[3])
+    bits = tl.where(word < 2, low, high)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+    return -natural_log(-natural_log(uniform, EXACT), EXACT)
+
+
+@triton.jit
+def gumbel_block(seed, position, start, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """gumbel_ref's noise of one row for the tokens start .. start + BLOCK - 1, as [BLOCK] f32.
+
+    seed, position: i64 scalars; start: a multiple of 4. The words are bit for bit philox_ref's.
+    """
+    block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = block * 0
+    at = zero + position.to(tl.uint32)
+    words = tl.philox(seed, block, at, zero, zero)
+    even, odd = tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3])
+    bits = tl.interleave(even, odd)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+    return -natural_log(-natural_log(uniform, EXACT), EXACT)

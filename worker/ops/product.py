@@ -1,0 +1,80 @@
+"""x @ w.T for every linear layer: which kernel computes it is decided by shape and device alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.ops.jit import HAS_TRITON
+from worker.ops.launch import has_dependent_launch
+from worker.ops.lt_gemm import tuned_gemm
+from worker.ops.skinny_triton import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
+from worker.ops.swiglu import swiglu
+
+# Up to so many rows a product takes the time of reading its weights.
+MAX_STREAMED_ROWS = 64
+# Up to so many rows our own kernel computes it. At 64 rows on an H200 cuBLAS is as fast product by
+# product, but 3 % slower in a chain, where its kernels do not overlap. At 96 and 128 rows the
+# libraries are 4 to 9 % faster than our best tiles (benchmarks/results/kernels.md, ADR 0010).
+OWN_ROWS = 64
+MAX_PARTIALS = 3 << 18  # floats of workspace: the most that a tile of `choose` asks for
+MAX_TILES = 1 << 13
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x @ w.T + bias: by our own kernel for few rows, otherwise by a library.
+
+    x: [m, k]; w: [n, k] of x's dtype; bias: [n] or None; out: [m, n], contiguous, where the result
+    goes, bit for bit the same; None: to new memory. Returns [m, n]. Up to `OWN_ROWS` rows a row's
+    result depends on that row alone, beyond also on the number of rows. A device has one scratch,
+    so only one stream at a time may call this.
+    """
+    if bias is not None:
+        return F.linear(x, w, bias) if out is None else torch.addmm(bias, x, w.t(), out=out)
+    if (tile := _tile(x, w)) is not None:
+        out = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
+        return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
+    if (tuned := _tuned(x, w, out)) is not None:
+        return tuned
+    return F.linear(x, w) if out is None else torch.mm(x, w.t(), out=out)
+
+
+def gated_product(x: Tensor, w: Tensor) -> Tensor:
+    """swiglu(product(x, w)), bit for bit; for few rows by one kernel.
+
+    x: [m, k]; w: [2 · width, k] of x's dtype, gates before ups; returns [m, width].
+    """
+    m, n = x.shape[0], w.shape[0]
+    tile = _tile(x, w, product_follows=True)  # no activation comes between it and the next product
+    if tile is None or not tile.gates(n):
+        return swiglu(product(x, w))
+    out = x.new_empty(m, n // 2)
+    return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True, gated=True)
+
+
+def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
+    """The tile of our own kernel; None: the product is a library's."""
+    m, (n, k) = x.shape[0], w.shape
+    if not (HAS_TRITON and x.is_cuda and x.dtype in DTYPES and 0 < m <= OWN_ROWS):
+        return None
+    tile = choose(m, n, k, product_follows=product_follows)
+    return tile if tile.num_tiles(n) <= MAX_TILES and has_dependent_launch(x) else None
+
+
+def _tuned(x: Tensor, w: Tensor, out: Tensor | None) -> Tensor | None:
+    """By the algorithm that a search found for exactly this shape; None: there is none."""
+    if not (x.is_cuda and x.shape[0] > OWN_ROWS):
+        return None
+    gemm = tuned_gemm(x.device)
+    return None if gemm is None else gemm(x, w, out)
+
+
+@cache
+def _workspace(device: torch.device) -> SkinnyWorkspace:
+    return SkinnyWorkspace(
+        torch.empty(MAX_PARTIALS, dtype=torch.float32, device=device),
+        torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+    )

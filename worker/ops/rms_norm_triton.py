@@ -1,0 +1,75 @@
+"""Kernels of rms_norm.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.launch import overlap, power_of_two
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, normed, total, stride_x, stride_residual, stride_total, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    dtype = normed.dtype.element_ty
+    y = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(residual + row * stride_residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = y.to(dtype)
+        tl.store(total + row * stride_total + at, rounded, mask=inside)
+        y = rounded.to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
+    out = y.to(dtype).to(tl.float32) * scale
+    tl.store(normed + row * SIZE + at, out.to(dtype), mask=inside)
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float
+) -> None:
+    size = x.shape[-1]
+    rows, others = x.reshape(-1, size), residual.reshape(-1, size)
+    sums = total.view(-1, size)
+    assert rows.stride(1) == others.stride(1) == sums.stride(1) == 1
+    assert weight.shape == (size,)
+    block = power_of_two(size)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows, others, weight, normed, total, rows.stride(0), others.stride(0),
+        sums.stride(0), eps,
+        **overlap(
+            x, SIZE=size, BLOCK=block, ADD=total is not normed,
+            num_warps=min(max(block // 512, 1), 16),
+        ),
+    )  # fmt: skip
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See rms_norm_ref; a row's result depends on that row alone, bit for bit."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, x, weight, normed, normed, eps)
+    return normed
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See add_rms_norm_ref.
+
+    The sum goes to memory of its own: writing it over `residual` would save no traffic, and a
+    model's first residual is the embedding's output, which its caller keeps.
+    """
+    assert total is None or total.shape == x.shape
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(normed) if total is None else total
+    _launch(x, residual, weight, normed, total, eps)
+    return normed, total

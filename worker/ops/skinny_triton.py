@@ -1,0 +1,280 @@
+"""y = x @ w.T for the few rows of a decode step: the weights stream through once.
+
+A program multiplies x by `block_n` rows of w over one of `split` ranges of K. The weights are the
+left operand of the tensor cores, so 16 rows of x cost little more than one. The program of a tile
+that finishes last adds the f32 partial sums in the order of the ranges. How sums are cut depends on
+the weights' shape, not on the batch: a row's result depends on that row alone, bit for bit.
+
+With programmatic dependent launch the next kernel's programs start while the last loads of this one
+are in flight, which saves about 0.8 µs a launch. Prefetches, TMA and other tiles did not help on an
+H200 (benchmarks/results/kernels.md).
+
+A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
+before it stores them, which saves a kernel and half of the writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.ops.jit import (
+    HAS_TRITON,
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    tl,
+    triton,
+)
+from worker.ops.swiglu import swiglu_ref
+from worker.ops.swiglu_triton import silu_and_mul
+
+MAX_ROWS = 64
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def skinny_gemm_ref(x: Tensor, w: Tensor) -> Tensor:
+    """x @ w.T with f32 accumulation, rounded once. x: [m, k]; w: [n, k]; returns [m, n]."""
+    if x.dtype == torch.float32:
+        return F.linear(x, w)
+    return F.linear(x.float(), w.float()).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _skinny_gemm_kernel(
+    x, w, out, partial, arrivals,
+    M, N, K, stride_x, stride_out,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of w's rows, SPLIT).
+
+    x: [M, K], w: [N, K], out: [M, N]; rows contiguous, all of w contiguous.
+    GATED: w is [2 N, K], gate rows before up rows, and SPLIT is 1.
+    STEPS: blocks of K in one of the SPLIT ranges (a constant, as the interpreter needs one).
+    partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
+    TRIGGER: after which step the next kernel may start; below 0, at once.
+    UPCAST: the interpreter multiplies no bf16.
+    """
+    tile, part = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        if TRIGGER < 0:
+            gdc_launch_dependents()
+        # Invariant: every program waits, so this kernel's end implies that of all before it.
+        gdc_wait()
+
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
+    within = tl.arange(0, BLOCK_N)
+    # Rows beyond N read the last row again and are not stored.
+    rows = tile * WIDTH + (within % WIDTH if GATED else within)
+    rows = (rows if EVEN_N else tl.minimum(rows, N - 1)).to(tl.int64)
+    if GATED:
+        rows += tl.where(within < WIDTH, 0, N)
+    tokens = tl.arange(0, BLOCK_M)
+    here = (tokens < M)[:, None]
+    ks = tl.arange(0, BLOCK_K)
+    k_begin = part * (STEPS * BLOCK_K)
+    w_at = w + rows[:, None] * K + (k_begin + ks)[None, :]
+    x_at = x + tokens[:, None] * stride_x + (k_begin + ks)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(STEPS):
+        if EVEN_K:
+            w_tile = tl.load(w_at)
+            x_tile = tl.load(x_at, mask=here, other=0.0)
+        else:
+            inside = (k_begin + step * BLOCK_K + ks < K)[None, :]
+            w_tile = tl.load(w_at, mask=inside, other=0.0)
+            x_tile = tl.load(x_at, mask=here & inside, other=0.0)
+        if UPCAST:
+            w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+        if PDL and step == TRIGGER:
+            gdc_launch_dependents()
+    if GATED:
+        acc = _gated(acc, BLOCK_M, WIDTH, out.dtype.element_ty)
+    acc = tl.trans(acc)
+
+    cols = tile * WIDTH + tl.arange(0, WIDTH)
+    out_at = out + tokens[:, None] * stride_out + cols[None, :]
+    stored = here & (cols < N)[None, :]
+    if SPLIT == 1:
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        spot = tokens[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        parts_at = partial + tile.to(tl.int64) * (SPLIT * BLOCK_M * BLOCK_N) + spot
+        tl.store(parts_at + part * (BLOCK_M * BLOCK_N), acc, mask=here)
+        tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            total = tl.load(parts_at, mask=here, other=0.0, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLIT):
+                at = parts_at + i * (BLOCK_M * BLOCK_N)
+                total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+            tl.store(out_at, total.to(out.dtype.element_ty), mask=stored)
+            tl.store(arrivals + tile, 0)
+
+
+@triton.jit
+def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
+    """silu(gate) · up of acc [2 · WIDTH, BLOCK_M], rounded as swiglu of a stored product is."""
+    pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_M)), (1, 2, 0))
+    gate, up = tl.split(pair)
+    return silu_and_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTile:
+    """How one product is cut into programs.
+
+    `trigger`: the next kernel may start when so many steps are left.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split: int
+    num_warps: int
+    num_stages: int
+    trigger: int
+
+    def num_tiles(self, n: int) -> int:
+        """Tiles along the output's columns."""
+        return -(-n // self.block_n)
+
+    def num_partials(self, n: int) -> int:
+        """Floats of workspace that a product with n outputs needs."""
+        return self.num_tiles(n) * self.split * self.block_m * self.block_n if self.split > 1 else 0
+
+    def gates(self, n: int) -> bool:
+        """Whether n weight rows, gates and ups, can be paired in half tiles of each."""
+        return self.split == 1 and n % 2 == 0
+
+
+AT_ONCE = 1 << 20
+# (smallest n, block_n, split, num_warps, num_stages, trigger before a product), measured on an H200
+# over whole steps of the Qwen3-8B shape. Narrow products are split until there is about one program
+# a multiprocessor.
+_TABLE = (
+    (65536, 128, 1, 8, 4, 2),
+    (16384, 64, 1, 4, 3, 0),
+    (6144, 64, 1, 4, 5, 8),
+    (3072, 64, 2, 4, 5, AT_ONCE),
+    (1536, 64, 4, 4, 5, AT_ONCE),
+    (0, 64, 8, 4, 5, AT_ONCE),
+)
+
+
+@cache
+def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTile:
+    """The tile for x: [m, k], w: [n, k]. How sums are cut depends on the weights' shape, not on m.
+
+    The next kernel may start early. A small one (a norm, attention, an activation) starts at once
+    and waits on the device. A product starts later (`product_follows`), because its loads would
+    compete with ours.
+    """
+    assert 0 < m <= MAX_ROWS
+    block_m = max(16, 1 << (m - 1).bit_length())
+    _, block_n, split, num_warps, num_stages, trigger = next(row for row in _TABLE if n >= row[0])
+    while split > 1 and split * 128 > k:
+        split //= 2
+    block_k = 128
+    if block_m == MAX_ROWS and num_stages == 3:  # a block of x is as large as one of w
+        block_k, num_stages = 64, 4
+    trigger = trigger if product_follows else AT_ONCE
+    return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyWorkspace:
+    """Scratch of one stream: its products run one after the other, so all of them share it."""
+
+    partial: Tensor  # f32
+    arrivals: Tensor  # i32, all 0 between launches
+
+    @staticmethod
+    def allocate(
+        products: Sequence[tuple[SkinnyTile, int]], device: torch.device | str
+    ) -> SkinnyWorkspace:
+        """Enough for each (tile, n) of `products`."""
+        floats = max((tile.num_partials(n) for tile, n in products), default=0)
+        tiles = max((tile.num_tiles(n) for tile, n in products), default=0)
+        return SkinnyWorkspace(
+            torch.empty(max(floats, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(tiles, 1), dtype=torch.int32, device=device),
+        )
+
+
+def skinny_gemm(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    workspace: SkinnyWorkspace,
+    tile: SkinnyTile | None = None,
+    *,
+    pdl: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    """out[:] = x @ w.T, or the same bits as its swiglu; allocates nothing, so graphs may hold it.
+
+    Float32 goes to torch, and so does the CPU except under Triton's interpreter.
+
+    x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
+    x's dtype, rows contiguous.
+    `pdl` (Hopper and later): it starts while the kernel before it still runs, and waits for that
+    kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
+    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
+    `tile.gates(n)`.
+    """
+    if x.dtype == torch.float32 or (not x.is_cuda and not INTERPRETED):
+        whole = skinny_gemm_ref(x, w)
+        return out.copy_(swiglu_ref(whole) if gated else whole)
+    tile = tile or choose(x.shape[0], w.shape[0], w.shape[1])
+    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl, gated)
+    _skinny_gemm_kernel[grid](*arguments, **constants)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    workspace: SkinnyWorkspace,
+    tile: SkinnyTile,
+    pdl: bool,
+    gated: bool,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and constants of one launch, checked."""
+    (m, k), n = x.shape, w.shape[0]
+    assert HAS_TRITON
+    assert x.dtype in DTYPES
+    assert x.dtype == w.dtype == out.dtype
+    assert 0 < m <= tile.block_m
+    assert w.is_contiguous()
+    assert x.stride(1) == out.stride(1) == 1
+    assert tile.num_partials(n) <= workspace.partial.numel()
+    assert tile.num_tiles(n) <= workspace.arrivals.numel()
+    assert not gated or (tile.gates(n) and out.shape[1] == n // 2)
+    steps = -(-k // (tile.block_k * tile.split))
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split, "STEPS": steps, "EVEN_N": n % tile.block_n == 0,
+        "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
+        "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    if pdl:
+        constants["launch_pdl"] = True
+    arguments = (
+        x, w, out, workspace.partial, workspace.arrivals,
+        m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
+    )  # fmt: skip
+    return (tile.num_tiles(n), tile.split), arguments, constants

@@ -1,0 +1,1 @@
+"""Collectives, and memory that the ranks of a host share."""

@@ -1,0 +1,105 @@
+"""The contract of collectives among the ranks of one worker, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from worker.ops.rms_norm import add_rms_norm
+
+COLLECTIVES: Mapping[str, str] = {
+    "single": "worker.peers.single:SingleCollective",
+    "gloo": "worker.peers.gloo:GlooCollective",
+    "nccl": "worker.peers.nccl:NcclCollective",
+    "custom": "worker.peers.custom:CustomCollective",
+}
+
+
+class Collective(Protocol):
+    """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
+
+    What a body here does is right for a group that has nothing of its own to do there.
+
+    Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
+    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet.
+
+    A call that cannot end because a peer is gone raises PeerLost; the group is then of no use
+    and the worker ends.
+    """
+
+    capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
+    rank: int
+    size: int
+    device: torch.device
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, equal to the last bit on all; may be `x` itself.
+
+        x: contiguous, same shape and dtype on all ranks; its content is lost.
+        """
+        ...
+
+    def all_reduce_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """add_rms_norm(all_reduce(x), residual, weight, eps, total) -> (normed, new residual).
+
+        x: [num_tokens, hidden], this rank's part of a sum; its content is lost.
+        residual: [num_tokens, hidden], equal on all ranks; weight: [hidden].
+        total: [num_tokens, hidden], where the new residual goes; None: to new memory.
+        """
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps, total)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Every rank's `x`, in rank order, joined along `dim`; `x` is kept."""
+        ...
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        """How `all_reduce` sums a message, for metrics: a function of its bytes and dtype alone.
+
+        Fixed once `calibrate` has returned, so it holds for captured calls as well.
+        """
+        ...
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An empty tensor that `all_reduce` takes without a copy of its own.
+
+        The third next call may give the same memory again, also where the sum still lies in it. Do
+        not keep it over three calls, nor carry it from a graph into eager code or back: graphs have
+        the buffers of their capture.
+        """
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def calibrate(self) -> None:
+        """Choose algorithms by what is fastest here: all ranks at once, at the start.
+
+        Before any graph is captured: those keep what they were captured with.
+        """
+
+    def check(self) -> None:
+        """Raise PeerLost if a peer was late in a call that has ended on the device.
+
+        For calls that the host does not wait for: after its own wait for a step. What such calls
+        left is of no use.
+        """
+
+    def close(self) -> None:
+        """Leave the group and free its sockets and memory; idempotent.
+
+        Graphs that hold its calls have to be gone.
+        """
+
+
+def join_parts(parts: Tensor, dim: int) -> Tensor:
+    """parts: [size, *shape] -> all of `shape`, joined along its dimension `dim`."""
+    if dim % (parts.dim() - 1) == 0:
+        return parts.flatten(0, 1)
+    return torch.cat(parts.unbind(0), dim=dim)

@@ -1,0 +1,207 @@
+"""Tensor parallelism on the GPUs of one host: our kernels over peer memory, NCCL beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from worker.errors import PeerLost, Unsupported, WorldError
+from worker.peers.all_reduce_triton import DTYPES, gather, one_shot, one_shot_rms_norm, two_shot
+from worker.peers.base import Collective, join_parts
+from worker.peers.mapped import PeerRegions
+from worker.peers.nccl import NcclCollective
+from worker.peers.peer_layout import (
+    NUM_BUFFERS,
+    PeerLayout,
+    PeerMemory,
+    fits_fused,
+    fits_gather,
+    fits_one_shot,
+)
+from worker.peers.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
+from worker.peers.store import TIMEOUT_S, exchange, open_store
+from worker.peers.table import (
+    NCCL,
+    ONE_SHOT,
+    TWO_SHOT,
+    choose,
+    default_table,
+    measure,
+    table_of,
+)
+
+log = logging.getLogger("kvlane.comm")
+
+MAX_SIZE = 8  # ranks
+CLOSE_S = 2.0  # for peers to be done with this rank's memory
+
+
+def pinned_zeros(count: int) -> Tensor:
+    """i64 [count], which host and device see under one address."""
+    return torch.zeros(count, dtype=torch.int64).pin_memory()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device has been given."""
+    torch.cuda.synchronize(device)
+
+
+class CustomCollective(Collective):
+    """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (all_reduce_triton.py).
+
+    All calls go to the current stream of the current device; a rank has one stream. Launched by
+    themselves and in graphs of any kind they are the same kernels with the same arguments: nothing
+    is registered.
+
+    One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
+    in one of `buffer` is copied into the next, and the sum is returned there.
+
+    Raises:
+        Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's
+            memory; at all ranks together. NCCL can do all that.
+        UserError: the device is not a GPU.
+        PeerLost: not all ranks came to `init_method` in time.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
+        if not 2 <= size <= MAX_SIZE:
+            raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
+        self.rank, self.size = rank, size
+        self._store = open_store("custom", rank, size, init_method)
+        self.device = torch.device(device)
+        self._nccl = NcclCollective(rank, size, self.device, init_method, self._store)
+        layout = PeerLayout(size)
+        try:
+            self._regions = PeerRegions(rank, size, layout, self.device, self._store)
+        except (WorldError, Unsupported):
+            self._nccl.close()
+            raise
+        self._control = pinned_zeros(CONTROL_WORDS)
+        self.timeout_s = TIMEOUT_S
+        control = self._control.data_ptr()
+        self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
+        self.table = default_table(size)
+        self._next_buffer = self._num_calibrations = 0
+        self._closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """How late a peer may be in a call; may be changed at any time, for captured calls too."""
+        return int(self._control[LIMIT_NS]) / 1e9
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._control[LIMIT_NS] = int(seconds * 1e9)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
+            return NCCL
+        found = choose(self.table, num_bytes)
+        if found == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+            found = TWO_SHOT
+        if found == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
+            found = NCCL
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.all_reduce_by(self.algorithm(x.nbytes, x.dtype), x) if x.nbytes else x
+
+    def all_reduce_by(self, algorithm: str, x: Tensor) -> Tensor:
+        """all_reduce by the algorithm named, which has to take such a message."""
+        if algorithm == ONE_SHOT:
+            return one_shot(self.memory, x)
+        if algorithm == TWO_SHOT:
+            if self.memory.offset(x) is None:
+                x = self.buffer(tuple(x.shape), x.dtype).copy_(x)
+            return two_shot(self.memory, x)
+        return self._nccl.all_reduce(x)
+
+    def all_reduce_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One kernel where all_reduce is one shot."""
+        num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
+        fused = fits_fused(self.memory.layout, num_rows, row_bytes)
+        if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
+            return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
+        return super().all_reduce_rms_norm(x, residual, weight, eps, total)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Our kernel for small parts, which keeps every bit."""
+        x = x.contiguous()
+        if not fits_gather(self.memory.layout, x.nbytes):
+            return self._nccl.all_gather(x, dim)
+        return join_parts(gather(self.memory, x), dim)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Of memory that peers have mapped, if it is not too large."""
+        layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
+        if num_bytes > layout.buffer_bytes:
+            return super().buffer(shape, dtype)
+        start = layout.buffers + self._next_buffer * layout.buffer_bytes
+        self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
+        return self._regions.region[start : start + num_bytes].view(dtype).view(shape)
+
+    def check(self) -> None:
+        if self._control[FAULT]:
+            raise PeerLost(f"custom rank {self.rank} of {self.size}: a peer did not come in time")
+        self._nccl.check()
+
+    def abort(self) -> None:
+        """End all calls in flight; `check` raises from then on."""
+        self._control[FAULT] = 1
+        self._nccl.abort()
+
+    def close(self) -> None:
+        """Waits for the device, and a little for peers that are not lost."""
+        if self._closed:
+            return
+        self._closed = True
+        synchronize(self.device)
+        if not self._control[FAULT]:
+            self._part()
+        self._nccl.close()
+        self._regions.close()
+
+    def _part(self) -> None:
+        """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
+        try:
+            self._store.set(f"closed/{self.rank}", "")
+            keys = [f"closed/{each}" for each in range(self.size)]
+            until = time.monotonic() + CLOSE_S
+            while not self._store.check(keys) and time.monotonic() < until:
+                time.sleep(0.01)
+        except RuntimeError as e:
+            log.info("the store of rank %d's group is gone: %s", self.rank, e)
+
+    def calibrate(self) -> None:
+        """What rank 0 has measured holds for all.
+
+        Raises:
+            PeerLost: a rank did not come in time.
+        """
+        times = measure(self, self.memory.layout, self.device)
+        self.check()
+        self._num_calibrations += 1
+        key = f"table {self._num_calibrations}"
+        tables = exchange(self._store, key, self.rank, self.size, json.dumps(table_of(times)))
+        self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
+        digest = hashlib.sha256(repr((self.table, self.memory.layout)).encode()).hexdigest()
+        digests = exchange(self._store, f"{key} digest", self.rank, self.size, digest)
+        assert len(set(digests)) == 1, "ranks choose algorithms by different tables"
+        rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
+        log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)

@@ -1,0 +1,73 @@
+"""Tensor parallelism on the CPU, over PyTorch's gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker.errors import PeerLost, UserError
+from worker.peers.base import Collective
+from worker.peers.rendezvous import own_address
+from worker.peers.store import TIMEOUT_S, open_store
+
+
+class GlooCollective(Collective):
+    """A gloo group of its own; torch.distributed's default group is neither used nor needed.
+
+    Raises:
+        UserError: the device is not the CPU.
+        PeerLost: not all ranks came to `init_method` in time.
+    """
+
+    capturable: ClassVar[bool] = False
+
+    def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
+        if torch.device(device).type != "cpu":
+            raise UserError(f"collective 'gloo' is for the CPU, not for {device}")
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        address = own_address(init_method)
+        options._devices = [gloo.create_device(hostname=address)]
+        self._lost = ""
+        self._store: Any = open_store("gloo", rank, size, init_method)
+        try:
+            self._group: Any = gloo(self._store, rank, size, options)
+        except RuntimeError as e:
+            raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._wait(self._group.allreduce([x]))
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [x]))
+        return torch.cat(parts, dim=dim)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        return "gloo"
+
+    def check(self) -> None:
+        """See Collective.check; every call here has ended when it returns."""
+        if self._lost:
+            raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+            self._store = None
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as e:
+            self._lost = str(e)
+            self.check()

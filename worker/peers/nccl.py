@@ -1,0 +1,121 @@
+"""Tensor parallelism on GPUs of any hosts, over PyTorch's NCCL."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ErrorType,
+    PrefixStore,
+    Store,
+)
+
+from worker.errors import PeerLost, UserError
+from worker.peers.base import Collective, join_parts
+from worker.peers.store import TIMEOUT_S, open_store
+from worker.peers.table import NCCL
+
+# Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the
+# GPUs of a shared host out of service, and ours needs none. A call that is late aborts its group
+# ("2") and leaves the process alone: `check` says what happened.
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+}
+
+
+class NcclCollective(Collective):
+    """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
+
+    Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
+    those of a replayed graph are not watched: the process has to end. `check` tells what torch's
+    watchdog thread has found by then: a peer that is gone or late, or an abort.
+
+    Raises:
+        UserError: the device is not a GPU, or torch has no NCCL.
+        PeerLost: not all ranks came to `init_method` in time.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device | str,
+        init_method: str,
+        store: Store | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda" or not dist.is_nccl_available():
+            raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
+        os.environ.update(ENVIRONMENT)
+        self.rank, self.size = rank, size
+        self._lost = ""
+        store = store or open_store("nccl", rank, size, init_method)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        self._group: Any = None
+        try:
+            prefixed = PrefixStore("nccl", store)
+            self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            # The communicator has to be there before a capture begins.
+            with torch.cuda.device(self.device):
+                self.all_reduce(torch.zeros(1, device=self.device))
+                torch.cuda.synchronize()
+        except RuntimeError as e:
+            raise PeerLost(f"nccl rank {rank} of {size}: no group: {e}") from e
+        self.check()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        options = AllreduceOptions()
+        options.asyncOp = False
+        self._call("allreduce", [x], options)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        x = x.contiguous()
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._call("_allgather_base", parts, x, options)
+        return join_parts(parts, dim)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        return NCCL
+
+    def check(self) -> None:
+        if not self._lost and self._group is not None:
+            found = self._group.get_error()
+            if found != ErrorType.SUCCESS:
+                self._lost = f"torch's watchdog has found {found.name}"
+        if self._lost:
+            raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
+
+    def abort(self) -> None:
+        """End all calls in flight, those of replayed graphs too; `check` raises from then on."""
+        self._lost = self._lost or "aborted"
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()  # shutdown() waits for all ranks, and those of a worker end in turn
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            work = getattr(self._group, name)(*arguments)
+            if work is not None:
+                work.wait()
+        except RuntimeError as e:
+            self._lost = str(e)
+            self.check()

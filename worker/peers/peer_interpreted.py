@@ -1,0 +1,100 @@
+"""Memory of peers under Triton's interpreter, which runs no PTX: memory that processes share."""
+
+from __future__ import annotations
+
+import time
+
+from worker.ops.jit import tl, triton
+
+
+def _expired(control, since: int) -> bool:
+    """Whether a poll that began at `since` ends without what it waits for."""
+    time.sleep(0.001)  # the peer may wait for this very core
+    at = control.to(tl.pointer_type(tl.int64))
+    if time.monotonic_ns() - since > int(tl.load(at + 1)):
+        tl.store(at, 1)
+    return bool(tl.load(at) != 0)
+
+
+@triton.jit
+def load_chunks(address, mask):
+    """See peer_ptx.load_chunks."""
+    at = address.to(tl.pointer_type(tl.int32))
+    return (
+        tl.load(at, mask, 0),
+        tl.load(at + 1, mask, 0),
+        tl.load(at + 2, mask, 0),
+        tl.load(at + 3, mask, 0),
+    )
+
+
+@triton.jit
+def store_chunks(address, words, mask):
+    """See peer_ptx.store_chunks."""
+    at = address.to(tl.pointer_type(tl.int32))
+    tl.store(at, words[0], mask)
+    tl.store(at + 1, words[1], mask)
+    tl.store(at + 2, words[2], mask)
+    tl.store(at + 3, words[3], mask)
+
+
+load_peer_chunks, store_peer_chunks = load_chunks, store_chunks
+
+
+@triton.jit
+def _any_is(words, value):
+    a, b, c, d = words
+    return (a == value) | (b == value) | (c == value) | (d == value)
+
+
+@triton.jit
+def poll_chunks(address, absent, control, mask):
+    """See peer_ptx.poll_chunks."""
+    words = load_chunks(address, mask)
+    since = time.monotonic_ns()
+    while tl.max(_any_is(words, absent) & mask, 0):
+        if _expired(control, since):
+            break
+        words = load_chunks(address, mask)
+    return words
+
+
+@triton.jit
+def store_marked(address, a, b, mark, mask):
+    """See peer_ptx.store_marked."""
+    at = address.to(tl.pointer_type(tl.int64))
+    high = mark.to(tl.int64) << 32
+    tl.store(at, high | (a.to(tl.int64) & 0xFFFFFFFF), mask)
+    tl.store(at + 1, high | (b.to(tl.int64) & 0xFFFFFFFF), mask)
+
+
+@triton.jit
+def poll_marked(address, mark, control, mask):
+    """See peer_ptx.poll_marked."""
+    at = address.to(tl.pointer_type(tl.int64))
+    a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
+    since = time.monotonic_ns()
+    while tl.max((((a >> 32) != mark) | ((b >> 32) != mark)) & mask, 0):
+        if _expired(control, since):
+            break
+        a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
+    return a.to(tl.int32), b.to(tl.int32)
+
+
+@triton.jit
+def store_flags(address, value, mask):
+    """See peer_ptx.store_flags."""
+    tl.store(address.to(tl.pointer_type(tl.int64)), value, mask)
+
+
+@triton.jit
+def poll_flags(address, mark, control, mask):
+    """See peer_ptx.poll_flags."""
+    at = address.to(tl.pointer_type(tl.int64))
+    found = tl.load(at, mask, 0)
+    since = time.monotonic_ns()
+    while tl.max(((found >> 32) != mark) & mask, 0):
+        if _expired(control, since):
+            break
+        found = tl.load(at, mask, 0)
+    return found

@@ -1,0 +1,147 @@
+"""What lies where in the memory that ranks give each other, and how messages are cut for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker.peers.peer_memory import CHUNK_BYTES
+
+CHANNELS = 128
+MAX_ROW_CHUNKS = 2048  # of the fused form: a row is held in the registers of one program
+NUM_BUFFERS = 3
+GATHER_BLOCK = 128
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLayout:
+    """What lies where in a rank's region; offsets and sizes in bytes.
+
+    turns: i32 [3, CHANNELS], calls so far of one-shot, two-shot, gather.
+    flags: i64 [2, CHANNELS, world], by sender; upper half the turn, lower half x's offset / 16.
+    marked: [CHANNELS, 2, world, marked_piece] chunks of gathers.
+    slots: [CHANNELS, 2, world, piece] chunks of one-shot; ABSENT between calls.
+    buffers: NUM_BUFFERS times buffer_bytes, for what is summed.
+    """
+
+    world: int
+    buffer_bytes: int = 64 * MIB
+
+    @property
+    def piece(self) -> int:
+        """Chunks of one part that a channel takes in one call."""
+        return 4096 if self.world == 2 else 2048
+
+    @property
+    def marked_piece(self) -> int:
+        """Likewise of a gather; such a chunk carries eight bytes."""
+        return 512
+
+    @property
+    def flags(self) -> int:
+        """Where the flags of two-shot calls begin, in bytes from the region's start."""
+        return 4096
+
+    @property
+    def marked(self) -> int:
+        """Where the slots of gathers begin."""
+        return self.flags + 2 * CHANNELS * self.world * 8
+
+    @property
+    def slots(self) -> int:
+        """Where the slots of one-shot calls begin."""
+        return self.marked + CHANNELS * 2 * self.world * self.marked_piece * CHUNK_BYTES
+
+    @property
+    def buffers(self) -> int:
+        """Where the buffers begin."""
+        return self.slots + CHANNELS * 2 * self.world * self.piece * CHUNK_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a region."""
+        return self.buffers + NUM_BUFFERS * self.buffer_bytes
+
+    def clear(self, region: Tensor) -> None:
+        """Make a region, u8 [num_bytes], ready for the first calls."""
+        region[: self.slots].zero_()
+        region[self.slots : self.buffers].fill_(0xFF)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """The regions of all ranks, as one rank sees them."""
+
+    rank: int
+    layout: PeerLayout
+    bases: tuple[int, ...]  # where each rank's region is mapped here; [rank] is this rank's own
+    control: int  # address of i64 [2]: fault, limit_ns
+
+    @property
+    def own(self) -> int:
+        """Where this rank's region is."""
+        return self.bases[self.rank]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Where those of the others are, each rank beginning with another one."""
+        return self.bases[self.rank + 1 :] + self.bases[: self.rank]
+
+    def offset(self, x: Tensor) -> int | None:
+        """Where x lies in this rank's buffers; None: somewhere else."""
+        at = x.data_ptr() - self.own
+        inside = self.layout.buffers <= at <= self.layout.num_bytes - x.nbytes
+        return at if inside else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A message as `programs` programs take it: `steps` tiles of `block` chunks each."""
+
+    programs: int
+    steps: int
+    block: int
+
+    @staticmethod
+    def of(num_chunks: int, block: int, programs: int = CHANNELS) -> Tiles:
+        """Cut by at most so many programs."""
+        tiles = -(-num_chunks // block)
+        programs = min(tiles, programs)
+        return Tiles(programs, -(-tiles // programs), block)
+
+
+def one_shot_tiles(num_chunks: int) -> Tiles:
+    """Of the one-shot kernel, for 256 threads a program."""
+    return Tiles.of(num_chunks, 256 if num_chunks <= CHANNELS * 256 else 1024)
+
+
+def share_of(num_chunks: int, world: int) -> int:
+    """Chunks that each rank sums of a message, by two shots; shares begin at lines of 128 bytes."""
+    return -(-num_chunks // (world * 8)) * 8
+
+
+def two_shot_tiles(num_chunks: int, world: int) -> Tiles:
+    """Of the two-shot kernel, for 512 threads a program and one rank's share."""
+    share = share_of(num_chunks, world)
+    large = 2048 if world == 2 else 1024
+    return Tiles.of(share, 512 if share <= CHANNELS * 512 else large)
+
+
+def fits_one_shot(layout: PeerLayout, num_bytes: int) -> bool:
+    """Whether a message of so many bytes can go by one shot."""
+    tiles = one_shot_tiles(-(-num_bytes // CHUNK_BYTES))
+    return tiles.steps * tiles.block <= layout.piece
+
+
+def fits_fused(layout: PeerLayout, num_rows: int, row_bytes: int) -> bool:
+    """Whether rows of so many bytes can be summed and normed by one kernel."""
+    row = row_bytes // CHUNK_BYTES
+    whole = row_bytes % CHUNK_BYTES == 0 and 0 < row <= MAX_ROW_CHUNKS
+    return whole and -(-num_rows // CHANNELS) * row <= layout.piece
+
+
+def fits_gather(layout: PeerLayout, num_bytes: int) -> bool:
+    """Whether parts of so many bytes can be gathered by our kernel."""
+    return num_bytes % 8 == 0 and 0 < num_bytes // 8 <= layout.marked_piece * CHANNELS

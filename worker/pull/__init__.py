@@ -1,1 +1,0 @@
-"""The pull protocol, decode's and prefill's side."""

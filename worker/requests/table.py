@@ -1,0 +1,177 @@
+"""Requests: all requests of a decode worker, from their admission to their end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from worker.api import (
+    AnyMessage,
+    Error,
+    FinishReason,
+    Generate,
+    PeerId,
+    Refused,
+    Stop,
+)
+from worker.draw.grammar import Grammars
+from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
+from worker.requests.admission import Admission
+from worker.requests.replies import Replies
+from worker.requests.siblings import Siblings
+from worker.run.engine import Engine
+from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Phase, Req, finish_reason
+from worker.transfer.fetch import Fetch
+from worker.transfer.inbound import Inbound
+
+log = logging.getLogger("kvlane.decode")
+
+SWEEP_S = 0.25
+ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
+
+
+class Post(Protocol):
+    """Of the engine thread: who this worker is, and how it sends."""
+
+    me: PeerId
+    send: Callable[[PeerId, AnyMessage], None]
+
+
+class Requests:
+    """The requests that a decode worker owns; each ends once, by `end`."""
+
+    def __init__(
+        self, engine: Engine, thread: Post, scheduler: DecodeScheduler, inbound: Inbound
+    ) -> None:
+        config, spec = engine.config, engine.spec
+        self.reqs: dict[tuple[str, int], Req] = {}
+        self.grammars = Grammars(config.model.directory, spec.vocab_size, spec.eos_token_ids)
+        self.admission = Admission(thread.me, engine, scheduler, self.grammars, inbound)
+        self.siblings = Siblings()
+        self.replies = Replies(thread.send, config.lease.final_resend_s)
+        self._engine, self._thread = engine, thread
+        self._scheduler, self._inbound = scheduler, inbound
+        self._eos_ids = frozenset(spec.eos_token_ids)
+        self._sweep_at = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.reqs) - len(self._scheduler.running)
+
+    def admit(
+        self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
+    ) -> None:
+        """Take a request, or refuse it; was_deferred: it waited for a sibling's prompt."""
+        key = message.req_id, message.dispatch
+        if key in self.reqs or self.siblings.defer(
+            router, message, received_at, self.reqs.values()
+        ):
+            return
+        try:
+            req = self.admission.admit(router, message, len(self.reqs), received_at)
+        except KvlaneError as error:
+            retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
+            log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
+            if isinstance(error, LibraryError):
+                error.log(message.req_id)
+            self._thread.send(router, Refused(*key, error_of(error), retry_after_s))
+            return
+        log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
+        if was_deferred:
+            req.timeline.enter("sibling", received_at)
+        self.reqs[key] = req
+        self.admission.place(req)
+
+    def resume(self) -> None:
+        """Admit those that waited for another one's prompt, and those that were preempted."""
+        if self.siblings.num_waiting:
+            for due in self.siblings.due(self.reqs.values()):
+                self.admit(*due, was_deferred=True)
+        if self._scheduler.preempted:
+            self.admission.resume_preempted()
+
+    def pass_on(self, req: Req) -> None:
+        """Reply with the token that a prefill worker has drawn, before its KV has landed."""
+        reason = finish_reason(req, self._eos_ids)
+        self.replies.tokens(req, time.monotonic(), reason)
+        if reason is not None:
+            self.leave(req, reason)
+
+    def fetch_ended(self, fetch: Fetch) -> None:
+        """Its KV has landed, or nobody is left to ask, or it was to end."""
+        req = fetch.req
+        if fetch.ending is not None:
+            self.end(req, fetch.ending)
+        elif fetch.landed:
+            self.admission.queue_for_row(req)
+        else:
+            self.admission.place_locally(req, "fallback")
+
+    def lose(self, peer: PeerId) -> None:
+        """Forget a router or a prefill worker that is gone; end the router's requests."""
+        self._inbound.on_lost(peer)
+        self.replies.lost(peer)
+        self.siblings.lost(peer)
+        lost = Error(PeerLost.code, f"{peer} is lost")
+        for req in [each for each in self.reqs.values() if each.router == peer]:
+            self.leave(req, FinishReason.ABORT, lost)
+
+    def stop(self, message: Stop) -> None:
+        """End a request whose stop string the router found; drop tokens from at_position on."""
+        req = self.reqs.get((message.req_id, message.dispatch))
+        if req is not None:
+            del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
+            req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
+            self.leave(req, FinishReason.STOP)
+
+    def abort(self, req_id: str, dispatch: int) -> None:
+        """Its router does not want it any more."""
+        self.siblings.abort(req_id, dispatch)
+        if (req := self.reqs.get((req_id, dispatch))) is not None:
+            self.leave(req, FinishReason.ABORT, ABORTED)
+
+    def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
+        """End `req` without a reply. Its pages are freed once no pull writes to them.
+
+        Args:
+            req: the request.
+            reason: why it ends.
+            cut_off: the error that its trace records; None: it was not cut off.
+        """
+        _end_timeline(req, cut_off)
+        if req.phase is Phase.FETCHING:
+            req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
+            self._inbound.cancel(req, reason)
+        else:
+            self.end(req, reason)
+
+    def end(self, req: Req, reason: FinishReason, error: Error | None = None) -> None:
+        """Give back all that `req` holds; no pull into its pages may run."""
+        _end_timeline(req, error)
+        self._scheduler.finish(req)
+        self.reqs.pop(req.key, None)
+        log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
+        self._engine.metrics.requests(reason.value).inc()
+
+    def sweep(self, now: float) -> None:
+        """End requests that are past their deadline and that their router should have aborted."""
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        for req in [each for each in self.reqs.values() if now > each.deadline_at]:
+            error = Error(DeadlinePassed.code, "the request's deadline has passed")
+            self.replies.error(req, error)
+            self.leave(req, FinishReason.ABORT, error)
+
+
+def error_of(error: KvlaneError) -> Error:
+    """What goes to the router."""
+    return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
+
+
+def _end_timeline(req: Req, error: Error | None) -> None:
+    req.timeline.end(time.monotonic(), len(req.tokens) - req.num_prompt_tokens, error)

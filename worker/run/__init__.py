@@ -1,0 +1,1 @@
+"""Launching a step and waiting for it: op by op, or replayed CUDA graphs."""

@@ -1,0 +1,155 @@
+"""Interfaces that launch a step's device work: ChunkGraphs for prefill, DecodeGraphs for decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from worker.attention.base import Attentions
+from worker.cache.pool import KVPool
+from worker.config import EngineConfig
+from worker.drafts.base import Drafter
+from worker.draw.tail import Result
+from worker.forward.batch import Batch
+from worker.forward.context import LayerHook
+from worker.forward.draws import Masks
+from worker.model.decoder import Decoder
+from worker.observe.metrics import Progress, untold
+from worker.plan import Plan
+from worker.step.buffers import BatchBuffers
+from worker.step.state import SampledRows, StepState
+from worker.step.windows import Windows
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedModel:
+    """A model on its device with all that its steps need. Filled by `worker.start.load`."""
+
+    model: Decoder
+    attention: Attentions
+    pool: KVPool
+    state: StepState
+    buffers: BatchBuffers  # of prefill steps
+    windows: Windows  # of decode steps
+    config: EngineConfig  # resolved
+    max_len: int  # tokens of one request at most
+    widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first
+    decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
+    always_hooked: bool  # the loop passes a layer hook with every prefill step
+    drafter: Drafter | None = None  # takes part in every step
+
+
+@dataclass(slots=True, frozen=True)
+class PaddedShape:
+    """How to build a batch of chunks for `ChunkGraphs.launch`; see `BatchBuffers.chunks`."""
+
+    num_tokens: int = 0  # pad to this many; 0: do not pad
+    fixed: bool = False  # pad the number of requests as well
+    refused: str = ""  # why no graph serves the batch, for metrics
+
+
+@dataclass(slots=True, frozen=True)
+class BucketCheck:
+    """What the start-up check of one bucket found. Filled by `graph.check`."""
+
+    kind: Literal["prefill", "prefill_full", "decode"]  # paths "piecewise", "graph" and "graph"
+    bucket: int  # tokens of chunks, or requests that decode
+    width: int = field(default=1, kw_only=True)  # of their windows
+    equal: bool  # to eager: bit for bit, or within `rounding` where a compiler fused ops
+    graph_ms: float  # of one prefill forward, or of one greedy decode step
+    eager_ms: float
+
+    @property
+    def name(self) -> str:
+        """The bucket, with the width of windows."""
+        return str(self.bucket) if self.width == 1 else f"{self.bucket}x{self.width}"
+
+
+class Forward(NamedTuple):
+    """One launched forward of chunks."""
+
+    # After the final norm: [num_tokens, hidden], or [n, hidden] of the n batch.last_token_rows. The
+    # next step may overwrite them.
+    hidden: Tensor
+    path: str  # for metrics: "graph" (without breaks), "piecewise" or "eager"
+
+
+class Decoded(NamedTuple):
+    """One launched decode step; the next step may overwrite the tensors."""
+
+    hidden: Tensor  # [len(rows) * width, hidden]
+    sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
+    result: Result | None  # None: not drawn yet
+    path: str  # for metrics: "graph" or "eager"
+    num_tokens: int  # that the forward computed, padding included
+
+
+class StepGraphs(Protocol):
+    """Launches one kind of step. Built as `cls(loaded, memory)`."""
+
+    def run_buckets(self) -> None:
+        """Run what `capture` will capture, for `compile_ahead`. The pool may be tiny."""
+        ...
+
+    def capture_largest(self) -> None:
+        """Capture the largest bucket, to measure its memory. The pool may be tiny."""
+        ...
+
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+        """Prepare and check every bucket; called once, before the first launch."""
+        ...
+
+    def close(self) -> None:
+        """Free captured graphs."""
+        ...
+
+
+class ChunkGraphs(StepGraphs, Protocol):
+    """Launches forwards over prompt chunks."""
+
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> PaddedShape:
+        """Choose how to build a batch for `launch`; hooked: it will be given a layer hook."""
+        ...
+
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        """Enqueue one forward.
+
+        Args:
+            batch: the last that `BatchBuffers.chunks` built, in the shape that `padded` chose.
+            on_layer: see ForwardContext; a replay calls it as well.
+        """
+        ...
+
+
+class DecodeGraphs(StepGraphs, Protocol):
+    """Launches decode steps."""
+
+    def launch(self, plan: Plan) -> Decoded:
+        """Enqueue one decode step, whose row changes are applied; see Plan.draws_apart."""
+        ...
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        """Enqueue the draws of the step launched last, if they are launched apart.
+
+        Args:
+            forwarded: what `launch` returned.
+            plan: of the step.
+            masks: of its rows, on the host; None: no row has a grammar.
+        """
+        ...
+
+
+CHUNK_GRAPHS = {
+    "eager": "worker.run.eager:EagerChunks",
+    "piecewise": "worker.run.piecewise:PiecewiseChunks",
+    "compiled": "worker.run.compiled:compiled_chunks",
+}
+DECODE_GRAPHS = {
+    "eager": "worker.run.eager:EagerDecode",
+    "full": "worker.run.full:FullDecode",
+}

@@ -1,0 +1,308 @@
+"""The start-up check: compares every captured bucket with the same step launched op by op.
+
+Hidden states, tokens and the KV that was written have to be equal bit for bit at the same padded
+shape (or close, where a compiler fuses ops and so rounds differently). The measured times decide
+which buckets are used. Runs on an idle engine; restores the initial step state and zero pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from worker.api import Sampling
+from worker.draw.tail import Result
+from worker.forward.batch import Batch
+from worker.forward.draws import Masks
+from worker.plan import TAILS, Chunk, Plan, RowPages, RowStart, Tail
+from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel
+
+log = logging.getLogger("kvlane.graph")
+
+NUM_ROUNDS, NUM_TIMED = 3, 2
+MAX_CHECK_LEN = 256  # longest KV of a row in the check
+
+TAILS_CHECKED: tuple[Tail, ...] = ("none", "greedy", "filtered")
+NUM_PENALIZED = 2  # rows at most of a decode check: filling their tables takes a while
+NUM_LOGPROBS = 3
+LaunchChunks = Callable[[Batch], Forward]
+
+
+class Launches(NamedTuple):
+    """A way to launch decode steps."""
+
+    step: Callable[[Tensor, Tail, int], Decoded]  # of these rows, the windows' width
+    draw: Callable[[Decoded, Plan, Masks | None], Result]  # see DecodeGraphs.draw
+
+
+def check_bucket(
+    loaded: LoadedModel, bucket: int, width: int, eager: Launches, graph: Launches
+) -> BucketCheck | None:
+    """Run one decode bucket both ways from the same state; None if the pool is too small for that.
+
+    In windows the first draft of each row is right, and so are some of the others by chance.
+
+    Args:
+        loaded: its state and pages must be unused; they are reset afterwards.
+        bucket: rows.
+        width: tokens of their windows.
+        eager: op by op.
+        graph: replays.
+
+    Raises:
+        AssertionError: the results differ, and engine.strict is set.
+    """
+    scene = DecodeScene(loaded, bucket, width)
+    if scene.num_slots < width + 2:
+        return None
+    # Then the two tails for penalties and masks, without logprobs and with them.
+    tails = TAILS_CHECKED if width == 1 else ("greedy",)
+    plain = [Plan(0, tail=tail, width=width) for tail in tails]
+    changed = [
+        Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width)
+        for num in (-1, NUM_LOGPROBS)
+    ]
+    equal = True
+    if width > 1:
+        scene.set()
+        result = eager.step(scene.rows, "greedy", width).result
+        assert result is not None
+        scene.drafts = result.drawn[:, : width - 1].clone()
+    what = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
+    for plan in plain + changed:
+        (a, b) = (scene.outcome(launches, plan) for launches in (eager, graph))
+        same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+        if not all(same):
+            equal = False
+            log.error("%s, %s: equal hidden, KV, state, counts, tokens, …: %s", what, plan, same)
+    scene.set()
+    calls = [partial(each.step, scene.rows, "greedy", width) for each in (graph, eager)]
+    graph_ms, eager_ms = scene.times_ms(calls, NUM_ROUNDS if width == 1 else 1)
+    scene.reset()
+    check = BucketCheck("decode", bucket, equal, graph_ms, eager_ms, width=width)
+    return _reported(check, what, loaded)
+
+
+def check_chunk_bucket(
+    loaded: LoadedModel,
+    num_tokens: int,
+    eager: LaunchChunks,
+    graph: LaunchChunks,
+    *,
+    fixed_shape: bool,
+    rounding: float = 0.0,
+) -> BucketCheck | None:
+    """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
+
+    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
+    `BatchBuffers.chunks` for `fixed_shape`.
+
+    Args:
+        rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of
+            its norm, and KV is not compared: wrong KV shows in the hidden states that attend to it.
+    """
+    scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
+    what = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
+    if not scene.fits:
+        log.info("%s: not compared, the KV pool is too small", what)
+        return None
+    found = []
+    for launch in (eager, graph):
+        batch = scene.set()
+        found.append((launch(batch).hidden[: scene.num_tokens].clone(), scene.written()))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    if rounding:
+        same = [_is_near(found[1][0], found[0][0], rounding)]
+    if not all(same):
+        log.error("%s: equal hidden, KV: %s", what, same)
+    batch = scene.set()
+    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in (graph, eager)])
+    scene.reset()
+    kind = "prefill_full" if fixed_shape else "prefill"
+    return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), what, loaded)
+
+
+def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck:
+    """Log `check`, the comparison of `what`; fail if it differs and engine.strict is set."""
+    log.info(
+        "%s: graph %.3f ms, eager %.3f ms, %s",
+        what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
+    )  # fmt: skip
+    assert check.equal or not loaded.config.strict, f"the graph of {what} differs from eager"
+    return check
+
+
+class _Scene:
+    """The first `num_pages` pages of a loaded model, the sink among them, for one check."""
+
+    def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
+        self._loaded = loaded
+        self._caches = [cache[:num_pages] for cache in loaded.pool.caches()]
+
+    def fill(self) -> None:
+        """Fill the pages with the same random content every time."""
+        generator = torch.Generator(self._caches[0].device).manual_seed(7)
+        for cache in self._caches:
+            cache.normal_(generator=generator)
+
+    def written(self) -> Tensor:
+        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
+        return torch.stack([each.sum(dtype=torch.int64) for each in bits])
+
+    def times_ms(
+        self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
+    ) -> list[float]:
+        """Time each launch, from synchronize to synchronize, after one that warms up.
+
+        The best of a few rounds, because other work may disturb one. The launches alternate: a GPU
+        at its power limit slows down by 10 % and more within a second, which would penalise the
+        last.
+        """
+        for launch in launches:
+            launch()
+        best, device = [float("inf")] * len(launches), self._loaded.state.device
+        for _ in range(num_rounds):
+            for i, launch in enumerate(launches):
+                _synchronize(device)
+                began = time.perf_counter()
+                for _ in range(NUM_TIMED):
+                    launch()
+                _synchronize(device)
+                best[i] = min(best[i], time.perf_counter() - began)
+        return [1e3 * each / NUM_TIMED for each in best]
+
+    def reset(self) -> None:
+        """Restore the initial step state, and zero the pages."""
+        self._loaded.state.reset()
+        for cache in self._caches:
+            cache.zero_()
+
+
+class DecodeScene(_Scene):
+    """Rows 1 to `bucket` with a history, as if they had been served for a while."""
+
+    def __init__(self, loaded: LoadedModel, bucket: int, width: int = 1) -> None:
+        self.drafts: Tensor | None = None  # [bucket, width - 1] i64: of the rows; None: none
+        pool, page_size = loaded.pool, loaded.pool.layout.page_size
+        longest = min(MAX_CHECK_LEN, loaded.max_len - 1)
+        self.num_pages = min(-(-longest // page_size), (pool.num_pages - 1) // bucket)  # of a row
+        self.num_slots = self.num_pages * page_size  # of a row
+        self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
+        num_tokens = width * (2 * NUM_ROUNDS * NUM_TIMED + 3)  # of all steps to come, at most
+        longest = max(1, self.num_pages * page_size - num_tokens)
+        starts = tuple(self._start(loaded, row, longest) for row in range(1, bucket + 1))
+        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, self.num_pages))
+        words = -(-loaded.model.spec.vocab_size // 32)
+        every_second = torch.full((words,), 0x55555555, dtype=torch.int32)
+        masks = torch.stack((torch.full_like(every_second, -1), every_second))
+        self._masks = Masks(masks, (torch.arange(bucket * width) % 3 == 0).long())
+        super().__init__(loaded, bucket * self.num_pages + 1)
+
+    @staticmethod
+    def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
+        vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
+        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True)
+        start = RowStart(
+            row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
+            last_token=row % vocab_size,
+        )  # fmt: skip
+        if row > min(num_slots, NUM_PENALIZED):
+            return start
+        penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
+        sampling = msgspec.structs.replace(sampling, **penalties, logit_bias=((row, 1.5),))
+        text = tuple(range(min(100, vocab_size)))
+        return msgspec.structs.replace(
+            start, sampling=sampling, penalty_slot=row, prompt=text, output=text[::2]
+        )
+
+    def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
+        """What one step from the scene's history leaves: hidden states, KV, counts, what it drew.
+
+        A plan with penalties is drawn with masks, in a launch of its own.
+        """
+        self.set()
+        tail: Tail = "none" if plan.penalized else plan.tail
+        step = launches.step(self.rows, tail, plan.width)
+        result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
+        drawn = [result.drawn, result.values, result.ids] if result is not None else []
+        state = self._loaded.state
+        left = *state.columns.of_rows(), state.penalties.counts[1 : NUM_PENALIZED + 1]
+        return [
+            each.clone()
+            for each in (step.hidden, self.written(), *left, *drawn)
+            if each is not None
+        ]
+
+    def set(self) -> None:
+        """Set rows, pages and KV to the same history as before every launch."""
+        self.reset()
+        self._loaded.state.apply(self._plan)
+        if self.drafts is not None:
+            drafts = self._loaded.state.columns.drafts
+            drafts[self.rows, : self.drafts.shape[1]] = self.drafts
+        self.fill()
+
+
+class ChunkScene(_Scene):
+    """Chunks that almost fill a bucket; every second one continues a prefix.
+
+    They are three, or fewer if limits are lower, or more if max_len forces it. 1/16 of the bucket
+    stays padding. The prefixes end within a page.
+    """
+
+    def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
+        page_size, max_len = loaded.pool.layout.page_size, loaded.max_len
+        most = loaded.buffers.fixed_reqs if fixed_shape else int(loaded.config.max_num_reqs)
+        self.num_tokens = padded_tokens - padded_tokens // 16
+        prefix = min(page_size + 1, max_len // 2)
+        num_reqs = max(min(3, most, self.num_tokens), -(-self.num_tokens // (max_len - prefix)))
+        counts = [self.num_tokens // num_reqs] * num_reqs
+        counts[0] += self.num_tokens - sum(counts)
+        starts = [prefix * (i % 2) for i in range(num_reqs)]
+        num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
+        self.fits = num_reqs <= most and num_reqs * num_pages < loaded.pool.num_pages
+        vocab_size = loaded.model.spec.vocab_size
+        chunks = tuple(
+            Chunk(1 + i, start, tuple(7 * token % vocab_size for token in range(i, i + count)))
+            for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+        )
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        pages = _pages_of_rows(num_reqs, num_pages)
+        self._plan = Plan(0, pages=pages, chunks=chunks, max_seq_len_ub=longest)
+        self._padded_tokens, self._fixed_shape = padded_tokens, fixed_shape
+        super().__init__(loaded, num_reqs * num_pages + 1)
+
+    def set(self) -> Batch:
+        """Fill the pages as before every launch; returns the batch over them."""
+        self.fill()
+        buffers = self._loaded.buffers
+        return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
+
+
+def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
+    """Give rows 1 to num_rows `num_pages` pages each, from page 1 on."""
+    firsts = range(1, 1 + num_rows * num_pages, num_pages) if num_pages else ()
+    return tuple(
+        RowPages(row, 0, tuple(range(first, first + num_pages)))
+        for row, first in enumerate(firsts, 1)
+    )
+
+
+def _is_near(found: Tensor, expected: Tensor, rounding: float) -> bool:
+    """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
+    error = torch.linalg.vector_norm(found.float() - expected.float(), dim=-1)
+    return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

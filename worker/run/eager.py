@@ -1,0 +1,138 @@
+"""Launches a step without graphs: the host launches every op, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from worker.attention.base import AttentionBackend
+from worker.draw.tail import Draws, Result, draw
+from worker.forward.batch import Batch
+from worker.forward.context import LayerHook, forward_context
+from worker.forward.draws import Masks
+from worker.forward.window import WindowShape
+from worker.observe.metrics import Progress, untold
+from worker.plan import TAILS, Plan, Tail
+from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
+from worker.run.segments import GraphMemory
+
+
+def forward(
+    loaded: LoadedModel,
+    batch: Batch,
+    attention: AttentionBackend,
+    on_layer: LayerHook | None = None,
+) -> Tensor:
+    """Compute hidden states after the final norm from token ids; see Decoder.forward."""
+    model, attn_plan = loaded.model, attention.plan(batch)
+    with forward_context(batch, attention, attn_plan, on_layer=on_layer):
+        embedded = model.embed(batch.input_ids)
+        return model.forward(embedded, batch.positions, batch.last_token_rows)
+
+
+def draw_eagerly(
+    loaded: LoadedModel,
+    forwarded: Decoded,
+    plan: Plan,
+    masks: Masks | None,
+    *,
+    ends_prompts: bool = False,
+) -> Result:
+    """Sample what a forward is followed by, op by op; see DecodeGraphs.draw.
+
+    ends_prompts: it was of chunks.
+    """
+    state, tail = loaded.state, plan.tail
+    if state.device.type == "cuda" and (plan.penalized or masks is not None):
+        # A tail that serves every batch: otherwise there would be six times as many kernels to
+        # compile, some of them for the first time while requests wait.
+        tail = TAILS[-1]
+        masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
+    sent = masks and Masks(*map(state.upload_tensor, masks))
+    draws = Draws(tail, plan.penalized, plan.num_logprobs, sent)
+    if not ends_prompts:
+        return draw_and_propose(loaded, forwarded, draws)
+    result = draw_rows(loaded, forwarded, draws)
+    if loaded.drafter is not None and loaded.decodes:
+        assert forwarded.sampled is not None
+        loaded.drafter.seed(forwarded.sampled.rows)
+    return result
+
+
+def draw_and_propose(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
+    """What follows a decode step's forward: draws, and the next step's drafts. Device work only."""
+    result = draw_rows(loaded, forwarded, draws)
+    if loaded.drafter is not None:
+        assert forwarded.sampled is not None
+        greedy = draws.tail == "greedy"
+        loaded.drafter.advance(forwarded.sampled, forwarded.hidden, result.drawn, greedy=greedy)
+    return result
+
+
+def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
+    """Draw for the rows of a forward, and advance them."""
+    assert forwarded.sampled is not None
+    head, hidden = loaded.model.head, forwarded.hidden
+    return draw(head, loaded.state, forwarded.sampled, hidden, draws)
+
+
+class _Eager:
+    """StepGraphs that captures nothing."""
+
+    def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
+        self._loaded = loaded
+
+    def run_buckets(self) -> None:
+        """Nothing will be captured."""
+
+    def capture_largest(self) -> None:
+        """Nothing to capture."""
+
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+        """Nothing to prepare."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class EagerChunks(_Eager):
+    """ChunkGraphs without graphs."""
+
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> PaddedShape:
+        return PaddedShape()
+
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
+        if self._loaded.drafter is not None:
+            self._loaded.drafter.observe(batch, hidden)
+        return Forward(hidden, "eager")
+
+
+class EagerDecode(_Eager):
+    """DecodeGraphs without graphs."""
+
+    def launch(self, plan: Plan) -> Decoded:
+        rows = self._loaded.state.upload(plan.decode, torch.int64)
+        host = self._loaded.windows.lengths(plan.decode) if plan.width == 1 else None
+        window = WindowShape(plan.width, plan.max_seq_len_ub, host)
+        return self.step(rows, window, "none" if plan.draws_apart else plan.tail)
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        return draw_eagerly(self._loaded, forwarded, plan, masks)
+
+    def step(self, rows: Tensor, window: WindowShape, tail: Tail = "none") -> Decoded:
+        """One decode step of `rows` [n] i64 on the device, whose draws follow unless "none"."""
+        loaded = self._loaded
+        batch, sampled = loaded.windows.batch(rows, window)
+        attention = loaded.attention.decode if window.width == 1 else loaded.attention.spec
+        hidden = forward(loaded, batch, attention)
+        decoded = Decoded(hidden, sampled, None, "eager", batch.num_tokens)
+        if tail == "none":
+            return decoded
+        result = draw_and_propose(loaded, decoded, Draws(tail))
+        return decoded._replace(sampled=None, result=result)

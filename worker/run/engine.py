@@ -1,0 +1,129 @@
+"""Engine: the parts of one worker, the same for both roles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from worker.api import Member
+from worker.cache.book import PageBook
+from worker.cache.layout import Identity, KVLayout, ModelLayout
+from worker.cache.pool import KVPool
+from worker.config import WorkerConfig
+from worker.model.shape import ModelSpec
+from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
+from worker.peers.meeting import Meeting
+from worker.run.base import BucketCheck
+from worker.run.groups import LayerGroups
+from worker.run.ranks import FromLeader
+from worker.run.runner import ModelRunner
+from worker.transfer.base import KVTransport
+from worker.transfer.sources import LocalRank
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Tracer
+
+
+@dataclass(slots=True)
+class Engine:
+    """The parts of one worker. Filled by `build_engine`."""
+
+    config: WorkerConfig  # resolved
+    spec: ModelSpec
+    model_layout: ModelLayout
+    layout: KVLayout  # of this rank
+    identity: Identity
+    pool: KVPool
+    book: PageBook
+    runner: ModelRunner
+    transport: KVTransport
+    metrics: WorkerMetrics
+    meter: StepMeter
+    checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
+    tracer: Tracer | None
+    meeting: Meeting
+
+    def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
+        """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
+        return LayerGroups(self.layout, self.runner.stream, while_launching, self.meeting.size)
+
+    @property
+    def step_s(self) -> dict[tuple[int, int], float]:
+        """Seconds of a decode step by (rows, width), as measured at the start; none on the CPU."""
+        return {
+            (each.bucket, each.width): each.graph_ms / 1e3
+            for each in self.checks
+            if each.kind == "decode"
+        }
+
+    @property
+    def simulated_accept_len(self) -> float:
+        """Mean tokens that a row keeps of a step by simulated acceptance; 0: not simulated."""
+        decodes = self.config.role == "decode"
+        return self.config.spec.simulated_len if decodes else 0.0
+
+    def tell_ranks(self, message: FromLeader) -> None:
+        """Send to the other ranks, if there are any."""
+        if self.runner.ranks is not None:
+            self.runner.ranks.tell(message)
+
+    def num_settled(self) -> int:
+        """How many steps have been settled."""
+        return self.meter.num_steps
+
+    def local_rank(self) -> LocalRank:
+        """This rank, as the destination of its pulls."""
+        return LocalRank(
+            self.transport, self.model_layout, self.pool.num_pages,
+            self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
+        )  # fmt: skip
+
+    def endpoint(self) -> bytes:
+        """Where this rank's pages can be pulled from, as `Member` has it."""
+        return msgspec.msgpack.encode(self.transport.endpoint())
+
+    def member(
+        self,
+        name: str,
+        incarnation: str,
+        address: str,
+        metrics_address: str,
+        endpoints: tuple[bytes, ...] = (),
+    ) -> Member:
+        """Build the record under which other processes know this worker.
+
+        endpoints: of all its ranks; none: this one is alone.
+        """
+        return Member(
+            name=name,
+            role=self.config.role,
+            incarnation=incarnation,
+            address=address,
+            metrics_address=metrics_address,
+            model=self.identity.model,
+            max_model_len=int(self.config.model.max_model_len),
+            layout_hash=self.identity.layout_hash,
+            transport=f"{self.transport.name}/{self.transport.kind}",
+            endpoints=endpoints or (self.endpoint(),),
+            node=os.uname().nodename,
+            pid=os.getpid(),
+            digest=self.identity.digest,
+            simulated_accept_len=self.simulated_accept_len,
+            drafter="" if self.config.spec.drafter == "none" else self.config.spec.drafter,
+        )
+
+    def close(self) -> None:
+        """Free everything; the transport before the pool, whose memory it has registered."""
+        self.runner.close()
+        self.transport.close()
+        self.pool.close()
+        self.runner.loaded.model.collective.close()
+        self.meeting.close()
+        self.metrics.close()
+        if self.tracer is not None:
+            self.tracer.close()

@@ -1,0 +1,130 @@
+"""Flight: the launched steps of a loop, at most two, and when the next thing is due.
+
+    step n computes          ├──────────────────────────────┤
+    launch of step n + 1                              ▲        as late as keeps the device busy
+    settling of step n                                      ▲
+
+A step takes what has arrived by its launch. Step n + 1, if launched as soon as step n - 1 has
+settled, would miss all that arrives while step n computes. So with KV under way the launch waits,
+by the measured times of steps and launches. All waits are the engine thread's wait for messages, so
+arrivals are handled meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from worker.observe.meter import StepMeter
+from worker.run.step import Step
+
+# Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
+# interpreter lock, may delay the launch of the next step by this much.
+SLACK_S = 4e-4
+# How often the loop polls for a step's end: every NEAR_POLL_S within NEAR_S of its expected end,
+# else every POLL_S, as it may end early and the end of a step with chunks is not predicted.
+POLL_S = 2.5e-4
+NEAR_S = 2e-4
+NEAR_POLL_S = 3e-5
+TOLD_S = 0.1  # where the end of a step wakes the loop, which need not poll
+NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, presumably
+
+
+class Flight:
+    """`running`, the step that the device computes, and the one that was launched behind it.
+
+    A turn asks, in this order: `launch_due` (then `launched`), `ended`, `tail_due`, `idle_s`.
+
+    Args:
+        meter: what it says of the ends of steps.
+        overlap: a step is launched while the one before it runs.
+        wake: begins a turn of the loop, from any thread; for steps that say when they end.
+    """
+
+    def __init__(
+        self, meter: StepMeter, *, overlap: bool = True, wake: Callable[[], None] | None = None
+    ) -> None:
+        self.running: Step | None = None
+        self.overlap = overlap
+        self.waits = True  # False: launch at once and block, so that a schedule can be repeated
+        self._meter, self._wake = meter, wake
+        self._next: Step | None = None
+        self._tail_due = False
+        self._has_settled = False  # in this turn
+        self._wait_s = 0.0  # until what this turn had to put off is due
+        self._launches_s: deque[float] = deque(maxlen=NUM_LAUNCHES)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has been launched and not settled."""
+        return self.running is not None or self._next is not None
+
+    def launch_due(self, num_arriving: int = 0) -> bool:
+        """Whether a step, if there is one, is to be launched now.
+
+        num_arriving: requests that may join it as soon as their KV has landed.
+        """
+        self._wait_s, self._has_settled = 0.0, False
+        if self._next is not None or (self.running is not None and not self.overlap):
+            return False
+        self._wait_s = self._launch_wait_s(num_arriving)
+        return not self._wait_s
+
+    def launched(self, step: Step, took_s: float) -> None:
+        """Take a step whose launch took so long."""
+        self._next = step
+        if step.plan.decode:
+            self._launches_s.append(took_s)
+
+    def ended(self) -> Step | None:
+        """The running step, if it is to be settled now; the next one takes its place.
+
+        A step that was launched in this turn runs until the next.
+        """
+        step = self.running
+        if step is not None:
+            self._wait_s = self._wait_s or self._settle_wait_s(step)
+            if self._wait_s:
+                return None
+        self.running, self._next = self._next, None
+        self._tail_due = self.running is not None and self.running.plan.masked
+        self._has_settled = step is not None
+        return step
+
+    def tail_due(self) -> Step | None:
+        """The running step if its tail waits for masks, which follow from the step before; once."""
+        due, self._tail_due = self._tail_due, False
+        return self.running if due else None
+
+    def idle_s(self, num_arriving: int = 0) -> float | None:
+        """How long nothing is due; None: nothing will be before something arrives."""
+        if self._wait_s:
+            return self._wait_s
+        if self.running is None:
+            return 0.0 if self._has_settled else None  # what has settled may have made room
+        return self._launch_wait_s(num_arriving)
+
+    def _launch_wait_s(self, num_arriving: int) -> float:
+        """How long the launch behind `running` may wait; 0: it is due."""
+        if self.running is None or not self.waits or not num_arriving:
+            return 0.0
+        ends_at = self._meter.ends_at(self.running.plan)
+        if ends_at is None or self.running.done():
+            return 0.0
+        launch_s = max(self._launches_s, default=0.0)
+        wait_s = ends_at - launch_s - SLACK_S - time.monotonic()
+        return min(max(wait_s, 0.0), POLL_S)
+
+    def _settle_wait_s(self, step: Step) -> float:
+        """How long to wait for messages before polling `step` again; 0: settle it now."""
+        if not self.waits or step.done():
+            return 0.0
+        # With layer groups, keep polling: nothing wakes the loop when one becomes final.
+        if self._wake is not None and step.groups is None and step.tells(self._wake):
+            return TOLD_S
+        ends_at = self._meter.ends_at(step.plan)
+        if ends_at is None:
+            return POLL_S
+        left_s = ends_at - time.monotonic()
+        return NEAR_POLL_S if abs(left_s) < NEAR_S else POLL_S

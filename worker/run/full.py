@@ -1,0 +1,222 @@
+"""Decode steps as CUDA graphs: everything from the rows to the drawn tokens in one replay.
+
+A bucket is a padded number of rows. For each width of windows it has these graphs:
+
+    what is in it            width 1                      wider
+    forward, draws           greedy, random, filtered     greedy
+    forward                  one                          one
+    draws behind a forward   with logprobs, without       with logprobs, without
+
+Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens there.
+They serve steps with grammars, penalties or logprobs, and every tail that has no graph of its own.
+A graph's inputs are row numbers and masks. Padding is row 0, the sink: it writes to page 0 and
+draws nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.api import MAX_LOGPROBS
+from worker.draw.tail import Draws, Result
+from worker.errors import Unsupported
+from worker.forward.draws import Masks
+from worker.forward.window import WindowShape
+from worker.observe.metrics import Progress, untold
+from worker.plan import TAILS, Plan, Tail, max_rows
+from worker.run.base import BucketCheck, Decoded, LoadedModel
+from worker.run.check import Launches, check_bucket
+from worker.run.eager import EagerDecode, draw_and_propose, draw_eagerly
+from worker.run.segments import Capture, GraphMemory
+
+log = logging.getLogger("kvlane.graph")
+
+
+class CapturedStep(NamedTuple):
+    """One decode step as a graph without breaks; `replay` overwrites the tensors of `decoded`."""
+
+    capture: Capture
+    decoded: Decoded
+
+
+class CapturedTail(NamedTuple):
+    """The tail behind a bucket's forward; `replay` overwrites the tensors of `result`."""
+
+    capture: Capture
+    result: Result
+
+
+class FullDecode:
+    """DecodeGraphs that replays whole steps.
+
+    Args:
+        loaded: on a CUDA device.
+        memory: of all captures.
+
+    Raises:
+        Unsupported: the decode backend plans on the host, which a replay cannot repeat.
+    """
+
+    def __init__(self, loaded: LoadedModel, memory: GraphMemory) -> None:
+        if not loaded.attention.decode.static_plan:
+            raise Unsupported(
+                "engine.graph.decode=full needs an attention backend with a static plan; "
+                "set engine.graph.decode=eager or engine.attention.decode=triton",
+                "engine.graph",
+            )
+        self.buckets = tuple(decode_buckets(int(loaded.config.max_num_reqs)))
+        self._loaded, self._memory = loaded, memory
+        self._eager = EagerDecode(loaded)
+        device = loaded.state.device
+        self._rows = torch.zeros(self.buckets[-1], dtype=torch.int64, device=device)
+        # Bucket and width, those of most tokens first, so that smaller ones reuse their memory.
+        shapes = [(b, w) for w in loaded.widths for b in buckets_of(self.buckets, w)]
+        self._shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
+        most = self._shapes[0][0] * self._shapes[0][1]
+        shape = most + 1, -(-loaded.model.spec.vocab_size // 32)
+        self._masks = Masks(
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.zeros(most, dtype=torch.int64, device=device),
+        )
+        self._captured: dict[tuple[int, int, Tail], CapturedStep] = {}  # (bucket, width, tail)
+        # (bucket, width, with logprobs)
+        self._tails: dict[tuple[int, int, bool], CapturedTail] = {}
+
+    @torch.inference_mode()
+    def run_buckets(self) -> None:
+        for bucket, width in self._shapes:
+            forwarded = self._eager_step(self._rows[:bucket], "none", width)
+            for tail in _tails(width)[1:]:
+                draw_and_propose(self._loaded, forwarded, Draws(tail))
+            for num_logprobs in (-1, MAX_LOGPROBS):
+                self._draw_all(forwarded, num_logprobs)
+
+    @torch.inference_mode()
+    def capture_largest(self) -> None:
+        self._capture_shape(*self._shapes[0])
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+        """Capture every bucket at every width.
+
+        Raises:
+            AssertionError: a graph and eager differ, and engine.strict is set.
+        """
+        began = time.monotonic()
+        for i, shape in enumerate(self._shapes):
+            progress("capture", i, len(self._shapes))
+            self._capture_shape(*shape)
+        num, took_s = len(self._captured) + len(self._tails), time.monotonic() - began
+        log.info("%d decode graphs in %.1f s", num, took_s)
+        eager = Launches(self._eager_step, partial(draw_eagerly, self._loaded))
+        graph = Launches(self._replay, self.draw)
+        found = [
+            check_bucket(self._loaded, *shape, eager, graph) for shape in reversed(self._shapes)
+        ]
+        return [check for check in found if check is not None]
+
+    def launch(self, plan: Plan) -> Decoded:
+        num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
+        padded = torch.zeros(bucket, dtype=torch.int64)
+        padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
+        tail = "none" if plan.draws_apart else plan.tail
+        replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
+        hidden, sampled, result, path, num_tokens = replayed
+        return Decoded(
+            hidden[: num * plan.width],
+            None if sampled is None else sampled.first(num),
+            None if result is None else result.first(num, -1),
+            path,
+            num_tokens,
+        )
+
+    def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
+        num_rows, with_logprobs = len(forwarded.hidden) // plan.width, plan.num_logprobs >= 0
+        bucket = self._bucket(num_rows, plan.width)
+        result = self._replay_tail(bucket, plan.width, masks, with_logprobs=with_logprobs)
+        return result.first(num_rows, plan.num_logprobs)
+
+    def close(self) -> None:
+        self._captured.clear()
+        self._tails.clear()
+
+    def _bucket(self, num_rows: int, width: int) -> int:
+        return next(each for each in buckets_of(self.buckets, width) if each >= num_rows)
+
+    def _eager_step(self, rows: Tensor, tail: Tail, width: int) -> Decoded:
+        return self._eager.step(rows, WindowShape(width, self._loaded.max_len + width - 1), tail)
+
+    def _replay(self, rows: Tensor, tail: Tail, width: int) -> Decoded:
+        self._rows[: len(rows)].copy_(rows, non_blocking=True)
+        captured = self._captured.get((len(rows), width, tail))
+        if captured is not None:
+            captured.capture.replay()
+            return captured.decoded
+        forwarded = self._captured[len(rows), width, "none"]
+        forwarded.capture.replay()
+        result = self._replay_tail(len(rows), width, with_logprobs=False)
+        return forwarded.decoded._replace(sampled=None, result=result)
+
+    def _replay_tail(
+        self, bucket: int, width: int, masks: Masks | None = None, *, with_logprobs: bool
+    ) -> Result:
+        words, line = self._masks
+        line[: bucket * width].zero_()
+        if masks is not None:
+            pinned = self._loaded.state.pinned
+            sent = pinned(masks.words[1:])  # line 0 is there
+            words[1 : 1 + len(sent)].copy_(sent, non_blocking=True)
+            line[: len(masks.line)].copy_(pinned(masks.line), non_blocking=True)
+        captured = self._tails[bucket, width, with_logprobs]
+        captured.capture.replay()
+        return captured.result
+
+    def _capture_shape(self, bucket: int, width: int) -> None:
+        rows = self._rows[:bucket]
+        for tail in _tails(width):
+            capture = Capture(self._memory)
+            decoded = capture.record(lambda _, tail=tail: self._eager_step(rows, tail, width))
+            if tail != "none":  # nobody reads its hidden states but the start-up check, at once
+                decoded = decoded._replace(hidden=self._memory.alias(decoded.hidden))
+            captured = CapturedStep(capture, decoded._replace(path="graph"))
+            self._captured[bucket, width, tail] = captured
+        forward = self._captured[bucket, width, "none"]
+        forward.capture.replay()  # the tail's warm-ups read what it leaves
+        for with_logprobs in (False, True):
+            capture, num = Capture(self._memory), MAX_LOGPROBS if with_logprobs else -1
+            result = capture.record(lambda _, num=num: self._draw_all(forward.decoded, num))
+            self._tails[bucket, width, with_logprobs] = CapturedTail(capture, result)
+
+    def _draw_all(self, forwarded: Decoded, num_logprobs: int) -> Result:
+        """The tail that serves every step."""
+        masks = Masks(self._masks.words, self._masks.line[: len(forwarded.hidden)])
+        draws = Draws(TAILS[-1], True, num_logprobs, masks)
+        return draw_and_propose(self._loaded, forwarded, draws)
+
+
+def _tails(width: int) -> tuple[Tail, ...]:
+    """Those that have a graph of their own behind the forward; "none", first, is the forward."""
+    return TAILS if width == 1 else ("none", "greedy")
+
+
+@cache
+def buckets_of(buckets: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Those that windows of `width` have graphs for: beyond 64 rows every second one."""
+    if width == 1:
+        return buckets
+    most = max_rows(width, buckets[-1])
+    coarse = [each for each in buckets if each <= 64 or each % 32 == 0]
+    return (*(each for each in coarse if each < most), most)
+
+
+def decode_buckets(max_num_reqs: int) -> list[int]:
+    """Numbers of rows that get graphs of their own, ascending; the last is `max_num_reqs`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_reqs + 1, 32)]
+    return [size for size in sizes if size < max_num_reqs] + [max_num_reqs]

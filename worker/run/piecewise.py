@@ -1,0 +1,309 @@
+"""Prompt chunks as CUDA graphs with a break at the attention of each layer.
+
+A piecewise capture depends only on the padded number of tokens. Token ids, positions and slots lie
+in the static buffers of `BatchBuffers`, padded with tokens of page 0. Requests, lengths and pages
+concern attention only, which is planned and launched for the live batch. Embedding and head stay
+outside: the graphs hold the layers and the final norm.
+
+If the attention backend reads requests, lengths and pages on the device (static_plan), buckets of
+up to MAX_FULL tokens are also captured without breaks, for a few short requests
+(`BatchBuffers.fixed_reqs`). The gaps between pieces cost time when a layer takes about 100 us. A
+step with a layer hook is never replayed that way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from worker.forward.batch import Batch
+from worker.forward.context import LayerHook, forward_context
+from worker.observe.metrics import Progress, untold
+from worker.ops.launch import power_of_two
+from worker.ops.product import MAX_STREAMED_ROWS
+from worker.plan import Chunk, Plan
+from worker.run.base import BucketCheck, Forward, LoadedModel, PaddedShape
+from worker.run.check import check_chunk_bucket
+from worker.run.eager import EagerChunks
+from worker.run.segments import Capture, Cuts, GraphMemory
+
+log = logging.getLogger("kvlane.graph")
+
+MAX_BUCKET = 4096  # beyond, every model computes a layer longer than the host takes to launch it
+MAX_FULL = 1024  # beyond, the gaps between pieces are negligible beside a layer's time
+# A full capture begins a new segment after these layers; the host launches a layer in 8 us.
+CUT_AFTER = frozenset({2, 8})
+# A graph is kept if it takes less than TIE times eager's time: it relieves the host, and two
+# measurements of the same launch differ by 2 %.
+TIE = 1.02
+FREE_TOKENS = MAX_STREAMED_ROWS  # padding up to here is free: a GEMM is bound by its weights' reads
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A padded number of tokens that may have graphs; times from the start-up check, 0 = none.
+
+    `piecewise` and `full` say which of its graphs `choose_shape` may choose.
+    """
+
+    num_tokens: int
+    eager_ms: float = 0.0
+    piecewise_ms: float = 0.0
+    full_ms: float = 0.0
+    piecewise: bool = True
+    full: bool = False  # captured without breaks (in up to 3 segments)
+
+
+@dataclass(slots=True, frozen=True)
+class CapturedChunks:
+    """One bucket's graphs, and their result, which the next replay of any bucket overwrites."""
+
+    capture: Capture
+    hidden: Tensor  # [bucket, hidden], or of the last-token rows; memory of the capture
+
+
+class PiecewiseChunks:
+    """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
+
+    Args:
+        loaded: on a CUDA device.
+        memory: of all captures.
+        traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states;
+            None: the model's own, see Decoder.forward.
+        rounding: see `check_chunk_bucket`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        memory: GraphMemory,
+        traced: Callable[[Tensor, Tensor], Tensor] | None = None,
+        rounding: float = 0.0,
+    ) -> None:
+        max_tokens = int(loaded.config.max_prefill_tokens)
+        self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
+        self._loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
+        self._traced, self._rounding = traced, rounding
+        self._piecewise: dict[int, CapturedChunks] = {}
+        self._full: dict[int, CapturedChunks] = {}
+        self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
+        weight = loaded.model.embedding.weight
+        shape = self.buckets[-1].num_tokens, weight.shape[1]
+        self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    @torch.inference_mode()
+    def run_buckets(self) -> None:
+        """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
+        for bucket in reversed(self.buckets):
+            self._launch_variants(bucket.num_tokens)
+            if self._traced is None:
+                for full in self._kinds(bucket):
+                    self._body(bucket.num_tokens, full=full)(None)
+
+    @torch.inference_mode()
+    def capture_largest(self) -> None:
+        self._capture_bucket(self.buckets[-1])
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+        """Capture every bucket, the largest first, so that smaller ones reuse its memory.
+
+        Raises:
+            AssertionError: a bucket and eager differ, and engine.strict is set.
+        """
+        began, free = time.monotonic(), self._memory.free_bytes()
+        for i, bucket in enumerate(reversed(self.buckets)):
+            progress("capture", i, len(self.buckets))
+            self._capture_bucket(bucket)
+            self._launch_variants(bucket.num_tokens)
+        captured = *self._piecewise.values(), *self._full.values()
+        log.info(
+            "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
+            ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
+            sum(each.capture.num_segments for each in captured),
+            time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
+        )  # fmt: skip
+        began = time.monotonic()
+        checks = [check for bucket in self.buckets for check in self._check(bucket)]
+        log.info("compared them with eager in %.1f s", time.monotonic() - began)
+        return checks
+
+    def padded(
+        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
+    ) -> PaddedShape:
+        buffers = self._loaded.buffers
+        fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
+        shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
+        if shape.num_tokens and num_reqs > buffers.max_reqs(shape.num_tokens):
+            return PaddedShape(refused="many")
+        return shape
+
+    def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
+        """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
+        fixed = batch.host is None
+        captured = (self._full if fixed else self._piecewise).get(batch.num_tokens)
+        rows = batch.last_token_rows
+        num_hidden = batch.num_tokens if rows is None else len(rows)
+        if captured is None or len(captured.hidden) != num_hidden:
+            return self._eager.launch(batch, on_layer)
+        attention, model = self._loaded.attention.prefill, self._loaded.model
+        self._embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
+        if fixed:
+            assert on_layer is None, "a graph without breaks calls no hook"
+            captured.capture.replay()
+            return Forward(captured.hidden, "graph")
+        attn_plan = attention.plan(batch)
+        with forward_context(batch, attention, attn_plan, on_layer=on_layer):
+            captured.capture.replay()
+        return Forward(captured.hidden, "piecewise")
+
+    def close(self) -> None:
+        self._piecewise.clear()
+        self._full.clear()
+
+    def _capture_bucket(self, bucket: Bucket) -> None:
+        for full in self._kinds(bucket):
+            captured, capture = self._full if full else self._piecewise, Capture(self._memory)
+            body = self._body(bucket.num_tokens, full=full)
+            hidden = self._memory.alias(capture.record(body))
+            captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
+        bucket.full = bucket.num_tokens in self._full
+
+    def _kinds(self, bucket: Bucket) -> Sequence[bool]:
+        """Its graphs; True is the one without breaks."""
+        static = self._loaded.attention.prefill.static_plan
+        unbroken = static and not self._loaded.always_hooked and bucket.num_tokens <= MAX_FULL
+        return (False, True) if unbroken else (False,)
+
+    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
+        """What is captured: the forward of a batch of padding."""
+        attention, buffers = self._loaded.attention.prefill, self._loaded.buffers
+        longest = min(num_tokens, self._loaded.max_len)
+        if full:
+            batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
+        else:
+            batch = buffers.blank_chunk(num_tokens)
+
+        def body(under_way: Capture | None) -> Tensor:
+            breaks = Cuts(under_way, CUT_AFTER) if full and under_way is not None else under_way
+            runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
+            attn_plan = attention.plan(batch) if runs_attention else None
+            with forward_context(batch, attention, attn_plan, breaks=breaks):
+                return self._forward(batch)
+
+        return body
+
+    def _forward(self, batch: Batch) -> Tensor:
+        embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows
+        if self._traced is None:
+            hidden = self._loaded.model.forward(embedded, batch.positions, rows)
+            if self._loaded.drafter is not None:  # depends on the number of tokens alone
+                self._loaded.drafter.observe(batch, hidden)
+            return hidden
+        hidden = self._traced(embedded, batch.positions)
+        return hidden if rows is None else hidden.index_select(0, rows)
+
+    def _launch_variants(self, num_tokens: int) -> None:
+        """Launch each attention variant that batches of this bucket can need, to compile it now."""
+        loaded, attention = self._loaded, self._loaded.attention.prefill
+        longest = min(num_tokens, loaded.max_len)
+        # Longest requests in powers of two, the lowest and highest bound, any number of requests.
+        lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
+        counts = range(1, min(int(loaded.config.max_num_reqs), num_tokens) + 1)
+        for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
+            coarse, longest_ub = min(num_tokens, power_of_two(length)), max(length, bound)
+            variant = attention.variant(num_reqs, num_tokens, coarse, longest_ub)
+            if num_reqs - 1 > num_tokens - length or variant in self._launched_variants:
+                continue
+            self._launched_variants.add(variant)
+            plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
+            shape = num_tokens, loaded.model.heads.num_heads, loaded.model.spec.head_dim
+            q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+            batch = loaded.buffers.chunks(plan, num_tokens)
+            with forward_context(batch, attention, attention.plan(batch)):
+                attention.forward(q, None, None, 0)
+
+    def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
+        """Compare results and times of a bucket with eager's; drop the graphs that do not win.
+
+        Ranks of a worker keep them: each has measured other times.
+        """
+        num_tokens = bucket.num_tokens
+        launches = self._eager.launch, self.launch
+        compare = partial(
+            check_chunk_bucket, self._loaded, num_tokens, *launches, rounding=self._rounding
+        )
+        piecewise = compare(fixed_shape=False)
+        full = compare(fixed_shape=True) if num_tokens in self._full else None
+        if piecewise is not None:
+            bucket.eager_ms, bucket.piecewise_ms = piecewise.eager_ms, piecewise.graph_ms
+            bucket.piecewise = piecewise.graph_ms < TIE * piecewise.eager_ms
+        bucket.full = False  # without a comparison only the piecewise graph is used
+        if full is not None:
+            bucket.full_ms = full.graph_ms
+            bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
+        if self._loaded.model.collective.size > 1:  # the leader chooses, by its own times
+            return [check for check in (piecewise, full) if check is not None]
+        for kept, captured, what in (
+            (bucket.piecewise, self._piecewise, "piecewise"),
+            (bucket.full, self._full, "unbroken"),
+        ):
+            if not kept and captured.pop(num_tokens, None) is not None:
+                why = "not faster, or not compared"
+                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, what, why)
+        return [check for check in (piecewise, full) if check is not None]
+
+
+def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
+    """A plan of chunks of so many tokens each, all of row 0."""
+    chunks = tuple(Chunk(0, 0, (0,) * count) for count in counts)
+    return Plan(0, chunks=chunks, max_seq_len_ub=max_seq_len_ub)
+
+
+def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> PaddedShape:
+    """Choose the bucket to which a batch is padded, or say why it is launched eagerly.
+
+    Reasons: too_long; dropped (eager was as fast); padding (the padded step would take longer than
+    eager: over twice the tokens, or by the measured times). `padded` adds many: more requests than
+    the graph computes hidden states for.
+
+    Args:
+        num_tokens: of the batch.
+        buckets: by number of tokens, ascending.
+        full: the unbroken graph could serve it: no layer hook, and it fits the fixed shape.
+    """
+    at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
+    if at == len(buckets):
+        return PaddedShape(refused="too_long")
+    bucket = buckets[at]
+    full = full and bucket.full
+    if not full and not bucket.piecewise:
+        return PaddedShape(refused="dropped")
+    if bucket.num_tokens > max(2 * num_tokens, FREE_TOKENS):
+        return PaddedShape(refused="padding")
+    graph_ms = bucket.full_ms if full else bucket.piecewise_ms
+    if at and graph_ms:
+        below = buckets[at - 1]
+        share = (num_tokens - below.num_tokens) / (bucket.num_tokens - below.num_tokens)
+        eager_ms = below.eager_ms + share * (bucket.eager_ms - below.eager_ms)
+        if below.eager_ms and graph_ms > TIE * eager_ms:
+            return PaddedShape(refused="padding")
+    return PaddedShape(bucket.num_tokens, fixed=full)
+
+
+def chunk_buckets(max_tokens: int) -> list[int]:
+    """Numbers of tokens that get graphs, ascending, up to `max_tokens` or MAX_BUCKET."""
+    last = min(max_tokens, MAX_BUCKET)
+    # Between 512 and 1024 close by: a step takes about as long as its tokens, padding included, and
+    # a rest in a step of its own at least as long as a read of the weights.
+    sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 640, 704, 768, 896, 1024, 1536]
+    sizes += range(2048, MAX_BUCKET, 1024)
+    return [size for size in sizes if size < last] + [last]

@@ -1,0 +1,249 @@
+"""ModelRunner launches a step without waiting, and settles it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.draw.tail import Result
+from worker.forward.draws import Masks
+from worker.observe.meter import StepMeter
+from worker.observe.step_log import StepLog
+from worker.plan import Drawn, Plan
+from worker.run.base import Decoded, LoadedModel, PaddedShape
+from worker.run.build import Graphs
+from worker.run.eager import draw_eagerly
+from worker.run.groups import LayerGroups
+from worker.run.ranks import Ranks
+from worker.run.step import Step
+from worker.run.stream import stream_of
+from worker.run.sums import Sums
+from worker.step.state import SampledRows
+
+JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
+
+
+class ModelRunner:
+    """Runs plans on one stream: row changes and forward, then the sampling tail.
+
+    A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
+
+    Args:
+        loaded: the model and all that its steps need.
+        graphs: launch them.
+        meter: times them.
+        step_log: gets a line of each; None: there is none.
+        sums: counts their all-reduces; None: the worker has one rank.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        graphs: Graphs,
+        meter: StepMeter,
+        step_log: StepLog | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        self.loaded, self.graphs, self.meter = loaded, graphs, meter
+        self.stream = stream_of(loaded.state.device)
+        self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
+        self._state, self._log, self._sums = loaded.state, step_log, sums
+        # What the forward of a masked plan returned, until its tail is launched.
+        self._forwarded: Decoded | None = None
+
+    def launch(
+        self, plan: Plan, groups: LayerGroups | None = None, shape: PaddedShape | None = None
+    ) -> Step:
+        """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
+
+        Args:
+            plan: of the step.
+            groups: the layer hook of a prefill step; the tail is enqueued behind their last event.
+            shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
+        """
+        assert groups is None or not plan.decode, "layer groups are for prefill steps"
+        log = self._log
+        began, began_at = log.event() if log is not None else None, time.monotonic()
+        shape = shape or padded_shape(self.graphs, plan, hooked=groups is not None)
+        if self.ranks is not None:
+            self.ranks.launch(plan, shape)
+        step = Step(plan, shape, groups)
+        if plan.masked:
+            if plan.decode:
+                begun = self.stream.submit(partial(self.begin, plan))
+                step.verifies = begun if plan.width > 1 else None
+            self.stream.submit(partial(self.forward, step))
+        else:
+            step.end = self.stream.submit(partial(self.run, step))
+        self.meter.launched(plan)
+        if log is not None:
+            log.launched(plan, began, time.monotonic() - began_at)
+        return step
+
+    def launch_tail(self, step: Step, masks: Masks) -> None:
+        """Enqueue the tail of a masked step; masks: on the host."""
+        assert step.plan.masked
+        if self.ranks is not None:
+            self.ranks.launch_tail(masks)
+        step.end = self.stream.submit(partial(self.tail, step.plan, masks))
+        if self._log is not None:
+            self._log.tail_launched(step.plan)
+
+    def settle(self, step: Step) -> list[Drawn]:
+        """Wait for a step and read its tokens.
+
+        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
+
+        Raises:
+            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
+        """
+        began_at, cpu_at = time.monotonic(), time.thread_time()
+        drawn = step.wait()
+        self.check_ranks()
+        if self.ranks is not None:
+            self.ranks.settled(step, drawn)
+        self.meter.settled(step.plan, step.path)
+        if self._sums is not None:
+            self._sums.settled(step)
+        if self._log is not None:
+            wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
+            self._log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
+        return drawn
+
+    def check_ranks(self) -> None:
+        """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
+        self.loaded.model.collective.check()
+
+    def close(self) -> None:
+        """Wait for launched steps and free captured graphs."""
+        self.stream.close()
+        self.graphs.close()
+        if self._log is not None:
+            self._log.close()
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Result | None:
+        """Run a plan without masks, from its row changes to its tokens."""
+        if step.plan.decode:
+            self.begin(step.plan)
+            forwarded = self.graphs.decode.launch(step.plan)
+        else:
+            forwarded = self.run_chunks(step)
+        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
+        if forwarded.sampled is None:
+            return forwarded.result
+        return self.draw(step.plan, forwarded)
+
+    @torch.inference_mode()
+    def begin(self, plan: Plan) -> _Drafts | None:
+        """Apply a decode plan's row changes; returns what a masked step verifies."""
+        self._state.apply(plan)
+        self._seed(plan)
+        if not plan.masked or plan.width == 1:
+            return None
+        rows = self._state.upload(plan.decode, torch.int64)
+        return _Drafts(self._state.columns.drafts[rows, : plan.width - 1])
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> None:
+        """The forward of a masked step; its tail is launched once the masks are made."""
+        decode = step.plan.decode
+        forwarded = self.graphs.decode.launch(step.plan) if decode else self.run_chunks(step)
+        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
+        self._forwarded = forwarded
+
+    @torch.inference_mode()
+    def tail(self, plan: Plan, masks: Masks) -> Result:
+        """The draws of the masked step whose forward has just run."""
+        assert self._forwarded is not None
+        forwarded, self._forwarded = self._forwarded, None
+        return self.draw(plan, forwarded, masks)
+
+    def run_chunks(self, step: Step) -> Decoded:
+        """Run the forward of a prefill step, then apply the plan's row changes.
+
+        If no chunk samples, `sampled` is None, and `hidden` is not of sampled rows: not to be used.
+        """
+        plan, shape, groups = step.plan, step.shape, step.groups
+        with nullcontext() if groups is None else groups.released_on_error():
+            batch = self.loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
+            on_layer = None if groups is None else groups.on_layer
+            hidden, path = self.graphs.chunks.launch(batch, on_layer)
+            _join_ranks(self.loaded)
+            if groups is not None:
+                groups.on_regions()
+        self._state.apply_rows(plan)  # behind the forward, which does not read them
+        self._seed(plan)
+        # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
+        path = f"{path}_{shape.refused}" if shape.refused else path
+        sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
+        if not sampled:
+            return Decoded(hidden, None, None, path, batch.num_tokens)
+        at, rows, position = (
+            self._state.upload(column, torch.int64) for column in zip(*sampled, strict=True)
+        )
+        valid = torch.ones_like(rows, dtype=torch.bool)
+        sampled_rows = SampledRows(rows, position, valid)
+        return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens)
+
+    def _seed(self, plan: Plan) -> None:
+        rows = [start.row for start in plan.starts if start.active]
+        if self.loaded.drafter is not None and rows:
+            self.loaded.drafter.seed(self._state.upload(rows, torch.int64))
+
+    def draw(self, plan: Plan, forwarded: Decoded, masks: Masks | None = None) -> Result:
+        """Draw what follows a forward; masks: of its rows, on the host."""
+        if plan.decode:
+            return self.graphs.decode.draw(forwarded, plan, masks)
+        return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+
+
+class _Drafts(NamedTuple):
+    """What a masked step verifies."""
+
+    ids: Tensor  # [rows, width - 1] i64
+
+    def to_host(self) -> _Drafts:
+        host = torch.empty(self.ids.shape, dtype=self.ids.dtype, pin_memory=True)
+        return _Drafts(host.copy_(self.ids, non_blocking=True))
+
+
+def _join_ranks(loaded: LoadedModel) -> None:
+    """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
+
+    The leader announces KV for all ranks. Later all-reduces tell it that all have stored the
+    model's KV; after the drafter's there may be none.
+    """
+    collective = loaded.model.collective
+    if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
+        nothing = collective.buffer((JOINED,), loaded.model.embedding.weight.dtype)
+        collective.all_reduce(nothing.zero_())
+
+
+def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
+    """Choose how to build the batch of a prefill step; hooked: it gets a layer hook."""
+    if plan.decode:
+        return PaddedShape()
+    num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+    longest = plan.max_seq_len_ub
+    return graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
+
+
+def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:
+    """For each chunk that samples: the index of its hidden state, its row, the position to draw.
+
+    one_each: there is one hidden state for each chunk, not for every token.
+    """
+    ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
+    last = range(len(plan.chunks)) if one_each else [end - 1 for end in ends]
+    return [
+        (at, chunk.row, chunk.start + len(chunk.tokens))
+        for at, chunk in zip(last, plan.chunks, strict=True)
+        if chunk.sample
+    ]

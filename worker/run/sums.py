@@ -1,0 +1,29 @@
+"""Sums: the algorithm and the bytes of each layer's all-reduces, counted step by step."""
+
+from __future__ import annotations
+
+from worker.model.decoder import Decoder
+from worker.observe.metrics import WorkerMetrics
+from worker.run.step import Step
+
+
+class Sums:
+    """Counts all sums of a step at once, since those of all layers are of the same size.
+
+    A replayed graph runs no Python, so nothing can be counted where a sum is launched. But the
+    algorithm depends on the number of tokens alone, in captured graphs as well.
+    """
+
+    def __init__(self, model: Decoder, metrics: WorkerMetrics) -> None:
+        weight = model.embedding.weight
+        self._collective = model.collective
+        self._dtype = weight.dtype
+        self._token_bytes = weight.shape[1] * weight.element_size()
+        self._metrics = metrics
+
+    def settled(self, step: Step) -> None:
+        """Count a step, which has finished."""
+        num_bytes = step.num_tokens * self._token_bytes
+        kind = "prefill" if step.plan.chunks else "decode"
+        algorithm = self._collective.algorithm(num_bytes, self._dtype)
+        self._metrics.all_reduce_bytes(kind, algorithm).observe(num_bytes)

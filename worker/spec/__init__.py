@@ -1,1 +1,0 @@
-"""Speculation: what proposes the drafts that verify windows check."""

@@ -1,0 +1,1 @@
+"""Building an engine: model, memory, graphs, checks."""

@@ -1,0 +1,131 @@
+"""Digests that say whether two workers compute the same KV: of configuration and weights.
+
+They find accidents: another fine-tune, another revision, a damaged file. They do not withstand
+somebody who makes two models of one digest on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.model.shape import LayerShape
+from worker.model.shard import Shard
+
+# No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
+NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
+# Elements of a block, whose products take 8 bytes each: for a CPU's cache, and to fill a GPU.
+CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PartSum(NamedTuple):
+    """`tensor_sum` of the part of one tensor that a rank holds. Crosses to other ranks as JSON."""
+
+    name: str  # in the checkpoint
+    dtype: str
+    full_shape: tuple[int, ...]
+    part: tuple[tuple[int, int], ...]  # first and last + 1 of each dimension
+    number: int
+
+
+def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
+    """Sum up a rank's tensors as they were loaded (after the cast to the served dtype)."""
+    numbers = torch.stack([tensor_sum(shard) for shard in shards.values()]).tolist()  # one wait
+    return [
+        PartSum(
+            name,
+            str(shard.dest.dtype),
+            shard.full_shape,
+            tuple((each.start, each.stop) for each in shard.index),
+            number,
+        )
+        for (name, shard), number in zip(shards.items(), numbers, strict=True)
+    ]
+
+
+def weights_digest(sums: Iterable[PartSum]) -> str:
+    """Digest a model, of which ranks hold parts; the same for any number of ranks.
+
+    It covers name, dtype, shape and every bit of each tensor that the model needs, under the
+    checkpoint's names: so neither stacking nor the order of files matters.
+
+    sums: of all ranks. Parts that several ranks hold, as copies, count once.
+    """
+    totals: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
+    for name, dtype, full_shape, part, number in sums:
+        if (name, part) in seen:
+            continue
+        seen.add((name, part))
+        before = totals[name][2] if name in totals else 0
+        totals[name] = dtype, full_shape, _wrapped(before + number)
+    return _sha256(totals)
+
+
+def _wrapped(number: int) -> int:
+    """Modulo 2^64, as an i64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Replaces weights_digest for noise (`load_format: dummy`), which follows from these alone."""
+    return _sha256(["noise 1", seed, str(dtype), device.type])
+
+
+def model_digest(spec: LayerShape, weights: str) -> str:
+    """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
+    fields = {name: value for name, value in asdict(spec).items() if name not in NOT_OF_KV}
+    return _sha256([fields, weights])
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """One digest of all models whose state lies in the pages, by the name of their KV region."""
+    return _sha256(dict(digests))
+
+
+def tensor_sum(shard: Shard) -> Tensor:
+    """[] i64: sum over all elements of bits · a(row) · b(column), modulo 2^64, on their device.
+
+    Rows are all dimensions but the last; both are counted in the whole tensor, of which `shard` is
+    a part. The factors are odd and look random. So one changed element always changes the sum,
+    exchanged ones do but for one case in billions, the order of addition does not, and the sums of
+    a tensor's parts add up to its own.
+    """
+    part = shard.dest.detach()
+    *rows_shape, num_columns = shard.full_shape
+    rows = torch.arange(math.prod(rows_shape), device=part.device).view(rows_shape)
+    a = _factors(rows[shard.index[:-1]].flatten(), 1)
+    b = _factors(torch.arange(num_columns, device=part.device)[shard.index[-1]], 2)
+    bits = part.view(INTEGERS[part.element_size()]).view(len(a), len(b))
+    block = CPU_BLOCK if part.device.type == "cpu" else GPU_BLOCK
+    step = max(1, block // len(b))
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for i in range(0, len(a), step):
+        total += ((bits[i : i + step] * b).sum(1) * a[i : i + step]).sum()
+    return total
+
+
+def _factors(numbers: Tensor, kind: int) -> Tensor:
+    """Odd i64 of 64 bits that look random: splitmix64 of `numbers`, another sequence a kind."""
+    x = numbers * -7046029254386353131 + kind * 2862933555777941757
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shifted(x, shift)) * factor
+    return (x ^ _shifted(x, 31)) | 1
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by as if x were unsigned."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _sha256(what: object) -> str:
+    """16 hex digits of what JSON makes of it."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

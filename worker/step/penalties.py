@@ -1,0 +1,49 @@
+"""PenaltyTables: what penalties and logit biases need of a row's text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from worker.forward.draws import Changes, Masks
+from worker.plan import RowStart
+
+
+class PenaltyTables:
+    """Tables over the vocabulary for penalties and logit bias, by penalty slot.
+
+    Slot 0 is neutral: rows without penalties use it. What they add to its counts is never read,
+    because their penalties are off.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        shape = num_slots + 1, vocab_size
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
+        self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
+        """What draws read: these tables, and `masks` and `drafts` as `Changes` describes them."""
+        return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
+
+    def fill(
+        self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
+    ) -> None:
+        """Fill the slot of a request that starts from its prompt and output."""
+        slot = start.penalty_slot
+        for table in (self.in_prompt, self.counts, self.bias):
+            table[slot].zero_()
+        self.biased[slot].fill_(bool(start.sampling.logit_bias))
+        if start.prompt:
+            self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
+        drawn = Counter(start.output)
+        if drawn:
+            ids = upload(list(drawn), torch.int64)
+            self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
+        if start.sampling.logit_bias:
+            ids, values = zip(*start.sampling.logit_bias, strict=True)
+            self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))

@@ -1,1 +1,0 @@
-"""Spans of traced requests, in OpenTelemetry's form. No torch; of no cost where it is off."""

@@ -1,0 +1,293 @@
+"""One request's KV on its way from a prefill worker, over one or more attempts.
+
+    asked ── KVReady ──> pulls run while more is announced ── all landed in the window ──> landed
+      │ refused, peer lost, lease ended, pull failed or too old
+      └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
+
+Pages are bound to the request in prompt order. They stay bound when an attempt fails, since only
+our own pulls write to them. The next attempt keeps the pages from the start of the prompt up to the
+first one that lacks a layer group, and pulls from that one on.
+
+A prefill worker may draw the request's next token. It is appended to req.tokens when it arrives,
+most often before the KV lands, and stays there if the attempt fails later.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from worker.api import (
+    AnyMessage,
+    Candidate,
+    FinishReason,
+    KVReady,
+    PeerId,
+    Prefill,
+    Release,
+    Xfer,
+)
+from worker.cache.book import PageBook
+from worker.cache.layout import KVLayout
+from worker.config import LeaseConfig, TransportConfig
+from worker.errors import OutOfPages, Revoked, TransferError, TransferTimeout
+from worker.observe.metrics import WorkerMetrics
+from worker.schedule.req import Req
+from worker.transfer.base import Pull, PullState
+from worker.transfer.lease import Lease
+from worker.transfer.peers import Link
+
+log = logging.getLogger("kvlane.fetch")
+RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
+
+
+@dataclass(slots=True)
+class FetchContext:
+    """What all fetches of a worker share. Filled by DecodeLoop; fetches update `bytes_per_s`."""
+
+    book: PageBook
+    layout: KVLayout
+    send: Callable[[PeerId, AnyMessage], None]
+    lease: LeaseConfig
+    transport: TransportConfig
+    metrics: WorkerMetrics
+    prefill_draws: bool  # disaggregation.first_token
+    bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
+
+    @property
+    def label(self) -> str:
+        """Name and kind of the transport, as metrics show it."""
+        return f"{self.transport.name}/{self.transport.kind}"
+
+
+class _Ready(NamedTuple):
+    """Announced pages that may be pulled, and which of their layer groups."""
+
+    numbers: tuple[int, ...]  # index of each page in the prompt
+    remote: tuple[int, ...]  # its page id at the peer
+    groups: range
+
+
+@dataclass(slots=True)
+class _Running:
+    """A pull under way."""
+
+    pull: Pull
+    began_at: float
+    ready: _Ready
+
+
+class Fetch:
+    """Brings KV of req.tokens[:-1] into req.hold.
+
+    `xfer` is the attempt under way, None while draining. The first `num_landed_pages` pages of the
+    prompt are in our pool, those matched in the prefix tree included.
+    """
+
+    def __init__(
+        self, context: FetchContext, req: Req, candidates: Sequence[Candidate], number: int
+    ) -> None:
+        assert req.hold is not None
+        # number: 1 for this worker's first fetch, 2 for the next, ...
+        self.xfer_id = f"{req.req_id}:{req.dispatch}:{number}"
+        self.req = req
+        self.hold = req.hold
+        self.candidates = deque(candidates)
+        self.xfer: Xfer | None = None
+        self.peer: PeerId = ""  # of the last attempt
+        self.attempt = 0
+        self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
+        self.num_landed_pages = len(req.hold.pages)
+        self._context = context
+        self._link: Link | None = None  # to `peer`
+        self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
+        self._awaits_token = False  # the attempt under way is to bring one
+        self._began_at = time.monotonic()
+        self._lease = Lease(context.lease.decode_window_s, self._began_at)
+        self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
+        self._num_bytes = 0  # pulled
+        self._announced: deque[_Ready] = deque()  # neither bound nor pulled yet
+        self._running: list[_Running] = []
+        # Both: index of a page in the prompt -> bits of the layer groups that this attempt has seen
+        # announced, or has pulled.
+        self._seen_groups: dict[int, int] = {}
+        self._landed_groups: dict[int, int] = {}
+
+    @property
+    def pulls_began_at(self) -> list[float]:
+        """When each pull that runs began."""
+        return [each.began_at for each in self._running]
+
+    @property
+    def landed(self) -> bool:
+        """Whether every page of tokens[:-1] has landed within a lease window.
+
+        False while a token is awaited: it will be the last one, so the KV of all present tokens is
+        wanted.
+        """
+        return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
+
+    @property
+    def _num_wanted_pages(self) -> int:
+        num_tokens = len(self.req.tokens) - (not self._awaits_token)
+        return self._context.book.num_pages_for(num_tokens)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a pull over `link` runs."""
+        return self._link is link and bool(self._running)
+
+    def begin(self, link: Link, incarnation: str, now: float) -> None:
+        """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
+        assert not self._running
+        self.attempt += 1
+        self._link, self.peer = link, link.peer
+        self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
+        self._lease = Lease(self._context.lease.decode_window_s, now)
+        self._last_announced_at = 0.0
+        self._seen_groups.clear()
+        self._landed_groups.clear()
+        req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
+        # One token a fetch at most: the hold has pages reserved for no more.
+        is_first = len(req.tokens) == self._num_tokens
+        self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
+        sampling = req.sampling if self._awaits_token else None
+        asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
+        req.timeline.enter("prefill", now, asked, asks=True)
+        what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
+        self._context.send(link.peer, Prefill(self.xfer, *what, req.timeline.carried))
+
+    def announced(self, message: KVReady) -> bool:
+        """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
+
+        Returns whether the message brought the awaited token, which is now the last of req.tokens.
+        """
+        req = self.req
+        if len(req.tokens) == req.num_prompt_tokens:
+            req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
+        if message.last and not self._last_announced_at:
+            self._last_announced_at = now = time.monotonic()
+            req.timeline.announced(now, message.prefill_s, self.peer, self._context.label)
+        announced = _bits(range(message.first_group, message.first_group + message.num_groups))
+        fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
+        num_wanted_pages = self._num_wanted_pages
+        for number, remote in enumerate(message.pages, message.first_page):
+            seen = self._seen_groups.get(number, 0)
+            if announced & ~seen and self.num_landed_pages <= number < num_wanted_pages:
+                self._seen_groups[number] = seen | announced
+                fresh.setdefault(announced & ~seen, []).append((number, remote))
+        for new, pairs in fresh.items():
+            numbers, pages = zip(*pairs, strict=True)
+            self._announced.extend(_Ready(numbers, pages, groups) for groups in _bit_runs(new))
+        token = message.token if self._awaits_token else None
+        if message.last:  # without a token: the worker is of a version that draws none
+            self._awaits_token = False
+        if token is not None:
+            req.tokens.append(token)
+        return token is not None
+
+    def renewed(self, sent_at: float) -> None:
+        """Extend the lease: the renewal that we sent at `sent_at` was acknowledged."""
+        self._lease.renewed(sent_at)
+
+    def advance(self, now: float) -> None:
+        """Start the pulls that can start, poll those that run, and notice what has failed."""
+        if self.xfer is not None:
+            self._start_pulls(now)
+            if self._lease.expired(now):
+                self.fail(Revoked.code, "its lease ended")
+        for each in list(self._running):
+            self._poll(each)
+
+    def fail(self, cause: str, why: str) -> None:
+        """End the attempt without success; metrics count it under `cause`."""
+        log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
+        self._context.metrics.fetch_retries(cause).inc()
+        self.req.timeline.fail(time.monotonic(), cause, why)
+        self.drain()
+
+    def drain(self) -> None:
+        """End the attempt: release the peer, start no new pull, cancel the running ones."""
+        if self.xfer is not None:
+            self._context.send(self.peer, Release(self.xfer))
+        self.xfer, self._awaits_token = None, False
+        self._announced.clear()
+        for each in self._running:
+            each.pull.cancel()
+
+    def end(self) -> None:
+        """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
+        assert not self._running
+        self.drain()
+        num_tokens = self.num_landed_pages * self._context.book.page_size
+        self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
+        self.req.timeline.pulled(self._num_bytes)
+        if self.landed and self.ending is None:
+            now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
+            metrics.fetch_seconds(label).observe(now - self._began_at)
+            if self._last_announced_at:
+                metrics.transfer_seconds(label).observe(now - self._last_announced_at)
+
+    def _start_pulls(self, now: float) -> None:
+        """Bind pages for what was announced and pull into them, in order."""
+        book, link = self._context.book, self._link
+        if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
+            return  # the awaited token will end the request: pull the KV only if none comes
+        while self._announced and link is not None:
+            ready = self._announced[0]
+            try:
+                book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
+            except OutOfPages:
+                return  # a step in flight may still use freed pages: try again next turn
+            self._announced.popleft()
+            local = [self.hold.pages[number] for number in ready.numbers]
+            pairs = list(zip(local, ready.remote, strict=True))
+            self._running.append(_Running(link.pull(pairs, ready.groups), now, ready))
+
+    def _poll(self, each: _Running) -> None:
+        state = each.pull.poll()
+        now = time.monotonic()
+        if state is PullState.RUNNING:
+            too_old = now - each.began_at > self._context.transport.pull_timeout_s
+            if too_old and self.xfer is not None:
+                self.fail(TransferTimeout.code, "a pull took too long")
+            return
+        self._running.remove(each)
+        self._context.metrics.pulls(self._context.label, state.value).inc()
+        if self.xfer is None:
+            return  # the attempt is over: pages of late pulls do not count as landed
+        if state is PullState.FAILED:
+            self.fail(TransferError.code, each.pull.error or "pull failed")
+        elif not self._lease.covers(now):
+            self.fail(Revoked.code, "a pull ended outside its lease")
+        else:
+            self._land(each, now - each.began_at)
+
+    def _land(self, each: _Running, took_s: float) -> None:
+        """Record a finished pull in the metrics and advance num_landed_pages."""
+        context = self._context
+        self._num_bytes += each.pull.num_bytes
+        context.metrics.pulled_bytes(context.label).inc(each.pull.num_bytes)
+        context.metrics.pull_seconds(context.label).observe(took_s)
+        rate = each.pull.num_bytes / max(took_s, 1e-6)
+        old = context.bytes_per_s
+        context.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
+        landed = self._landed_groups
+        for number in each.ready.numbers:
+            landed[number] = landed.get(number, 0) | _bits(each.ready.groups)
+        all_groups = _bits(range(context.layout.num_groups))
+        while landed.get(self.num_landed_pages, 0) == all_groups:
+            self.num_landed_pages += 1
+
+
+def _bits(groups: range) -> int:
+    return sum(1 << group for group in groups)
+
+
+def _bit_runs(bits: int) -> Iterator[range]:
+    """Runs of set bits, lowest first."""
+    return (range(*run.span()) for run in re.finditer("1+", f"{bits:b}"[::-1]))

@@ -1,0 +1,216 @@
+"""Prefill's side of the pull protocol: announcements, and the leases that pin announced pages.
+
+A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release`, with
+the `Prefill` of a later attempt, or when it expires. Until then its pages are not given away: a
+decode worker that has gone silent may still read them.
+A renewal makes prefill announce again all KV of settled steps. So a lost announcement is made up
+for by the first renewal after its step has settled. The token that decode asked for comes with the
+announcement marked `last`. That one has no pages where all layer groups were announced while their
+step computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from worker.api import (
+    AnyMessage,
+    Error,
+    FinishReason,
+    KVReady,
+    PeerId,
+    Prefill,
+    PrefillRefused,
+    Release,
+    Renew,
+    RenewAck,
+    Xfer,
+)
+from worker.config import LeaseConfig
+from worker.errors import Busy, KvlaneError, Revoked, UserError
+from worker.observe.metrics import WorkerMetrics
+from worker.plan import Chunk
+from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.req import PrefillReq
+from worker.transfer.lease import Lease
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Tracer
+
+log = logging.getLogger("kvlane.outbound")
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """One transfer of this prefill worker, with the lease that pins its pages."""
+
+    xfer: Xfer
+    peer: PeerId
+    req: PrefillReq
+    lease: Lease
+    first_page: int  # index in the prompt of the first page that decode lacks
+
+
+class Outbound:
+    """All transfers of one prefill worker."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        scheduler: PrefillScheduler,
+        num_groups: int,
+        send: Callable[[PeerId, AnyMessage], None],
+        lease: LeaseConfig,
+        metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._scheduler = scheduler
+        self._page_size = scheduler.book.page_size
+        self._num_groups = num_groups
+        self._send = send
+        self._window_s = lease.prefill_window_s
+        self._metrics = metrics
+        self._tracer = tracer
+        self._outgoing: dict[Xfer, _Outgoing] = {}
+        self._by_req: dict[PrefillReq, _Outgoing] = {}
+        self.draining = False
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that live."""
+        return len(self._outgoing)
+
+    def on_prefill(self, peer: PeerId, message: Prefill, now: float) -> None:
+        """Admit a prompt and announce its cached pages, or refuse it."""
+        xfer = message.xfer
+        same = xfer.xfer_id, xfer.decode
+        attempts = [x for x in self._outgoing if (x.xfer_id, x.decode) == same]
+        known = any(x.attempt >= xfer.attempt for x in attempts)
+        if known or xfer.prefill != self._incarnation:
+            self._metrics.dropped("Prefill").inc()
+            return
+        for older in attempts:
+            self._drop(self._outgoing[older])  # decode asks again only when its pulls are over
+        try:
+            req = self._admit(message)
+        except KvlaneError as error:
+            log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
+            self._send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
+            return
+        log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
+        first_page = req.num_announced_pages = message.num_matched // self._page_size
+        self._metrics.queried_tokens.inc(len(message.tokens))
+        self._metrics.cached_tokens.inc(req.num_computed_tokens)
+        outgoing = _Outgoing(xfer, peer, req, Lease(self._window_s, now), first_page)
+        self._outgoing[xfer] = self._by_req[req] = outgoing
+        if message.trace and self._tracer is not None:
+            req.trace = self._tracer.carried(message.trace, now)
+            cached = {"kvlane.cached_tokens": req.num_computed_tokens}
+            req.trace.enter("prefill_queue", now, cached)
+            if req.num_computed_tokens == req.num_target_tokens:
+                req.trace.leave(now)
+        self._announce(outgoing, first_page)
+
+    def _admit(self, message: Prefill) -> PrefillReq:
+        if not 0 <= message.num_matched < len(message.tokens) - 1:
+            raise UserError("nothing to prefill")
+        if self.draining:
+            raise Busy("draining")
+        req = self._scheduler.admit(message)
+        if req is None:
+            raise Busy("no room")
+        return req
+
+    def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
+        """Extend the leases that live, announce their pages again, and acknowledge the leases."""
+        held = [self._outgoing[xfer] for xfer in message.xfers if xfer in self._outgoing]
+        for each in held:
+            each.lease.renewed(now)
+            self._announce(each, each.first_page)
+        self._send(peer, RenewAck(message.seq, tuple(each.xfer for each in held)))
+
+    def on_release(self, message: Release) -> None:
+        """End the lease: decode has all KV, or no longer wants it."""
+        if (outgoing := self._outgoing.get(message.xfer)) is not None:
+            self._drop(outgoing)
+
+    def announce_groups(
+        self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_final: int, now: float
+    ) -> None:
+        """Announce the first `num_final` layer groups of chunks that are being computed.
+
+        Call it only for the step that this turn settles: after the turn has handled its messages
+        and before that step settles. By then all KV of earlier steps has been announced. No message
+        is handled between this call and `announce_settled`, so no Release drops these requests.
+        """
+        for req, chunk in chunks:
+            groups = range(req.num_announced_groups, num_final)
+            if req.dropped or not groups:
+                continue
+            req.num_announced_groups = num_final
+            end, first_page = chunk.start + len(chunk.tokens), req.num_announced_pages
+            if self._all_groups_announced(req):
+                req.prefill_s = now - req.started_at
+            if self._pages(req, first_page, end):
+                self._send_ready(self._by_req[req], first_page, end, groups)
+
+    def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
+        """Announce what the settled step made final and `announce_groups` has not announced yet."""
+        for req in reqs:
+            if req.token is not None or not self._all_groups_announced(req):
+                req.prefill_s = now - req.started_at
+            self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
+            req.num_announced_groups = 0
+
+    def sweep(self, now: float) -> None:
+        """Drop transfers whose lease has expired."""
+        for each in [each for each in self._outgoing.values() if each.lease.expired(now)]:
+            log.warning("xfer_id=%s: its lease ended without a release", each.xfer.xfer_id)
+            self._metrics.lease_expired.inc()
+            self._drop(each, Revoked.code)
+
+    def _all_groups_announced(self, req: PrefillReq) -> bool:
+        """Whether every layer group of the request's current chunk has been announced."""
+        return req.num_announced_groups == self._num_groups
+
+    def _announce(self, each: _Outgoing, first_page: int, first_group: int = 0) -> None:
+        """Announce computed pages from index `first_page` on, layer groups from `first_group` on.
+
+        A KVReady is sent even without pages: a request's first KVReady acknowledges its Prefill.
+        """
+        req, groups = each.req, range(first_group, self._num_groups)
+        num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
+        req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
+        if groups or req.token is not None:
+            self._send_ready(each, first_page, req.num_computed_tokens, groups)
+
+    def _send_ready(self, each: _Outgoing, first_page: int, num_tokens: int, groups: range) -> None:
+        req = each.req
+        pages = self._pages(req, first_page, num_tokens) if groups else ()
+        final = num_tokens == req.num_target_tokens and groups.stop == self._num_groups
+        last = final and not req.awaits_token
+        cached, first_group, num_groups = req.hold.num_matched, groups.start, len(groups)
+        figures = first_group, num_groups, last, cached, req.prefill_s, req.token
+        self._send(each.peer, KVReady(each.xfer, first_page, pages, *figures))
+
+    def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
+        """List page ids, from index `first` on, whose KV is complete after `num_tokens` tokens.
+
+        Full pages only; at the end of the prompt its last, partly filled page as well.
+        """
+        end = num_tokens // self._page_size
+        if num_tokens == req.num_target_tokens:
+            end = -(-num_tokens // self._page_size)
+        return tuple(req.hold.pages[first:end])
+
+    def _drop(self, outgoing: _Outgoing, cause: str = FinishReason.ABORT.value) -> None:
+        if outgoing.req.trace is not None:  # if it is in a stage, that is cut off
+            outgoing.req.trace.leave(time.monotonic(), error=cause)
+        del self._outgoing[outgoing.xfer]
+        del self._by_req[outgoing.req]
+        self._scheduler.drop(outgoing.req)
