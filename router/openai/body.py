@@ -60,7 +60,8 @@ class Body:
                     events.append(self._event(opening))
             choice = writer.chunk(delta)
             if choice is not None:
-                self._account(choice, delta)
+                if delta.finish_reason is not None:
+                    self._account(choice, delta)
                 events.append(self._event(choice))
         return b"".join(events)
 

@@ -46,6 +46,10 @@ class ChatWriter(AnswerWriter):
         self._bytes_of = bytes_of
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
+        # Most chunks are this one with another text; each is encoded before the next is made.
+        self._text_chunk = ChunkChoice(
+            index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
+        )
 
     def opening(self, index: int) -> Choice | None:
         """The role comes first, in a chunk of its own."""
@@ -53,16 +57,18 @@ class ChatWriter(AnswerWriter):
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
-        if self._parser is Plain:  # most often
-            message, empty = DeltaMessage(content=delta.text or UNSET), not delta.text
-        else:
-            parsed = self._parsed(delta)
-            message, empty = _delta(parsed), not parsed
-        reason = self._reason(delta)
-        if empty and reason is None and not delta.scored:
+        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
+            text = self._text_chunk
+            text.index, text.delta.content = delta.index, delta.text
+            return text
+        parsed, reason = self._parsed(delta), self._reason(delta)
+        if not parsed and reason is None and not delta.scored:
             return None
         return ChunkChoice(
-            index=delta.index, delta=message, logprobs=self._logprobs(delta), finish_reason=reason
+            index=delta.index,
+            delta=_delta(parsed),
+            logprobs=self._logprobs(delta),
+            finish_reason=reason,
         )
 
     def whole(self, index: int, delta: Delta) -> Choice:
