@@ -67,7 +67,7 @@ from worker.run.base import ChunkGraphs, Decoded
 from worker.run.build import build_graphs
 from worker.run.eager import EagerChunks, draw_eagerly
 from worker.run.engine import Engine
-from worker.run.step import Step
+from worker.run.flight import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy

@@ -34,7 +34,7 @@ from router.observe.tally import Tally
 from worker.api import Stages
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
-from worker.peers.single import SingleCollective
+from worker.peers.base import SingleCollective
 from worker.peers.table import choose, default_table
 from worker.plan import Plan
 from worker.run.engine import Engine

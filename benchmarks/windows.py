@@ -39,8 +39,8 @@ from worker.api import Sampling
 from worker.draw.simulated import SimulatedAcceptance
 from worker.plan import Plan
 from worker.run.engine import Engine
-from worker.run.step import Step
-from worker.run.stream import step_stream
+from worker.run.flight import Step
+from worker.run.stream_cuda import step_stream
 from worker.schedule.width import WidthPolicy
 
 WORK_CYCLES = 6_000_000  # of the device's clock, 3 ms: some times what a launch takes

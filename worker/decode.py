@@ -37,8 +37,9 @@ from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
-from worker.transfer.peers import DialFailed, Link, PrefillPeers
+from worker.transfer.peers import PrefillPeers
 from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
+from worker.transfer.sources import DialFailed, Link
 
 log = logging.getLogger("kvlane.decode")
 
@@ -65,8 +66,7 @@ class DecodeLoop:
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
             rank,
-            engine.identity,
-            self._ranks.dial,
+            self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
             thread.connect,
             thread.disconnect,
         )
@@ -84,21 +84,21 @@ class DecodeLoop:
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: requests.num_waiting)
-        metrics.on_scrape(metrics.leases, lambda: self._inbound.num_fetches)
-        metrics.on_scrape(metrics.queued("fetch"), lambda: self._inbound.num_fetches)
+        metrics.on_scrape(metrics.waiting, lambda: len(requests.reqs) - len(scheduler.running))
+        metrics.on_scrape(metrics.leases, lambda: len(self._inbound.fetches))
+        metrics.on_scrape(metrics.queued("fetch"), lambda: len(self._inbound.fetches))
         metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
         metrics.on_scrape(metrics.queued("row"), lambda: len(scheduler.ready))
-        metrics.on_scrape(metrics.queued("sibling"), lambda: requests.siblings.num_waiting)
+        metrics.on_scrape(metrics.queued("sibling"), lambda: len(requests.siblings.waiting))
         metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
         return {
             "requests": len(self.requests.reqs),
-            "fetches": self._inbound.num_fetches,
+            "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": self.requests.siblings.num_waiting,
+            "siblings": len(self.requests.siblings.waiting),
         }
 
     def num_peers(self) -> int:
@@ -113,11 +113,12 @@ class DecodeLoop:
         for peer, event in events:
             self._handle(peer, event, now)
         replies.flush(time.monotonic(), read_at=now)  # first tokens wait for no step
-        if self._inbound.num_fetches:
+        if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        self.requests.resume()
-        num_arriving = self._inbound.num_fetches
+        if self.requests.siblings.waiting or self.scheduler.preempted:
+            self.requests.resume()
+        num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
@@ -128,14 +129,17 @@ class DecodeLoop:
             sampled, _ = self.scheduler.reqs_of(step.plan.step)
             matchers = [req.matcher for req in sampled]
             runner.launch_tail(step, self.requests.grammars.masks(matchers, step.drafts()))
-        if self._peers.num_known:
+        if self._peers.known or self._peers.closing:
             self._peers.tend(now, self._inbound.uses)
-        self.requests.sweep(now)
+        if now >= self.requests.sweep_at:
+            self.requests.sweep(now)
         replies.flush(time.monotonic(), read_at=now)
         self._thread.stats = self._stats()
         idle_s = flight.idle_s(num_arriving)
-        poll_s = poll_after_s(self._inbound.pulls_began_at, now)
-        return min(SWEEP_S if idle_s is None else idle_s, poll_s)
+        idle_s = SWEEP_S if idle_s is None else idle_s
+        if num_arriving:
+            idle_s = min(idle_s, poll_after_s(self._inbound.pulls_began_at, now))
+        return idle_s
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
@@ -182,13 +186,11 @@ class DecodeLoop:
         settled = self.scheduler.settle(plan.step, drawn)
         nums = [num for _, _, num, _ in settled]
         self._engine.metrics.generated_tokens.inc(sum(nums))
-        if plan.decode:
-            widths, width = self.scheduler.widths, plan.width
+        widths, width = self.scheduler.widths, plan.width
+        if plan.decode and widths.max_width > 1:
             widths.took(len(plan.decode), width, meter.took_s)
             widths.observe(width, drawn)
-            if widths.max_width > 1:
-                drafts = [each.drafts for _, each, _, _ in settled]
-                meter.verified(width, nums, drafts)
+            meter.verified(width, nums, [each.drafts for _, each, _, _ in settled])
         for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
@@ -210,7 +212,7 @@ class DecodeLoop:
         book, meter = engine.book, engine.meter
         return WorkerStats(
             num_running=len(scheduler.running),
-            num_waiting=self.requests.num_waiting,
+            num_waiting=len(self.requests.reqs) - len(scheduler.running),
             max_num_reqs=int(engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,

@@ -16,13 +16,12 @@ from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersC
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
-from worker.run.flight import Flight
+from worker.run.flight import Flight, Step
 from worker.run.groups import LayerGroups
-from worker.run.step import Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
-from worker.transfer.outbound import Outbound
+from worker.transfer.outbound import Outbound, OutboundContext
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
@@ -46,8 +45,7 @@ class PrefillLoop:
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
-        self._outbound = Outbound(
-            incarnation,
+        context = OutboundContext(
             self.scheduler,
             self._pace.num_groups,
             thread.send,
@@ -55,6 +53,7 @@ class PrefillLoop:
             engine.metrics,
             engine.tracer,
         )
+        self._outbound = Outbound(incarnation, context)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics

@@ -32,11 +32,10 @@ from worker.run.ranks import (
     rank_peer,
 )
 from worker.start.build import build_engine
-from worker.transfer.rank import RankPulls
-from worker.transfer.ranked import PullPages
+from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
 
 if TYPE_CHECKING:
-    from worker.run.step import Step
+    from worker.run.flight import Step
 
 log = logging.getLogger("kvlane.rank")
 
@@ -56,7 +55,7 @@ class RankLoop:
         self._steps: deque[Step] = deque()  # launched and not ended, in order
         self._masked: Step | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
-        self._pulls = RankPulls(engine.local_rank(), self._answer)
+        self._pulls = RankPulls(engine.local_rank(), self._answer, thread.post)
         self.over = threading.Event()  # the leader has said that nothing follows
 
     def turn(self, events: list[Incoming]) -> float:
@@ -68,6 +67,8 @@ class RankLoop:
                     self._told.append(message := from_leader(event.body))
                     if isinstance(message, Ended):  # the leader's Bye may be among these events
                         self.over.set()
+                case OwnDialled():
+                    self._pulls.on(event)
                 case Lost() if not self.over.is_set():
                     raise PeerLost(f"the leader of this rank is lost: {event.reason}")
                 case _:

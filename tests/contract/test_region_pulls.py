@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.patience import HANG_S
-from tests.support.processes import FORKED, fork
+from tests.support import kv_sources
+from tests.support.kv_sources import CONNECT_S, Serves, registered
+from tests.support.pulls import OK, ended
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.registry import resolve
-from worker.transfer.base import TRANSPORTS, Endpoint, Peer, PullState
-from worker.transfer.layout import PoolPages, num_pool_pages, plan_runs
+from worker.transfer.base import Peer
+from worker.transfer.layout import RankPair, num_pool_pages, rank_plan
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(
@@ -42,37 +37,24 @@ def filled(num_pages: int, seed: int) -> KVPool:
     return pool
 
 
-def serve(transport: str, kind: str, conn: Connection) -> None:
-    """Main function of the source: a pool of seed 1."""
+def served() -> Serves:
+    """What the source serves."""
     pool = filled(THEIRS, 1)
-    served = resolve("transport", transport, TRANSPORTS)("127.0.0.1", kind)
-    served.register(pool.memory())
-    conn.send_bytes(msgspec.msgpack.encode(served.endpoint()))
-    with contextlib.suppress(EOFError):
-        conn.recv_bytes()
-    os._exit(0)
+    return pool.memory(), pool
 
 
 @pytest.fixture(scope="module", params=[("shm", "shm"), ("mooncake", "tcp")], ids="/".join)
-def linked(request: pytest.FixtureRequest) -> Iterator[tuple[KVPool, Peer, PoolPages]]:
+def linked(request: pytest.FixtureRequest) -> Iterator[tuple[KVPool, Peer, RankPair]]:
     """Our pool, and a connection to the source's."""
-    name, kind = request.param
-    conn, theirs = FORKED.Pipe()
-    process = fork(serve, name, kind, theirs)
-    theirs.close()
-    assert conn.poll(HANG_S), "the source did not start"
-    endpoint = msgspec.msgpack.decode(conn.recv_bytes(), type=Endpoint)
-    pool = filled(OURS, 2)
-    transport = resolve("transport", name, TRANSPORTS)("127.0.0.1", kind)
-    transport.register(pool.memory())
-    peer = transport.connect(endpoint, 10.0)
-    pages = PoolPages(OURS, num_pool_pages(LAYOUT, endpoint))
-    assert pages.remote == THEIRS
-    yield pool, peer, pages
+    source, pool = kv_sources.source(request.param, served), filled(OURS, 2)
+    transport = registered(request.param, pool.memory())
+    peer = transport.connect(source.endpoint, CONNECT_S)
+    assert num_pool_pages(LAYOUT, source.endpoint) == THEIRS
+    whole = rank_plan([region.num_kv_heads for region in LAYOUT.regions], 1, 0, 1)[0]
+    yield pool, peer, RankPair(LAYOUT, LAYOUT, OURS, THEIRS, whole)
     peer.close()
     transport.close()
-    conn.close()
-    process.join(HANG_S)
+    source.kill()
     pool.close()
 
 
@@ -89,22 +71,19 @@ def by_group(pool: KVPool, group: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("groups", [None, range(2), range(2, 3), range(1, 1)])
 def test_pulled_pages_are_the_peer_s_in_every_region_and_no_others_change(
-    linked: tuple[KVPool, Peer, PoolPages], groups: range | None
+    linked: tuple[KVPool, Peer, RankPair], groups: range | None
 ) -> None:
-    pool, peer, pool_pages = linked
+    pool, peer, pair = linked
     source, before = filled(THEIRS, 1), filled(OURS, 2)
     for cache, old in zip(pool.caches(), before.caches(), strict=True):
         cache.copy_(old)
     rng = random.Random(7)
-    here, there = (rng.sample(range(1, num), 20) for num in pool_pages)
+    here, there = (rng.sample(range(1, num), 20) for num in (OURS, THEIRS))
     here[3:9], there[3:9] = range(here[3], here[3] + 6), range(there[3], there[3] + 6)
     pairs = {ours: theirs for ours, theirs in zip(here, there, strict=True)
              if ours < OURS and theirs < THEIRS}  # fmt: skip
-    pull = peer.pull(plan_runs(LAYOUT, list(pairs.items()), pool_pages, groups))
-    deadline = time.monotonic() + HANG_S
-    while (state := pull.poll()) is PullState.RUNNING:
-        assert time.monotonic() < deadline, "the pull hangs"
-    assert state is PullState.OK
+    pull = peer.pull(pair.runs(list(pairs.items()), groups))
+    assert ended(pull) is OK
     wanted = range(NUM_GROUPS) if groups is None else groups
     for group in range(NUM_GROUPS):
         views = (by_group(each, group) for each in (pool, source, before))

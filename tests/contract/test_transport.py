@@ -14,30 +14,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.support.patience import HANG_S
-from tests.support.processes import FORKED, ensure_servers, fork
+from tests.support import kv_sources
+from tests.support.kv_sources import CONNECT_S, HOST, Row, Serves, Source, registered
+from tests.support.patience import HANG_S, until
+from tests.support.processes import ensure_servers
+from tests.support.pulls import FAILED, OK, RUNNING, ended
 from worker.cache.layout import MemoryRegion
 from worker.errors import Incompatible, MissingLibrary, Unreachable, Unsupported
 from worker.registry import resolve
 from worker.transfer import mooncake_engine, mooncake_libraries
-from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Pull, PullState, Run
-from worker.transfer.sources import measured_rate
+from worker.transfer.base import TRANSPORTS, Peer, Pull, PullState, Run
+from worker.transfer.sources import fastest_pull_s
 
 ROWS = [("shm", "shm"), ("mooncake", "tcp")]
-HOST = "127.0.0.1"
 SIZES = {"target": 48 << 20, "draft": 1 << 20}
-CONNECT_S = 10.0  # generous: the machine may be loaded
 CANARY = 0xEE
+REPLACE = msgspec.structs.replace
 
 
 class Memory:
@@ -57,9 +56,6 @@ class Memory:
         for array in self.arrays:
             array[:] = CANARY
 
-    def copy(self) -> list[np.ndarray]:
-        return [array.copy() for array in self.arrays]
-
     def same(self, other: list[np.ndarray]) -> bool:
         return all(map(np.array_equal, self.arrays, other))
 
@@ -70,135 +66,74 @@ def content(seed: int) -> list[np.ndarray]:
     return [rng.integers(0, 256, n, np.uint8) for n in SIZES.values()]
 
 
-def serve(transport: str, kind: str, seed: int, conn: Connection) -> None:
-    """Main function of a source: serve until told to end, or until the test process is gone."""
+def served(seed: int) -> Serves:
     memory = Memory()
     for array, data in zip(memory.arrays, content(seed), strict=True):
         array[:] = data
-    served = resolve("transport", transport, TRANSPORTS)(HOST, kind)
-    served.register(memory.regions)
-    conn.send_bytes(msgspec.msgpack.encode(served.endpoint()))
-    with contextlib.suppress(EOFError):
-        conn.recv_bytes()
-    os._exit(0)
+    return memory.regions, memory
 
 
-@dataclass
-class Source:
-    process: ForkServerProcess
-    conn: Connection
-    endpoint: Endpoint
-    data: list[np.ndarray]
+class Reader:
+    """Our side: memory, a transport, and a source of seed 1 that tests leave alive and well."""
 
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+    def __init__(self, row: Row) -> None:
+        self.row, self.memory = row, Memory()
+        self.is_shm = row[0] == "shm"
+        self.transport = registered(row, self.memory.regions)
+        self.source = kv_sources.source(row, served, 1)
+        self.peer = self.connect(self.source)
+        self.made: list[Source] = []  # by one test, which may do with them what it likes
 
-    def stop(self) -> None:
-        """SIGSTOP, and wait for it to arrive: on a busy machine threads serve on for a while."""
-        self.signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        deadline = time.monotonic() + HANG_S
-        while any(not _is_stopped(task) for task in tasks.iterdir()):
-            assert time.monotonic() < deadline, "the source does not stop"
-            time.sleep(0.001)
+    def connect(self, source: Source, timeout_s: float = CONNECT_S) -> Peer:
+        return self.transport.connect(source.endpoint, timeout_s)
 
-    def kill(self) -> None:
-        if self.process.is_alive():
-            self.signal(signal.SIGKILL)
-        self.process.join(HANG_S)
-        self.conn.close()
+    def spawn(self, seed: int) -> Source:
+        self.made.append(kv_sources.source(self.row, served, seed))
+        return self.made[-1]
 
+    def reach(self, seed: int) -> tuple[Source, Peer]:
+        source = self.spawn(seed)
+        return source, self.connect(source)
 
-def _is_stopped(task: Path) -> bool:
-    """Whether a thread is in state T: proc(5), the field after the name in parentheses."""
-    try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it ended meanwhile; the others are looked at once more
-        return False
+    def pulls(self, runs: list[Run], peer: Peer | None = None, seed: int = 1) -> None:
+        """Pulls well, and nothing else changes."""
+        self.memory.paint()
+        assert ended((peer or self.peer).pull(runs)) is OK
+        assert self.memory.same(expected(runs, seed))
 
+    def begun(self, peer: Peer, runs: list[Run]) -> Pull:
+        """A pull of which some bytes are here but not all."""
+        pull, here = peer.pull(runs), self.memory.arrays[0][:: 1 << 10]
+        until(lambda: (here == CANARY).mean() <= 0.98, "the pull does not start", pull.poll)
+        assert pull.poll() is RUNNING
+        return pull
 
-Spawn = Callable[[int], Source]
-
-
-def spawn(row: tuple[str, str], seed: int) -> Source:
-    ours, theirs = FORKED.Pipe()
-    process = fork(serve, *row, seed, theirs)
-    theirs.close()
-    assert ours.poll(HANG_S), "the source did not start"
-    endpoint = msgspec.msgpack.decode(ours.recv_bytes(), type=Endpoint)
-    return Source(process, ours, endpoint, content(seed))
+    def unchanged(self, seconds: float = 0.4) -> bool:
+        """Whether nobody writes: look at the memory as it is, then at fresh canaries."""
+        before = [array.copy() for array in self.memory.arrays]
+        time.sleep(seconds)
+        if not self.memory.same(before):
+            return False
+        self.memory.paint()
+        time.sleep(seconds)
+        return all((array == CANARY).all() for array in self.memory.arrays)
 
 
 @pytest.fixture(scope="module", params=ROWS, ids="/".join)
-def row(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def memory() -> Memory:
-    return Memory()
-
-
-@pytest.fixture(scope="module")
-def transport(row: tuple[str, str], memory: Memory) -> Iterator[KVTransport]:
-    made = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
-    made.register(memory.regions)
+def shared(request: pytest.FixtureRequest) -> Iterator[Reader]:
+    made = Reader(request.param)
     yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def shared_source(row: tuple[str, str]) -> Iterator[Source]:
-    """A source that tests leave alive and well."""
-    made = spawn(row, 1)
-    yield made
-    made.kill()
-
-
-@pytest.fixture(scope="module")
-def shared_peer(transport: KVTransport, shared_source: Source) -> Iterator[Peer]:
-    peer = transport.connect(shared_source.endpoint, CONNECT_S)
-    yield peer
-    peer.close()
+    made.peer.close()
+    made.source.kill()
+    made.transport.close()
 
 
 @pytest.fixture
-def sources(row: tuple[str, str]) -> Iterator[Spawn]:
-    """Makes sources of one test, which may do with them what it likes."""
-    made: list[Source] = []
-
-    def make(seed: int) -> Source:
-        made.append(spawn(row, seed))
-        return made[-1]
-
-    yield make
-    for source in made:
-        source.kill()
-
-
-@pytest.fixture(autouse=True)
-def painted(memory: Memory) -> None:
-    memory.paint()
-
-
-def finish(pull: Pull) -> PullState:
-    """Poll until the pull is over."""
-    deadline = time.monotonic() + HANG_S
-    while (state := pull.poll()) is PullState.RUNNING:
-        assert time.monotonic() < deadline, "the pull hangs"
-        time.sleep(0.0002)
-    assert pull.poll() is state
-    assert (pull.error is None) == (state is PullState.OK)
-    return state
-
-
-def start(pull: Pull, memory: Memory) -> None:
-    """Poll until some bytes are there but not all."""
-    deadline = time.monotonic() + HANG_S
-    while (memory.arrays[0][:: 1 << 10] == CANARY).mean() > 0.98:
-        assert pull.poll() is PullState.RUNNING
-        assert time.monotonic() < deadline, "the pull does not start"
+def reader(shared: Reader) -> Iterator[Reader]:
+    shared.memory.paint()
+    yield shared
+    while shared.made:
+        shared.made.pop().kill()
 
 
 def pages(num_runs: int, num_bytes: int, seed: int = 0) -> list[Run]:
@@ -214,23 +149,12 @@ def everything(num_bytes: int = 4096) -> list[Run]:
     return [Run(0, at, at, num_bytes) for at in range(0, SIZES["target"], num_bytes)]
 
 
-def expected(runs: list[Run], data: list[np.ndarray]) -> list[np.ndarray]:
-    """Local memory after the pull."""
-    out = [np.full(n, CANARY, np.uint8) for n in SIZES.values()]
+def expected(runs: list[Run], seed: int = 1) -> list[np.ndarray]:
+    """Local memory after the pull from the source with this seed."""
+    data, out = content(seed), [np.full(n, CANARY, np.uint8) for n in SIZES.values()]
     for region, here, there, num_bytes in runs:
         out[region][here : here + num_bytes] = data[region][there : there + num_bytes]
     return out
-
-
-def unchanged(memory: Memory, seconds: float = 0.4) -> bool:
-    """Whether nobody writes: look at the memory as it is, then at fresh canaries."""
-    before = memory.copy()
-    time.sleep(seconds)
-    if not memory.same(before):
-        return False
-    memory.paint()
-    time.sleep(seconds)
-    return all((array == CANARY).all() for array in memory.arrays)
 
 
 def test_every_transport_of_the_table_is_tested() -> None:
@@ -238,57 +162,48 @@ def test_every_transport_of_the_table_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_runs", "num_bytes"), [(1, 1), (3000, 1000), (400, 64 << 10), (5, 9 << 20)]
+    "runs",
+    [
+        *(pages(*sizes) for sizes in [(1, 1), (3000, 1000), (400, 64 << 10), (5, 9 << 20)]),
+        [Run(0, 0, 0, SIZES["target"]), Run(1, 4096, 17, 100_000)],
+    ],
+    ids=["byte", "small", "pages", "large", "regions"],
 )
-def test_pulled_bytes_are_the_peers_and_no_others_change(
-    shared_peer: Peer, shared_source: Source, memory: Memory, num_runs: int, num_bytes: int
-) -> None:
-    runs = pages(num_runs, num_bytes)
-    pull = shared_peer.pull(runs)
-    assert pull.num_bytes == num_runs * num_bytes
-    assert finish(pull) is PullState.OK
-    assert memory.same(expected(runs, shared_source.data))
+def test_pulled_bytes_are_the_peers_and_no_others_change(runs: list[Run], reader: Reader) -> None:
+    assert reader.peer.pull(runs).num_bytes == sum(run.num_bytes for run in runs)
+    reader.pulls(runs)
 
 
-def test_one_run_as_large_as_the_region_and_another_region(
-    shared_peer: Peer, shared_source: Source, memory: Memory
-) -> None:
-    runs = [Run(0, 0, 0, SIZES["target"]), Run(1, 4096, 17, 100_000)]
-    assert finish(shared_peer.pull(runs)) is PullState.OK
-    assert memory.same(expected(runs, shared_source.data))
-
-
-def test_ok_is_never_told_before_the_last_byte(
-    shared_peer: Peer, shared_source: Source, memory: Memory
-) -> None:
+def test_ok_is_never_told_before_the_last_byte(reader: Reader) -> None:
     runs = pages(300, 32 << 10, seed=3)
-    want = expected(runs, shared_source.data)
+    want = expected(runs)
     for _ in range(5):
-        memory.paint()
-        pull = shared_peer.pull(runs)
-        while pull.poll() is PullState.RUNNING:
+        reader.memory.paint()
+        pull = reader.peer.pull(runs)
+        while pull.poll() is RUNNING:
             pass
-        assert memory.same(want)
+        assert reader.memory.same(want)
 
 
-def test_nothing_moves_unless_polled_and_no_runs_are_ok(shared_peer: Peer, memory: Memory) -> None:
-    pull = shared_peer.pull(pages(10, 4096))
-    assert unchanged(memory, 0.1)
+def test_nothing_moves_unless_polled_and_no_runs_are_ok(reader: Reader) -> None:
+    pull = reader.peer.pull(pages(10, 4096))
+    assert reader.unchanged(0.1)
     pull.cancel()
-    assert finish(pull) is PullState.FAILED
-    assert unchanged(memory, 0.1)
-    assert finish(shared_peer.pull([])) is PullState.OK
+    assert ended(pull) is FAILED
+    assert reader.unchanged(0.1)
+    assert ended(reader.peer.pull([])) is OK
 
 
-def test_pulls_of_one_peer_share_it(
-    shared_peer: Peer, shared_source: Source, memory: Memory
-) -> None:
-    runs = pages(600, 16 << 10, seed=4)
-    pulls = [shared_peer.pull(runs[i::6]) for i in range(6)]
-    while any([pull.poll() is PullState.RUNNING for pull in pulls]):
+def side_by_side(pulls: list[Pull]) -> set[PullState]:
+    while any([pull.poll() is RUNNING for pull in pulls]):
         pass
-    assert {finish(pull) for pull in pulls} == {PullState.OK}
-    assert memory.same(expected(runs, shared_source.data))
+    return {ended(pull) for pull in pulls}
+
+
+def test_pulls_of_one_peer_share_it(reader: Reader) -> None:
+    runs = pages(600, 16 << 10, seed=4)
+    assert side_by_side([reader.peer.pull(runs[i::6]) for i in range(6)]) == {OK}
+    assert reader.memory.same(expected(runs))
 
 
 @pytest.mark.parametrize(
@@ -304,315 +219,245 @@ def test_pulls_of_one_peer_share_it(
         Run(1, 0, 0, SIZES["draft"] + 1),
     ],
 )
-def test_a_run_outside_a_region_is_refused(shared_peer: Peer, run: Run) -> None:
+def test_a_run_outside_a_region_is_refused(run: Run, reader: Reader) -> None:
     with pytest.raises(ValueError, match="region"):
-        shared_peer.pull([Run(0, 0, 0, 1), run])
+        reader.peer.pull([Run(0, 0, 0, 1), run])
 
 
-def test_a_link_is_measured_by_reads(
-    shared_peer: Peer, shared_source: Source, memory: Memory
-) -> None:
+def test_pulls_are_measured(reader: Reader) -> None:
     runs = [Run(0, 0, 0, 3 << 20), Run(0, 4 << 20, 5 << 20, 1 << 20)]
-    assert 0 < measured_rate(shared_peer, runs) < 1e12
-    assert memory.same(expected(runs, shared_source.data))
+    assert (4 << 20) / 1e12 < fastest_pull_s(lambda: reader.peer.pull(runs), 3) < HANG_S
+    assert reader.memory.same(expected(runs))
 
 
-def test_a_link_that_breaks_while_it_is_measured_is_closed(
-    transport: KVTransport, row: tuple[str, str], sources: Spawn
-) -> None:
-    source = sources(31)
-    peer = transport.connect(source.endpoint, CONNECT_S)
+def test_a_source_that_goes_while_it_is_measured_is_unreachable(reader: Reader) -> None:
+    source, peer = reader.reach(31)
     source.kill()
-    if row[0] == "shm":  # keeps the memory of a source that is gone
-        assert measured_rate(peer, [Run(0, 0, 0, 4096)]) > 0
-        peer.close()
-        return
-    with pytest.raises(Unreachable, match="a first read failed"):
-        measured_rate(peer, [Run(0, 0, 0, 4096)])
+    if reader.is_shm:  # keeps the memory of a source that is gone
+        assert fastest_pull_s(lambda: peer.pull([Run(0, 0, 0, 4096)]), 3) > 0
+    else:
+        with pytest.raises(Unreachable, match="a first read failed"):
+            fastest_pull_s(lambda: peer.pull([Run(0, 0, 0, 4096)]), 3)
+    peer.close()
     with pytest.raises(AssertionError, match="closed peer"):
         peer.pull([Run(0, 0, 0, 1)])
 
 
-def test_two_peers_at_once(
-    transport: KVTransport,
-    shared_peer: Peer,
-    shared_source: Source,
-    sources: Spawn,
-    memory: Memory,
-) -> None:
-    other = sources(2)
-    peer = transport.connect(other.endpoint, CONNECT_S)
+def test_two_peers_at_once(reader: Reader) -> None:
+    _, peer = reader.reach(2)
     runs = pages(400, 32 << 10, seed=5)
-    pulls = [shared_peer.pull(runs[:200]), peer.pull(runs[200:])]
-    while any([pull.poll() is PullState.RUNNING for pull in pulls]):
-        pass
-    assert {pull.poll() for pull in pulls} == {PullState.OK}
-    want = expected(runs[:200], shared_source.data)
-    for _, here, there, num_bytes in runs[200:]:
-        want[0][here : here + num_bytes] = other.data[0][there : there + num_bytes]
-    assert memory.same(want)
+    assert side_by_side([reader.peer.pull(runs[:200]), peer.pull(runs[200:])]) == {OK}
+    want, of_other = expected(runs[:200]), expected(runs[200:], seed=2)[0]
+    for _, here, _, num_bytes in runs[200:]:
+        want[0][here : here + num_bytes] = of_other[here : here + num_bytes]
+    assert reader.memory.same(want)
     peer.close()
 
 
-def test_after_a_cancelled_pull_is_over_nothing_is_written(
-    shared_peer: Peer, shared_source: Source, memory: Memory
-) -> None:
-    pull = shared_peer.pull(everything())
-    start(pull, memory)
+def test_after_a_cancelled_pull_is_over_nothing_is_written(reader: Reader) -> None:
+    pull = reader.begun(reader.peer, everything())
     pull.cancel()
-    assert finish(pull) is PullState.FAILED
-    assert unchanged(memory)
-    again = pages(20, 64 << 10)
-    assert finish(shared_peer.pull(again)) is PullState.OK
-    assert memory.same(expected(again, shared_source.data))
+    assert ended(pull) is FAILED
+    assert reader.unchanged()
+    reader.pulls(pages(20, 64 << 10))
 
 
-def test_cancelling_a_finished_pull_changes_nothing(shared_peer: Peer) -> None:
-    pull = shared_peer.pull(pages(2, 4096))
-    assert finish(pull) is PullState.OK
+def test_cancelling_a_finished_pull_changes_nothing(reader: Reader) -> None:
+    pull = reader.peer.pull(pages(2, 4096))
+    assert ended(pull) is OK
     pull.cancel()
-    assert finish(pull) is PullState.OK
+    assert ended(pull) is OK
 
 
-def test_closing_a_peer_ends_its_pulls(
-    transport: KVTransport, sources: Spawn, memory: Memory
-) -> None:
-    peer = transport.connect(sources(3).endpoint, CONNECT_S)
-    pull = peer.pull(everything())
-    start(pull, memory)
+def test_closing_a_peer_ends_its_pulls(reader: Reader) -> None:
+    _, peer = reader.reach(3)
+    pull = reader.begun(peer, everything())
     peer.close()
     peer.close()
-    assert pull.poll() is PullState.FAILED
-    assert unchanged(memory)
+    assert pull.poll() is FAILED
+    assert reader.unchanged()
 
 
-def test_a_source_killed_during_a_pull_ends_it_for_good(
-    transport: KVTransport, sources: Spawn, memory: Memory
-) -> None:
-    source = sources(4)
-    peer = transport.connect(source.endpoint, CONNECT_S)
-    pull = peer.pull(everything(64 << 10))
-    start(pull, memory)
+def test_a_source_killed_during_a_pull_ends_it_for_good(reader: Reader) -> None:
+    source, peer = reader.reach(4)
+    runs = everything(64 << 10)
+    pull = reader.begun(peer, runs)
     source.kill()
-    state = finish(pull)
-    if state is PullState.OK:
-        assert memory.same(expected(everything(64 << 10), source.data))
-    assert unchanged(memory)
+    if ended(pull) is OK:
+        assert reader.memory.same(expected(runs, seed=4))
+    assert reader.unchanged()
     peer.close()
 
 
-def test_a_source_killed_before_a_pull_ends_it_and_cannot_be_connected(
-    transport: KVTransport, sources: Spawn, memory: Memory
-) -> None:
-    source = sources(5)
-    peer = transport.connect(source.endpoint, CONNECT_S)
+def test_a_source_killed_before_a_pull_ends_it_and_cannot_be_connected(reader: Reader) -> None:
+    source, peer = reader.reach(5)
     source.kill()
-    finish(peer.pull(pages(10, 4096)))
-    assert unchanged(memory)
+    ended(peer.pull(pages(10, 4096)))
+    assert reader.unchanged()
     peer.close()
     began = time.monotonic()
     with pytest.raises(Unreachable):
-        transport.connect(source.endpoint, CONNECT_S)
+        reader.connect(source)
     assert time.monotonic() - began < CONNECT_S + 5
 
 
-def test_a_cancelled_pull_from_a_dead_source_does_not_wait_for_retries(
-    transport: KVTransport, sources: Spawn, memory: Memory
-) -> None:
-    source = sources(6)
-    peer = transport.connect(source.endpoint, CONNECT_S)
+def test_a_cancelled_pull_from_a_dead_source_does_not_wait_for_retries(reader: Reader) -> None:
+    source, peer = reader.reach(6)
     source.kill()
     pull = peer.pull(everything())
     pull.poll()
     pull.cancel()
-    assert finish(pull) is PullState.FAILED
+    assert ended(pull) is FAILED
     peer.close()
 
 
-def test_a_stopped_source_ends_its_pull_and_harms_no_other_peer(
-    transport: KVTransport,
-    shared_peer: Peer,
-    shared_source: Source,
-    sources: Spawn,
-    memory: Memory,
-) -> None:
-    source = sources(7)
-    peer = transport.connect(source.endpoint, CONNECT_S)
+def test_a_stopped_source_ends_its_pull_and_harms_no_other_peer(reader: Reader) -> None:
+    source, peer = reader.reach(7)
     source.stop()
     stuck = peer.pull(pages(100, 256 << 10, seed=1)[:8])
     stuck.poll()
     runs = pages(100, 256 << 10, seed=1)[8:]
-    healthy = shared_peer.pull(runs)
-    while healthy.poll() is PullState.RUNNING:
+    healthy = reader.peer.pull(runs)
+    while healthy.poll() is RUNNING:
         stuck.poll()
-    assert healthy.poll() is PullState.OK
-    want = expected(runs, shared_source.data)
+    assert healthy.poll() is OK
+    want = expected(runs)[0]
     for _, here, _, num_bytes in runs:
         there = slice(here, here + num_bytes)
-        assert np.array_equal(memory.arrays[0][there], want[0][there])
-    assert finish(stuck) is (PullState.OK if transport.name == "shm" else PullState.FAILED)
-    before = memory.copy()
+        assert np.array_equal(reader.memory.arrays[0][there], want[there])
+    assert ended(stuck) is (OK if reader.is_shm else FAILED)
+    before = [array.copy() for array in reader.memory.arrays]
     source.signal(signal.SIGCONT)
     time.sleep(0.3)
-    assert memory.same(before)
-    assert unchanged(memory, 0.1)
+    assert reader.memory.same(before)
+    assert reader.unchanged(0.1)
     peer.close()
 
 
-def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(
-    transport: KVTransport,
-    row: tuple[str, str],
-    shared_peer: Peer,
-    sources: Spawn,
-) -> None:
-    source = sources(8)
+def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(reader: Reader) -> None:
+    source = reader.spawn(8)
     source.stop()
-    if row[0] == "shm":  # needs nothing of the peer but its memory
-        transport.connect(source.endpoint, 0.5).close()
+    if reader.is_shm:  # needs nothing of the peer but its memory
+        reader.connect(source, 0.5).close()
         return
     began = time.monotonic()
-    with pytest.raises(Unreachable, match="did not answer within"):
-        transport.connect(source.endpoint, 0.5)
-    with pytest.raises(Unreachable, match="earlier contact"):
-        transport.connect(source.endpoint, 0.5)
+    for reason in ("did not answer within", "earlier contact"):
+        with pytest.raises(Unreachable, match=reason):
+            reader.connect(source, 0.5)
     assert time.monotonic() - began < HANG_S
-    assert finish(shared_peer.pull(pages(10, 4096))) is PullState.OK
+    assert ended(reader.peer.pull(pages(10, 4096))) is OK
     source.signal(signal.SIGCONT)
-    deadline = time.monotonic() + HANG_S
-    while True:
-        try:
-            peer = transport.connect(source.endpoint, CONNECT_S)
-            break
-        except Unreachable:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    assert finish(peer.pull(pages(10, 4096))) is PullState.OK
-    peer.close()
+    peers: list[Peer] = []
+
+    def connects() -> bool:
+        with contextlib.suppress(Unreachable):
+            peers.append(reader.connect(source))
+        return bool(peers)
+
+    until(connects)
+    assert ended(peers[0].pull(pages(10, 4096))) is OK
+    peers[0].close()
 
 
-def test_a_restarted_source_is_reached_by_connecting_afresh(
-    transport: KVTransport, sources: Spawn, memory: Memory
-) -> None:
-    runs = pages(20, 64 << 10)
+def test_a_restarted_source_is_reached_by_connecting_afresh(reader: Reader) -> None:
     for seed in (9, 10):
-        source = sources(seed)
-        peer = transport.connect(source.endpoint, CONNECT_S)
-        memory.paint()
-        assert finish(peer.pull(runs)) is PullState.OK
-        assert memory.same(expected(runs, source.data))
+        source, peer = reader.reach(seed)
+        reader.pulls(pages(20, 64 << 10), peer, seed)
         source.kill()
         peer.close()
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"transport": "pigeon"}, "pigeon"), ({"kind": "rdma"}, "rdma"), ({"regions": ()}, "regions")],
+)
 def test_what_cannot_fit_is_incompatible_and_says_why(
-    transport: KVTransport, shared_source: Source
+    change: dict[str, object], reason: str, reader: Reader
 ) -> None:
-    good = shared_source.endpoint
-    replace = msgspec.structs.replace
-    with pytest.raises(Incompatible, match="pigeon"):
-        transport.connect(replace(good, transport="pigeon"), CONNECT_S)
-    with pytest.raises(Incompatible, match="rdma"):
-        transport.connect(replace(good, kind="rdma"), CONNECT_S)
-    with pytest.raises(Incompatible, match="regions"):
-        transport.connect(replace(good, regions=good.regions[:1]), CONNECT_S)
+    with pytest.raises(Incompatible, match=reason):
+        reader.transport.connect(REPLACE(reader.source.endpoint, **change), CONNECT_S)
+
+
+def destroying() -> bool:
+    """Whether an engine of mooncake is about to go."""
+    return any(thread.name == "mooncake-destroy" for thread in threading.enumerate())
 
 
 def counts() -> tuple[int, int]:
     """What this process has open, descriptors and threads, when no engine is about to go."""
     ensure_servers()
-    deadline = time.monotonic() + HANG_S
-    while any(each.name == "mooncake-destroy" for each in threading.enumerate()):
-        assert time.monotonic() < deadline, "an engine stays"
-        time.sleep(0.02)
+    until(lambda: not destroying(), "an engine stays")
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def settled(limit: tuple[int, int]) -> bool:
-    """Whether `counts` comes down to `limit`: engines take their time to go."""
-    deadline = time.monotonic() + HANG_S
-    while any(a > b for a, b in zip(counts(), limit, strict=True)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def settle(limit: tuple[int, int]) -> None:
+    """`counts` comes down to `limit`: engines take their time to go."""
+    until(lambda: all(a <= b for a, b in zip(counts(), limit, strict=True)), "something stays open")
 
 
-def test_connecting_and_closing_leaves_no_threads_and_descriptors(
-    transport: KVTransport, row: tuple[str, str], shared_source: Source, memory: Memory
-) -> None:
+def test_connecting_and_closing_leaves_no_threads_and_descriptors(reader: Reader) -> None:
     before = counts()
-    fresh = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
-    fresh.register(memory.regions)
-    registered = counts()
+    fresh = registered(reader.row, reader.memory.regions)
+    at_first = counts()
     for _ in range(6):
-        peer = fresh.connect(shared_source.endpoint, CONNECT_S)
-        assert finish(peer.pull(pages(40, 4096))) is PullState.OK
+        peer = fresh.connect(reader.source.endpoint, CONNECT_S)
+        assert ended(peer.pull(pages(40, 4096))) is OK
         peer.close()
-    assert settled(registered)
+    settle(at_first)
     fresh.close()
     fresh.close()
-    assert settled(before)
+    settle(before)
 
 
-def test_sources_that_come_and_are_killed_leave_no_threads_and_descriptors(
-    transport: KVTransport, row: tuple[str, str]
-) -> None:
+def test_sources_that_come_and_are_killed_leave_no_threads_and_descriptors(reader: Reader) -> None:
     before = counts()
     for seed in range(4):
-        source = spawn(row, seed)
-        peer = transport.connect(source.endpoint, CONNECT_S)
+        source = kv_sources.source(reader.row, served, seed)
+        peer = reader.connect(source)
         pull = peer.pull(everything(1 << 20))
         pull.poll()
         source.kill()
         source.process.close()
         pull.cancel()  # or it would try again for seconds
         peer.close()
-    assert settled(before)
+    settle(before)
 
 
-@pytest.mark.parametrize("row", ROWS[:1], indirect=True, ids="/".join, scope="module")
+@pytest.mark.parametrize("shared", ROWS[:1], indirect=True, ids="/".join, scope="module")
 class TestShm:
     """What only the shm transport promises."""
 
-    def test_another_host_or_namespace_is_incompatible(
-        self, transport: KVTransport, shared_source: Source
-    ) -> None:
-        moved = msgspec.structs.replace(shared_source.endpoint, host_key="x pid:[1]")
+    def test_another_host_or_namespace_is_incompatible(self, reader: Reader) -> None:
+        moved = REPLACE(reader.source.endpoint, host_key="x pid:[1]")
         with pytest.raises(Incompatible, match="namespace"):
-            transport.connect(moved, CONNECT_S)
+            reader.transport.connect(moved, CONNECT_S)
 
-    def test_a_recycled_pid_is_not_the_peer(
-        self, transport: KVTransport, shared_source: Source
-    ) -> None:
-        good = shared_source.endpoint
-        other = msgspec.structs.replace(good, start_ticks=good.start_ticks - 1)
+    def test_a_recycled_pid_is_not_the_peer(self, reader: Reader) -> None:
+        good = reader.source.endpoint
         with pytest.raises(Unreachable, match="another process"):
-            transport.connect(other, CONNECT_S)
+            reader.transport.connect(REPLACE(good, start_ticks=good.start_ticks - 1), CONNECT_S)
 
+    @pytest.mark.parametrize(
+        ("change", "kind", "reason"),
+        [
+            ({"fd": 1}, Incompatible, "not a memfd"),
+            ({"num_bytes": 1 << 40}, Incompatible, "announced"),
+            ({"fd": 999}, Unreachable, "does not serve"),
+        ],
+    )
     def test_only_a_memfd_of_the_announced_size_is_mapped(
-        self, transport: KVTransport, shared_source: Source
+        self, change: dict[str, int], kind: type[Exception], reason: str, reader: Reader
     ) -> None:
-        good = shared_source.endpoint
-        target, draft = good.regions
-        replace = msgspec.structs.replace
-        pipe = replace(good, regions=(replace(target, fd=1), draft))
-        with pytest.raises(Incompatible, match="not a memfd"):
-            transport.connect(pipe, CONNECT_S)
-        large = replace(good, regions=(replace(target, num_bytes=1 << 40), draft))
-        with pytest.raises(Incompatible, match="announced"):
-            transport.connect(large, CONNECT_S)
-        closed = replace(good, regions=(replace(target, fd=999), draft))
-        with pytest.raises(Unreachable, match="does not serve"):
-            transport.connect(closed, CONNECT_S)
+        target, draft = reader.source.endpoint.regions
+        wrong = REPLACE(reader.source.endpoint, regions=(REPLACE(target, **change), draft))
+        with pytest.raises(kind, match=reason):
+            reader.transport.connect(wrong, CONNECT_S)
 
-    def test_memory_without_a_memfd_and_other_kinds_are_unsupported(
-        self, row: tuple[str, str]
-    ) -> None:
-        shm = resolve("transport", row[0], TRANSPORTS)
+    def test_memory_without_a_memfd_and_other_kinds_are_unsupported(self, reader: Reader) -> None:
         with pytest.raises(Unsupported, match="memfd"):
-            shm(HOST, "shm").register([MemoryRegion("target", 0x1000, 4096, None)])
+            registered(reader.row, [MemoryRegion("target", 0x1000, 4096, None)])
         with pytest.raises(Unsupported, match="tcp"):
-            shm(HOST, "tcp")
+            resolve("transport", "shm", TRANSPORTS)(HOST, "tcp")
 
 
 def listening() -> set[int]:
@@ -631,93 +476,78 @@ def listening() -> set[int]:
 
 def wait_until_only(ports: set[int]) -> None:
     """Until none but `ports` is listened on."""
-    deadline = time.monotonic() + HANG_S
-    while listening() - ports:
-        assert time.monotonic() < deadline, "an engine stays"
-        time.sleep(0.02)
+    until(lambda: not listening() - ports, "an engine stays")
 
 
-@pytest.mark.parametrize("row", ROWS[1:], indirect=True, ids="/".join, scope="module")
+@pytest.mark.parametrize("shared", ROWS[1:], indirect=True, ids="/".join, scope="module")
 class TestMooncake:
     """What only mooncake promises: when its engines go."""
 
-    def test_the_engine_of_a_closed_peer_goes_and_no_other(
-        self,
-        transport: KVTransport,
-        shared_peer: Peer,
-        shared_source: Source,
-        sources: Spawn,
-        memory: Memory,
-    ) -> None:
+    def test_the_engine_of_a_closed_peer_goes_and_no_other(self, reader: Reader) -> None:
         wait_until_only(before := listening())
-        source = sources(20)
-        peer = transport.connect(source.endpoint, CONNECT_S)
+        source, peer = reader.reach(20)
         assert len(listening() - before) == 1
         source.kill()
         peer.close()
         wait_until_only(before)
         assert listening() == before
-        runs = pages(50, 64 << 10)
-        assert finish(shared_peer.pull(runs)) is PullState.OK
-        assert memory.same(expected(runs, shared_source.data))
+        reader.pulls(pages(50, 64 << 10))
 
     def test_closing_waits_for_no_engine_and_an_engine_that_serves_somebody_is_left_alone(
-        self, transport: KVTransport, shared_peer: Peer, sources: Spawn
+        self, reader: Reader
     ) -> None:
         """Its destruction would hold the GIL until the connection ends or times out."""
         before = listening()
-        peer = transport.connect(sources(21).endpoint, CONNECT_S)
+        _, peer = reader.reach(21)
         (port,) = listening() - before
         with socket.create_connection((HOST, port)):
             peer.close()
-            assert finish(shared_peer.pull(pages(10, 4096))) is PullState.OK
+            assert ended(reader.peer.pull(pages(10, 4096))) is OK
             time.sleep(2 * mooncake_engine.ACCEPT_S)
-            assert finish(shared_peer.pull(pages(10, 4096))) is PullState.OK
+            assert ended(reader.peer.pull(pages(10, 4096))) is OK
             assert port in listening()
         wait_until_only(before)
 
-    def test_a_peer_that_is_away_costs_no_engine(
-        self, transport: KVTransport, sources: Spawn
-    ) -> None:
-        source = sources(22)
+    def test_a_peer_that_is_away_costs_no_engine(self, reader: Reader) -> None:
+        source = reader.spawn(22)
         source.kill()
         before = counts()
         for _ in range(20):
             with pytest.raises(Unreachable, match="no mooncake engine answers"):
-                transport.connect(source.endpoint, CONNECT_S)
-        assert settled(before)
-        assert not [each for each in threading.enumerate() if each.name == "mooncake-destroy"]
+                reader.connect(source)
+        settle(before)
+        assert not destroying()
 
     def test_a_hung_peer_keeps_nobody_from_connecting_elsewhere_or_closing(
-        self, transport: KVTransport, row: tuple[str, str], sources: Spawn, memory: Memory
+        self, reader: Reader
     ) -> None:
-        hung, well = sources(23), sources(24)
+        hung, well = reader.spawn(23), reader.spawn(24)
         before = counts()
-        fresh = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
-        fresh.register(memory.regions)
+        fresh = registered(reader.row, reader.memory.regions)
         hung.stop()
         with pytest.raises(Unreachable, match="did not answer within"):
             fresh.connect(hung.endpoint, 0.5)
         peer = fresh.connect(well.endpoint, CONNECT_S)
-        assert finish(peer.pull(pages(10, 4096))) is PullState.OK
+        assert ended(peer.pull(pages(10, 4096))) is OK
         fresh.close()
         hung.kill()  # its contact ends
-        assert settled(before)
+        settle(before)
 
 
 class TestMooncakeLibrary:
     """Environment, import and engines of mooncake."""
 
     @pytest.mark.parametrize(
-        ("text", "package"),
+        ("library", "package"),
         [
-            ("libibverbs.so.1: cannot open shared object file: No such file", "libibverbs1"),
-            ("libnuma.so.1: cannot open shared object file: No such file", "libnuma1"),
-            ("libcurl.so.4: cannot open shared object file: No such file", "libcurl4"),
-            ("libmlx5.so.1: cannot open shared object file: No such file", "ibverbs-providers"),
+            ("libibverbs.so.1", "libibverbs1"),
+            ("libnuma.so.1", "libnuma1"),
+            ("libcurl.so.4", "libcurl4"),
+            ("libmlx5.so.1", "ibverbs-providers"),
         ],
     )
-    def test_a_missing_system_library_names_its_package(self, text: str, package: str) -> None:
+    def test_a_missing_system_library_names_its_package(self, library: str, package: str) -> None:
+        text = f"{library}: cannot open shared object file: No such file"
         error = mooncake_libraries.explain(ImportError(text))
         assert f"apt-get install -y --no-install-recommends {package}" in str(error)
         assert text in str(error)

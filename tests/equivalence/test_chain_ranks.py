@@ -15,9 +15,8 @@ from tests.unit.test_chain_forms import CASES, CPU
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.chain_model import ChainDrafter
 from worker.model.loader import load_model
-from worker.peers.base import Collective
+from worker.peers.base import Collective, SingleCollective
 from worker.peers.gloo import GlooCollective
-from worker.peers.single import SingleCollective
 
 DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
 

@@ -143,11 +143,11 @@ def features_not_shifted(real: Any) -> Any:
 
 
 def the_draft_region_is_not_pulled(real: Any) -> Any:
-    def plan(layout: Any, *rest: Any, **options: Any) -> Any:
-        number = [region.name for region in layout.regions].index("draft")
-        return [run for run in real(layout, *rest, **options) if run[0] != number]
+    def runs(pair: Any, *args: Any) -> Any:
+        number = [region.name for region in pair.local.regions].index("draft")
+        return [run for run in real(pair, *args) if run[0] != number]
 
-    return plan
+    return runs
 
 
 def noise_of_the_place_before(real: Any) -> Any:
@@ -228,7 +228,7 @@ def another_mask(real: Any) -> Any:
 
 CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain_model.ChainDrafter"
 DFLASH = "worker.drafts.dflash"
-PLAN_RUNS = "worker.transfer.sources.plan_runs"
+PAIR_RUNS = "worker.transfer.layout.RankPair.runs"
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "taps one layer early": ("eagle3", "worker.model.taps.Taps.after", taps_one_layer_early),
     "taps not written": ("eagle3", "worker.model.taps.Taps.after", taps_that_nobody_writes),
@@ -240,7 +240,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "padding": ("eagle3", f"{CHAIN}.draft_rows", padding_into_a_page),
     "tail of the last page": ("mtp", f"{CHAIN}.Chain.observe", no_tail_of_a_last_page),
     "no shift": ("eagle3", f"{CHAIN}.Chain.observe", features_not_shifted),
-    "not pulled": ("eagle3", PLAN_RUNS, the_draft_region_is_not_pulled),
+    "not pulled": ("eagle3", PAIR_RUNS, the_draft_region_is_not_pulled),
     "noise's place": ("eagle3", f"{CHAIN}.draw_drafts", noise_of_the_place_before),
     "noise's id": ("eagle3", f"{CHAIN}.draw_drafts", noise_by_draft_id),
     "first key": ("eagle", "worker.drafts.build.FROM_KEY_1", lambda _: KeyMask()),
@@ -253,7 +253,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "block: width 1": ("dflash", f"{DFLASH}.DFlash.advance", injects_in_wide_steps_only),
     "block: active": ("dflash", f"{DFLASH}.kept_rows", injects_what_is_active),
     "block: padding": ("dflash", f"{DFLASH}.kept_rows", kept_padding_in_a_page),
-    "block: not pulled": ("dflash", PLAN_RUNS, the_draft_region_is_not_pulled),
+    "block: not pulled": ("dflash", PAIR_RUNS, the_draft_region_is_not_pulled),
     "block: noise": ("dflash", f"{DFLASH}.draw_drafts", noise_of_the_place_before),
     "block: positions": ("dflash", f"{DFLASH}.read_rows", a_block_at_the_next_position),
     "block: causal": ("dflash", "worker.drafts.dflash_config.KeyMask", lambda _: seen_causally),

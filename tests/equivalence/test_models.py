@@ -23,8 +23,8 @@ from worker.model.decoder import Decoder
 from worker.model.loader import load_model
 from worker.model.qwen3 import Qwen3ForCausalLM
 from worker.model.shape import read_model_spec
+from worker.peers.base import SingleCollective
 from worker.peers.gloo import GlooCollective
-from worker.peers.single import SingleCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from tests.support.pairwise import in_whole
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
 from worker.plan import Drawn
-from worker.run.step import Step
+from worker.run.flight import Step
 from worker.run.stream import HostEvent
 
 BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}

@@ -16,8 +16,9 @@ import pytest
 
 import worker.loop
 from tests.support.engines import Running, running
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
+from tests.support.pulls import RUNNING, WrappedPull
 from tests.support.shallow import shallow
 from worker.api import (
     AnyMessage,
@@ -36,14 +37,14 @@ from worker.config import PingConfig
 from worker.observe.metrics import RETRY_CAUSES
 from worker.prefill import PrefillLoop
 from worker.transfer.base import PullState, Run
-from worker.transfer.shm import ShmPeer
+from worker.transfer.shm import ShmPeer, ShmPull
 from worker.wire import Wire
 from worker.worker import Worker
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0)  # the prefill worker draws its first token
 LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
-WINDOW_S = 2.0  # of prefill's leases
+TERM_S = 2.0  # of prefill's leases
 NUM_TRIES = 5
 LIMIT_S = HANG_S  # for a request that meets a fault: detection, another attempt
 
@@ -103,28 +104,21 @@ class FaultyWire(Wire):
         FAULTS.pass_on(message, lambda: inner(peer, message))
 
 
-class SlowPull:
+class SlowPull(WrappedPull):
     """Copies nothing before `delay_s` has passed, then all at once: the latest possible read."""
 
-    def __init__(self, inner: Any, delay_s: float) -> None:
-        self._inner = inner
+    def __init__(self, inner: ShmPull, delay_s: float) -> None:
+        super().__init__(inner)
+        self._shm = inner
         self._ready_at = time.monotonic() + delay_s
-
-    @property
-    def num_bytes(self) -> int:
-        return self._inner.num_bytes
-
-    @property
-    def error(self) -> str | None:
-        return self._inner.error
 
     def poll(self) -> PullState:
         waits = Delays.hold or time.monotonic() < self._ready_at
-        if waits and not self._inner.over:
-            return PullState.RUNNING
-        while self._inner.poll() is PullState.RUNNING:
+        if waits and not self._shm.over:
+            return RUNNING
+        while super().poll() is RUNNING:
             pass
-        return self._inner.poll()
+        return super().poll()
 
     def cancel(self) -> None:
         """What is under way is not stopped by it, as with a network card."""
@@ -184,7 +178,7 @@ def sections() -> dict:
         "disaggregation": {"mode": "always"},
         "lease": {
             "decode_window_s": 1.5,
-            "prefill_window_s": WINDOW_S,
+            "prefill_window_s": TERM_S,
             "renew_s": 0.3,
             "final_resend_s": 0.3,
         },
@@ -236,10 +230,7 @@ def lose(side: Any, peer: PeerId) -> None:
 
 def wait_for_peers(decode: Worker) -> None:
     """Until both prefill workers can be pulled from."""
-    limit = time.monotonic() + LIMIT_S
-    while decode.num_peers() < 2:
-        assert time.monotonic() < limit, "the prefill worker stays forgotten"
-        time.sleep(0.05)
+    until(lambda: decode.num_peers() == 2, "the prefill worker stays forgotten")
 
 
 def num_ended(
@@ -266,10 +257,8 @@ def ask(
 
 def check(cluster: Running, sent: list[str], texts: list[list[int]], before: float) -> None:
     """The laws."""
-    client, limit = cluster.client, time.monotonic() + LIMIT_S
-    while not all(client.answers[each].done for each in sent):
-        assert time.monotonic() < limit, f"hangs: {cluster.counters()}"
-        client.pump()
+    client = cluster.client
+    until(lambda: all(client.answers[each].done for each in sent), act=client.pump)
     answers = [client.answers[each] for each in sent]
     assert [answer.error for answer in answers] == [None] * len(sent)
     assert [answer.tokens for answer in answers] == texts
@@ -298,17 +287,17 @@ def test_prefill_loops_that_stop_for_longer_than_a_lease(
     sent = ask(cluster)
     time.sleep(0.3)  # some are announced, some are not
     Gate.open.clear()
-    time.sleep(WINDOW_S + 1.0)
+    time.sleep(TERM_S + 1.0)
     Gate.open.set()
     check(cluster, sent, texts, before)
 
 
-def test_bytes_read_after_the_window_are_never_used(
+def test_bytes_read_after_the_lease_are_never_used(
     cluster: Running, texts: list[list[int]]
 ) -> None:
     """Decode goes on renewing, nobody acknowledges, prefill gives away and the pull still ends."""
     before = num_ended(cluster)
-    Delays.pull_s = WINDOW_S + 0.5
+    Delays.pull_s = TERM_S + 0.5
     FAULTS.inflict(Renew, "lost")
     check(cluster, ask(cluster), texts, before)
     assert FAULTS.num_hit > 0
@@ -316,7 +305,7 @@ def test_bytes_read_after_the_window_are_never_used(
 
 def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
     """Unless the machine stands still for longer than a lease, so it has several tries."""
-    Delays.pull_s = 2 * WINDOW_S
+    Delays.pull_s = 2 * TERM_S
     revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")._value
     for _ in range(NUM_TRIES):
         before, num_revoked = num_ended(cluster), revoked.get()
@@ -354,10 +343,11 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
         lose(client, decode_peer)
     else:
         lose(decode, "client/1")
-    limit = time.monotonic() + LIMIT_S
-    while not all(client.answers[each].done for each in sent):
-        assert time.monotonic() < limit, "the router waits for what decode gave up"
-        client.pump()
+    until(
+        lambda: all(client.answers[each].done for each in sent),
+        "the router waits for what decode gave up",
+        client.pump,
+    )
     assert {client.answers[each].error.code for each in sent} == {"worker_lost"}
     address = next(each.address for each in cluster.members if each.peer == decode_peer)
     client._wire.connect(decode_peer, address)
@@ -371,10 +361,7 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
 ) -> None:
     Delays.hold = True
     sent, decode = ask(cluster), cluster.workers["decode-0"]
-    limit = time.monotonic() + LIMIT_S
-    while decode.counters()["pulls"] == 0:
-        assert time.monotonic() < limit, "no pull begins"
-        time.sleep(0.01)
+    until(lambda: decode.counters()["pulls"] > 0, "no pull begins")
     for each in sent:
         cluster.client.abort(each)
     time.sleep(0.1)
@@ -387,12 +374,14 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
 
 def until_first_tokens(cluster: Running, sent: list[str]) -> None:
     """Everybody has one, and nobody's KV has landed."""
-    limit = time.monotonic() + LIMIT_S
-    while not all(cluster.client.answers[each].tokens for each in sent):
-        assert time.monotonic() < limit, "a first token waits for KV"
-        cluster.client.pump(0.01)
+    client = cluster.client
+    until(
+        lambda: all(client.answers[each].tokens for each in sent),
+        "a first token waits for KV",
+        lambda: client.pump(0.01),
+    )
     assert cluster.workers["decode-0"].counters()["fetches"] == len(sent)
-    assert {len(cluster.client.answers[each].tokens) for each in sent} == {1}
+    assert {len(client.answers[each].tokens) for each in sent} == {1}
 
 
 @pytest.mark.parametrize("lost", [["prefill-0"], ["prefill-0", "prefill-1"]])
@@ -410,10 +399,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     until_first_tokens(cluster, sent)
     for name in lost:
         lose(decode, next(peer for peer in cluster.client.prefills if peer.startswith(name)))
-    limit = time.monotonic() + LIMIT_S
-    while num_retries(decode) - retries < NUM // 2 * len(lost):
-        assert time.monotonic() < limit, "nobody notices"
-        time.sleep(0.01)
+    until(lambda: num_retries(decode) - retries >= NUM // 2 * len(lost), "nobody notices")
     Delays.hold = False
     check(cluster, sent, texts, before)
     num_computed = sum(each._value.get() for each in computed) - num_computed

@@ -25,8 +25,8 @@ from worker.ops.philox import gumbel_ref
 from worker.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.ops.swiglu import swiglu, swiglu_ref
-from worker.step import accept_rows, step_rows
-from worker.step.gather_rows import gather_rows, gather_rows_ref
+from worker.step import rows as step_rows
+from worker.step.rows import gather_rows, gather_rows_ref
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -312,4 +312,4 @@ def test_gathered_rows_are_the_twin_s(n: int) -> None:
 def test_both_ends_of_a_step_are_the_twins(n: int, width: int, forced: int | None) -> None:
     rows = torch.cat((1 + torch.randperm(300)[:n], torch.zeros(2, dtype=torch.int64))).cuda()
     states = step_columns(300, 5, "cuda"), step_columns(300, 5, "cuda")
-    check_ends(*states, rows, (step_rows.read_rows, accept_rows.accept_rows), width, forced)
+    check_ends(*states, rows, (step_rows.read_rows, step_rows.accept_rows), width, forced)

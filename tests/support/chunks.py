@@ -17,9 +17,9 @@ from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
 from worker.run.eager import EagerChunks
 from worker.run.engine import Engine
+from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.runner import padded_shape
-from worker.run.step import Step
 from worker.start.build import build_engine
 
 PAGE_SIZE = 16

@@ -32,7 +32,7 @@ def files_of_a_step() -> dict[str, int]:
 
     def counted(events: list) -> float:
         nonlocal number
-        number += bool(loop.counters()["requests"])
+        number += bool(loop.requests.reqs)
         return turn(events)
 
     loop.turn = counted

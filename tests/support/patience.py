@@ -4,4 +4,24 @@ A shared machine may have a tenth of its cores for minutes (seen: 88 % were take
 may stand still for seconds. So no test may fail because something was slow.
 """
 
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
 HANG_S = 300.0
+
+
+def until(
+    happened: Callable[[], bool],
+    otherwise: str = "hangs",
+    act: Callable[[], object] = lambda: time.sleep(0.005),
+) -> None:
+    """Acts again and again until something has happened.
+
+    otherwise: what is wrong if it never does.
+    """
+    limit = time.monotonic() + HANG_S
+    while not happened():
+        assert time.monotonic() < limit, otherwise
+        act()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from worker.api import Member
-from worker.cache.layout import KVRegion, ModelLayout, rank_heads
+from worker.cache.layout import Identity, KVRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
 from worker.transfer.shm import ShmTransport
 from worker.transfer.sources import LocalRank
 
 NUM_GROUPS = 4
+NOBODY = Identity("", "", "")  # whose KV all of them hold
 
 
 def model_layout(num_kv_heads: int, draft_heads: int = 2) -> ModelLayout:
@@ -78,9 +80,11 @@ class Ranks:
 
     def local(self, rank: int) -> LocalRank:
         """One of them, as the end of pulls."""
-        return LocalRank(
-            self.transports[rank], self.layout, self.num_pages, 1.0, self.tp_size, rank
-        )
+        return self.behind(self.transports[rank], rank)
+
+    def behind(self, transport: Any, rank: int = 0) -> LocalRank:
+        """One of them, with another transport."""
+        return LocalRank(transport, self.layout, NOBODY, self.num_pages, 1.0, self.tp_size, rank)
 
     def close(self) -> None:
         for transport, pool in zip(self.transports, self.pools, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 9, 12
 

@@ -30,7 +30,7 @@ from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
 from worker.model.loader import load_model
 from worker.model.shape import read_model_spec
-from worker.peers.single import SingleCollective
+from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")

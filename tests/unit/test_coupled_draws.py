@@ -20,8 +20,7 @@ from tests.support.chain_reference import draw
 from tests.support.pairwise import more, whole
 from tests.unit.test_sampler import REJECT, Case, exact, p_of, rows_of
 from worker.draw.sampler import sample
-from worker.step.accept_rows import accept_rows
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns, accept_rows
 
 VOCAB, WIDTH, ROWS, DRAWS = 12, 4, 8000, 100_000 if whole else 40_000
 RANDOM = torch.Generator().manual_seed(3)

@@ -23,7 +23,7 @@ from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.loader import load_model
 from worker.model.shape import read_model_spec
-from worker.peers.single import SingleCollective
+from worker.peers.base import SingleCollective
 
 TARGET = shallow(4)
 CPU = torch.device("cpu")

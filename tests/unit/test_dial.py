@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,13 +12,13 @@ import msgspec
 import pytest
 
 from tests.support.patience import HANG_S
+from tests.support.pulls import OK, ScriptedPull
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
-from worker.transfer.peers import DialFailed, Link, PrefillPeers
-from worker.transfer.ranked import LeaderPulls, OwnDialled
-from worker.transfer.sources import NUM_READS, LocalRank
+from worker.transfer.base import Endpoint, RemoteRegion, Run
+from worker.transfer.peers import PrefillPeers
+from worker.transfer.sources import NUM_READS, DialFailed, Link, LocalRank
 
 WHOLE = ModelLayout(
     (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))
@@ -37,47 +38,40 @@ class RecordingTransport:
         self.num_connected += 1
         return SimpleNamespace(endpoint=endpoint, pull=self.pull, close=lambda: None)
 
-    def pull(self, runs: Sequence[Run]) -> object:
+    def pull(self, runs: Sequence[Run]) -> ScriptedPull:
         self.runs += runs
-        num_bytes = sum(run.num_bytes for run in runs)
-        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=num_bytes, error=None)
+        return ScriptedPull(sum(run.num_bytes for run in runs), OK)
 
 
 def dialled(
-    transport: RecordingTransport, num_bytes: Sequence[int], layout_hash: str = IDENTITY.layout_hash
-) -> object:
-    """The event that a worker with regions of so many bytes leads to."""
-    regions = zip(LAYOUT.regions, num_bytes, strict=True)
-    held = tuple(RemoteRegion(region.name, 0, size, None) for region, size in regions)
-    endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, held))
+    transport: RecordingTransport, more_bytes: int = 0, layout_hash: str = IDENTITY.layout_hash
+) -> Link | DialFailed:
+    """The event that a worker with THEIRS pages leads to.
+
+    more_bytes: that its last region has beyond them.
+    """
+    sizes = [THEIRS * region.page_bytes for region in LAYOUT.regions]
+    sizes[-1] += more_bytes
+    regions = zip(LAYOUT.regions, sizes, strict=True)
+    memory = tuple(RemoteRegion(region.name, 0, size, None) for region, size in regions)
+    endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, memory))
     member = Member(
-        "prefill-0",
-        "prefill",
-        "p",
-        "tcp://",
-        model="tiny",
-        layout_hash=layout_hash,
-        endpoints=(endpoint,),
-        digest="d",
-    )
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    rank = LocalRank(cast("Any", transport), WHOLE, OURS, 1.0)
-    leader = LeaderPulls(rank, lambda _: None, events.put)
-    peers = PrefillPeers(rank, IDENTITY, leader.dial, lambda *_: None, lambda *_: None)
-    peers.failed = events.put
+        "prefill-0", "prefill", "p", "tcp://", model="tiny", layout_hash=layout_hash,
+        endpoints=(endpoint,), digest="d",
+    )  # fmt: skip
+    events: queue.SimpleQueue[Link | DialFailed] = queue.SimpleQueue()
+    rank = LocalRank(cast("Any", transport), WHOLE, IDENTITY, OURS, 1.0)
+    dial = partial(rank.dial, answer=events.put)
+    peers = PrefillPeers(rank, dial, lambda *_: None, lambda *_: None)
     peers.update([member])
     peers.tend(1.0, lambda _: False)
-    event = events.get(timeout=HANG_S)
-    if isinstance(event, OwnDialled):
-        leader.on(event)
-        event = events.get(timeout=HANG_S)
-    return event
+    return events.get(timeout=HANG_S)
 
 
 def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     """Page 0 in every group: where it lies depends on how many pages each side has."""
     transport = RecordingTransport()
-    event = dialled(transport, [THEIRS * region.page_bytes for region in LAYOUT.regions])
+    event = dialled(transport)
     assert isinstance(event, Link)
     target, draft = LAYOUT.regions
     size = target.group_bytes
@@ -85,18 +79,18 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     once += [Run(1, 0, 0, draft.group_bytes)]
     assert transport.runs == NUM_READS * once
     transport.runs.clear()
-    event.pull([(2, 3), (3, 4)], range(1, 3))
+    event.source.pull([(2, 3), (3, 4)], range(1, 3))
     places = [(OURS * g + 2, THEIRS * g + 3) for g in (1, 2)]
     assert transport.runs == [Run(0, size * a, size * b, 2 * size) for a, b in places]
 
 
-@pytest.mark.parametrize("change", ["layout", "pages"])
-def test_a_peer_with_another_layout_is_not_contacted(change: str) -> None:
-    num_bytes = [THEIRS * region.page_bytes for region in LAYOUT.regions]
-    num_bytes[1] += LAYOUT.regions[1].page_bytes * (change == "pages")
+@pytest.mark.parametrize(
+    ("more_bytes", "layout_hash"),
+    [(0, "another"), (LAYOUT.regions[-1].page_bytes, IDENTITY.layout_hash)],
+)
+def test_a_peer_with_another_layout_is_not_contacted(more_bytes: int, layout_hash: str) -> None:
     transport = RecordingTransport()
-    layout_hash = "another" if change == "layout" else IDENTITY.layout_hash
-    event = dialled(transport, num_bytes, layout_hash)
+    event = dialled(transport, more_bytes, layout_hash)
     assert isinstance(event, DialFailed)
     assert isinstance(event.error, Incompatible)
     assert not transport.num_connected

@@ -17,7 +17,7 @@ from worker.config import ModelConfig
 from worker.model.loader import load_model
 from worker.model.shape import read_model_spec
 from worker.model.shard import Shard
-from worker.peers.single import SingleCollective
+from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,
     combined,

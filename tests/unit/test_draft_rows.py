@@ -13,7 +13,7 @@ from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 
 def expected(

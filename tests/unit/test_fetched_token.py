@@ -6,60 +6,29 @@ Decode's side of the pull protocol alone; the test is every prefill worker, and 
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import msgspec
 import pytest
 
-from worker.api import Candidate, FinishReason, KVReady, Prefill, Release, Sampling
-from worker.cache.book import PageBook
-from worker.cache.layout import KVLayout, KVRegion
-from worker.config import LeaseConfig, TransportConfig
-from worker.observe.metrics import WorkerMetrics
-from worker.schedule.req import Req
-from worker.transfer.base import PullState
-from worker.transfer.fetch import Fetch, FetchContext
-from worker.transfer.inbound import Inbound
-from worker.transfer.layout import Pages
-from worker.transfer.peers import Link
+from tests.support.pulls import PAGE_SIZE, DecodeSide
+from worker.api import FinishReason, KVReady, Prefill, Release, Sampling
+from worker.transfer.fetch import Fetch
 
-PAGE_SIZE, TOKEN = 16, 700
+TOKEN = 700
 PEERS = ("prefill-0/p", "prefill-1/q", "prefill-2/r")
 PLAIN = Sampling(9, temperature=0.7, top_k=4, stop_ids=(3,), min_tokens=2)
 GROUPS = 2
 
 
-class Decode:
+class Decode(DecodeSide):
     """One request that is fetched."""
 
     def __init__(
         self, num_tokens: int, sampling: Sampling = PLAIN, *, prefill_draws: bool = True
     ) -> None:
-        self.sent: list[Any] = []
-        self.pages: list[tuple[int, int]] = []  # pulled: (local page, layer group), in order
-        self.book = PageBook(64, PAGE_SIZE)
-        layout = KVLayout((KVRegion("target", 4, 2, 8, GROUPS, PAGE_SIZE, "float32"),))
-        context = FetchContext(
-            self.book, layout, lambda _, message: self.sent.append(message), LeaseConfig(),
-            TransportConfig(name="shm", kind="shm"),
-            WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=prefill_draws,
-        )  # fmt: skip
-        source: Any = SimpleNamespace(pull=self._pull)
-        self.inbound = Inbound("d", context, cast("Any", SimpleNamespace(
-            link=lambda peer: Link(peer, source, 0.0)
-        )))  # fmt: skip
-        tokens = list(range(num_tokens))
-        hold = self.book.open(tokens, num_tokens + 1, max_matched=0)
-        assert hold is not None
-        self.req = Req("r", 1, "router", tokens, num_tokens, sampling, float("inf"), hold=hold)
-        candidates = [Candidate(peer) for peer in PEERS]
-        assert self.inbound.start(self.req, candidates, time.monotonic())
-
-    @property
-    def asked(self) -> Prefill:
-        """The last attempt's message."""
-        return [each for each in self.sent if isinstance(each, Prefill)][-1]
+        super().__init__(GROUPS, draws=prefill_draws)
+        self.req = self.request(num_tokens, sampling)
+        self.start(self.req, PEERS)
 
     def tell(
         self,
@@ -80,9 +49,11 @@ class Decode:
     def poll(self) -> list[Fetch]:
         return self.inbound.poll(time.monotonic())
 
-    def _pull(self, pairs: Pages, groups: range) -> object:
-        self.pages += [(local, group) for local, _ in pairs for group in groups]
-        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=1, error=None)
+    def landed(self) -> Fetch:
+        """The one fetch, which has all KV now."""
+        (fetch,) = self.poll()
+        assert fetch.landed
+        return fetch
 
 
 def test_a_token_ends_the_text_before_its_kv_is_here() -> None:
@@ -92,8 +63,7 @@ def test_a_token_ends_the_text_before_its_kv_is_here() -> None:
     assert decode.tell(2, 1, last=True, token=TOKEN)
     assert decode.req.tokens == [*range(40), TOKEN]
     assert not decode.tell(0, 3, last=True, token=TOKEN), "a renewal says it again"
-    (fetch,) = decode.poll()
-    assert fetch.landed
+    decode.landed()
     assert decode.req.num_computed_tokens == 40
     assert len(decode.req.tokens) == 41
 
@@ -106,10 +76,10 @@ def test_pages_told_before_the_token_are_pulled_before_it(num_tokens: int) -> No
     for group in range(GROUPS):
         decode.tell(0, num_pages, groups=range(group, group + 1))
         assert not decode.poll(), "the token is not there"
-    assert len(decode.pages) == len(set(decode.pages)) == num_pages * GROUPS
+    pulled = [(local, group) for local, _, group in decode.source.pulled]
+    assert len(pulled) == len(set(pulled)) == num_pages * GROUPS
     assert decode.tell(0, 0, groups=range(GROUPS, GROUPS), last=True, token=TOKEN)
-    (fetch,) = decode.poll()
-    assert fetch.landed
+    decode.landed()
     assert decode.req.num_computed_tokens == num_tokens
 
 
@@ -126,8 +96,7 @@ def test_an_attempt_that_fails_later_leaves_the_token() -> None:
     assert decode.inbound.on_ready(KVReady(first, 0, (), 0, GROUPS, True, token=5)) is None
     assert not decode.tell(0, 3, last=True, token=6)
     assert decode.req.tokens == [*range(40), TOKEN]
-    (fetch,) = decode.poll()
-    assert fetch.landed
+    decode.landed()
 
 
 def test_an_attempt_that_fails_before_its_token_leaves_it_to_the_next() -> None:
@@ -149,8 +118,7 @@ def test_with_all_kv_and_no_token_nobody_else_is_asked() -> None:
     decode.tell(0, 3)
     assert not decode.poll()
     decode.inbound.on_lost(PEERS[0])
-    (fetch,) = decode.poll()
-    assert fetch.landed
+    decode.landed()
     assert decode.asked.xfer.attempt == 1
     assert (decode.req.num_computed_tokens, len(decode.req.tokens)) == (39, 40)
 
@@ -159,8 +127,7 @@ def test_a_worker_of_an_older_version_draws_nothing_and_nobody_waits_for_it() ->
     for num_tokens in (33, 40):
         decode = Decode(num_tokens)
         decode.tell(0, -(-(num_tokens - 1) // PAGE_SIZE), last=True)
-        (fetch,) = decode.poll()
-        assert fetch.landed
+        decode.landed()
         assert decode.req.num_computed_tokens == num_tokens - 1
 
 
@@ -178,8 +145,7 @@ def test_some_tokens_are_decode_s_to_draw(sampling: Sampling, prefill_draws: boo
     decode = Decode(33, sampling, prefill_draws=prefill_draws)
     assert decode.asked.sampling is None
     decode.tell(0, 2)
-    (fetch,) = decode.poll()
-    assert fetch.landed
+    decode.landed()
 
 
 def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -> None:
@@ -191,13 +157,12 @@ def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -
     (fetch,) = decode.poll()
     assert fetch.ending is FinishReason.LENGTH
     assert isinstance(decode.sent[-1], Release)
-    assert decode.pages == []
+    assert not decode.source.pulled
 
     older = Decode(40, Sampling(1))
     older.tell(0, 3, last=True)
-    (fetch,) = older.poll()
-    assert fetch.landed
-    assert older.pages
+    older.landed()
+    assert older.source.pulled
 
 
 def test_messages_of_older_versions_are_read() -> None:

@@ -8,6 +8,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
@@ -212,7 +213,7 @@ def test_layer_groups_are_looked_at_while_their_step_computes(device: Device) ->
 
 
 def test_work_of_the_cpu_tells_its_end_once() -> None:
-    stream, told, may_end = CpuStream(), [], Event()
+    stream, told, may_end = CpuStream(torch.device("cpu")), [], Event()
     end = stream.submit(lambda: may_end.wait() and None)
     assert end.tells(lambda: told.append(end))
     assert end.tells(lambda: told.append(end))
@@ -223,7 +224,7 @@ def test_work_of_the_cpu_tells_its_end_once() -> None:
 
 
 def test_work_behind_a_failure_fails_in_the_same_way() -> None:
-    stream, ran = CpuStream(), list[int]()
+    stream, ran = CpuStream(torch.device("cpu")), list[int]()
     failed = stream.submit(lambda: ran.append(1 // 0))
     behind = stream.submit(lambda: ran.append(1))
     for handle in (failed, behind):

@@ -31,15 +31,9 @@ from worker.ops import (
     swiglu_triton,
 )
 from worker.ops.rope import rope_inv_freq, rope_table
-from worker.step import (
-    accept_rows,
-    accept_rows_triton,
-    gather_rows,
-    gather_rows_triton,
-    step_rows,
-    step_rows_triton,
-)
-from worker.step.step_rows import read_rows_ref
+from worker.step import rows as step_rows
+from worker.step import rows_triton as step_rows_triton
+from worker.step.rows import read_rows_ref
 
 pytest.importorskip("triton", reason=WHY)
 
@@ -76,7 +70,7 @@ def rows_of(n: int, device: str = "cpu", **columns: Any) -> SamplingRows:
 
 
 MAX_WIDTH = 8
-ENDS = step_rows_triton.read_rows_triton, accept_rows_triton.accept_rows_triton
+ENDS = step_rows_triton.read_rows_triton, step_rows_triton.accept_rows_triton
 
 
 def step_columns(num_rows: int, num_pages: int, device: str = "cpu") -> step_rows.RowColumns:
@@ -123,7 +117,7 @@ def check_ends(
     width: int = 1, forced: int | None = None,
 ) -> None:  # fmt: skip
     """`ends` leave `mine` as the twins leave `wanted`, an equal state, and say the same."""
-    twins = step_rows.read_rows_ref, accept_rows.accept_rows_ref
+    twins = step_rows.read_rows_ref, step_rows.accept_rows_ref
     got, drawn = at_step(mine, rows, *ends, width, forced)
     other, other_drawn = at_step(wanted, rows, *twins, width, forced)
     for each in fields(got):
@@ -165,7 +159,7 @@ CASES: dict[str, dict[str, Any]] = {
 if not INTERPRETED:
 
     @contextmanager
-    def compiling(module: Any) -> Iterator[dict[str, str]]:
+    def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
         """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""
         found: dict[str, str] = {}
 
@@ -191,7 +185,7 @@ if not INTERPRETED:
                 ptx = ptx_of(self.kernel, types, constants, **given)
                 found[name] = ptx
 
-        kernels = [name for name in vars(module) if name.endswith("_kernel")]
+        kernels = only or [name for name in vars(module) if name.endswith("_kernel")]
         with mock.patch.multiple(
             module, **{name: Compiled(getattr(module, name)) for name in kernels}
         ):
@@ -254,16 +248,16 @@ if not INTERPRETED:
         assert "mul.hi.u32" in found["_draw_kernel"]
 
     def test_the_gather_compiles_for_hopper_without_one() -> None:
-        with compiling(gather_rows_triton):
-            gather_rows_triton.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
+        with compiling(step_rows_triton, "_gather_rows_kernel"):
+            step_rows_triton.gather_rows_triton(*columns(40), torch.zeros(3, dtype=torch.int64))
 
     def test_the_ends_of_a_step_compile_for_hopper_without_one() -> None:
         state = step_columns(7, 4)
         for width in (1, 3):
-            with compiling(step_rows_triton):
+            with compiling(step_rows_triton, "_read_rows_kernel"):
                 found = read_rows_ref(torch.arange(7), state, 16, 4, width)
                 step_rows_triton.read_rows_triton(torch.arange(7), state, 16, 4, width)
-            with compiling(accept_rows_triton):
+            with compiling(step_rows_triton, "_accept_rows_kernel"):
                 at_step(state, torch.arange(7), lambda *_, found=found: found, ENDS[1], width)
 
 else:
@@ -407,8 +401,8 @@ else:
     def test_gathered_rows_are_the_twin_s(n: int) -> None:
         rows = torch.arange(n) * 13 % 40
         rows[-1] = 0
-        got = gather_rows_triton.gather_rows_triton(*columns(40), rows)
-        wanted = gather_rows.gather_rows_ref(*columns(40), rows)
+        got = step_rows_triton.gather_rows_triton(*columns(40), rows)
+        wanted = step_rows.gather_rows_ref(*columns(40), rows)
         check_columns((*got[0], *got[1], got[2]))
         for a, b in zip(
             (*got[0], *got[1], got[2]), (*wanted[0], *wanted[1], wanted[2]), strict=True

@@ -15,20 +15,14 @@ import torch
 
 from tests.support.engines import worker_config
 from tests.support.prompts import problem_ids
+from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
-from worker.api import Candidate, KVReady, Prefill, Release, Sampling, Xfer
-from worker.cache.book import Hold, PageBook
-from worker.cache.layout import KVLayout, KVRegion
-from worker.config import LeaseConfig, TransportConfig
+from worker.api import KVReady, Prefill, Release, Sampling, Xfer
+from worker.cache.book import Hold
 from worker.model.attention import Attention
-from worker.observe.metrics import WorkerMetrics
 from worker.prefill import PrefillLoop
-from worker.schedule.req import Req
 from worker.start.build import build_engine
-from worker.transfer.base import PullState
-from worker.transfer.fetch import Fetch, FetchContext, _bit_runs
-from worker.transfer.layout import Pages
-from worker.transfer.peers import Link
+from worker.transfer.fetch import Fetch, bit_runs
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
@@ -36,7 +30,7 @@ PEER = "decode-0/d"
 
 def test_ranges_are_the_runs_of_set_bits() -> None:
     for bits in range(1 << 9):
-        runs = list(_bit_runs(bits))
+        runs = list(bit_runs(bits))
         assert sum(1 << i for run in runs for i in run) == bits
         assert all(a.stop < b.start for a, b in pairwise(runs))
 
@@ -256,34 +250,13 @@ def test_a_step_that_fails_announces_nothing(
     assert not others
 
 
-class RecordingSource:
-    """Stands for a prefill worker: every pull ends at once, well."""
-
-    def __init__(self) -> None:
-        self.pulled: list[tuple[int, int, int]] = []  # (local page, remote page, group)
-
-    def pull(self, pairs: Pages, groups: range) -> object:
-        self.pulled += [(*pair, group) for pair in pairs for group in groups]
-        return SimpleNamespace(poll=lambda: PullState.OK, num_bytes=1, error=None)
-
-
 def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
     """Early groups, lost ones, renewals that say everything again, and attempts that end."""
-    layout = KVLayout((KVRegion("target", 12, 2, 8, 4, PAGE_SIZE, "float32"),))
     for seed in range(200):
         rng = random.Random(seed)
-        tokens = list(range(rng.randrange(20, 200)))
-        book = PageBook(64, PAGE_SIZE)
-        context = FetchContext(
-            book, layout, lambda *_: None, LeaseConfig(), TransportConfig(name="shm", kind="shm"),
-            WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=False,
-        )  # fmt: skip
-        hold = book.open(tokens, len(tokens), max_matched=0)
-        assert hold is not None
-        req = Req("r", 1, "router", tokens, len(tokens), Sampling(1), float("inf"), hold=hold)
-        fetch = Fetch(context, req, [Candidate("prefill-0/p")], 1)
-        num_pages, source = book.num_pages_for(len(tokens) - 1), RecordingSource()
-        link = Link("prefill-0/p", cast("Any", source), 0.0)
+        decode, num_tokens = DecodeSide(num_groups=4), rng.randrange(20, 200)
+        source, num_pages = decode.source, decode.book.num_pages_for(num_tokens - 1)
+        fetch = Fetch(decode.context, decode.request(num_tokens), [], 1)
         pulled: set[tuple[int, int]] = set()  # (page of the prompt, group), whole pages at first
         while not fetch.landed:
             if fetch.xfer is None or rng.random() < 0.05:
@@ -291,7 +264,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
                 assert whole <= pulled
                 pulled = whole  # of the others nothing counts in a new attempt
                 fetch.drain()
-                fetch.begin(link, "d", time.monotonic())
+                fetch.begin(decode.link(PEER), "d", time.monotonic())
                 fetch.advance(time.monotonic())
                 assert not source.pulled, "pulled before the peer has announced anything"
             assert fetch.xfer is not None
@@ -302,7 +275,7 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
             fetch.announced(KVReady(fetch.xfer, first, pages, first_group, num_groups, False))
             fetch.advance(time.monotonic())
             for local, remote, group in source.pulled:
-                piece = number, _ = hold.pages.index(local), group
+                piece = number, _ = fetch.hold.pages.index(local), group
                 assert remote == 1 + number, "its id at the peer"
                 assert piece not in pulled
                 pulled.add(piece)

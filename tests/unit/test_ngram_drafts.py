@@ -13,7 +13,7 @@ from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.ngram_reference import ngram_reference
 from worker.drafts import ngram_drafts, ngram_drafts_triton
 from worker.ops.jit import HAS_TRITON
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 NUM_ROWS, LENGTH, NUM_COLUMNS = 9, 61, 7
 

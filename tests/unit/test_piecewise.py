@@ -38,10 +38,10 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.run.base import Forward, PaddedShape
+from worker.run.flight import Step
 from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
 from worker.run.runner import padded_shape
 from worker.run.segments import Capture
-from worker.run.step import Step
 
 MAX_TOKENS = 40
 NUM_PAGES = 48

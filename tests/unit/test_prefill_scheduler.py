@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from worker.plan import Drawn, Plan, RowStart, tail_of
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
-from worker.transfer.outbound import Outbound
+from worker.transfer.outbound import Outbound, OutboundContext
 
 VOCAB = 3  # few, so that prompts often share pages
 SAMPLINGS = [
@@ -325,13 +325,21 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
         assert steps[0] == longest
 
 
+def outbound_of(
+    scheduler: PrefillScheduler, send: Callable[[Any], None], tracer: Any = None
+) -> Outbound:
+    """Prefill's side of the pull protocol alone."""
+    metrics = WorkerMetrics(model="m", role="prefill", worker="w")
+    context = OutboundContext(
+        scheduler, 1, lambda _, message: send(message), LeaseConfig(), metrics, tracer
+    )
+    return Outbound("p", context)
+
+
 def test_a_prompt_is_refused_with_the_reason() -> None:
     """Too long is not "no room": it never fits here."""
     sent: list[object] = []
-    outbound = Outbound(
-        "p", scheduler_of(PageBook(4, 2), max_len=8), 1, lambda _, message: sent.append(message),
-        LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
-    )  # fmt: skip
+    outbound = outbound_of(scheduler_of(PageBook(4, 2), max_len=8), sent.append)
     for num_tokens, code in ((9, "invalid_value"), (8, "busy"), (1, "invalid_value")):
         xfer = Xfer(str(num_tokens), 1, "d", "p")
         outbound.on_prefill("decode-0/d", Prefill(xfer, tuple(range(num_tokens)), 0), 0.0)
@@ -343,17 +351,14 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
 
 
 def test_a_prompt_that_is_dropped_before_it_was_computed_says_why_in_its_trace() -> None:
-    made, lease = Made(), LeaseConfig()
-    outbound = Outbound(
-        "p", scheduler_of(PageBook(64, 2), 4), 1, lambda *_: None, lease,
-        WorkerMetrics(model="m", role="prefill", worker="w"), made.tracer,
-    )  # fmt: skip
+    made = Made()
+    outbound = outbound_of(scheduler_of(PageBook(64, 2), 4), lambda _: None, made.tracer)
     trace = f"00-{'1' * 32}-{'2' * 16}-01"
     for number in (1, 2):
         xfer = Xfer(str(number), 1, "d", "p")
         outbound.on_prefill("d", Prefill(xfer, (1, 2, 3), 0, trace=trace), 0.0)
     outbound.on_release(Release(Xfer("1", 1, "d", "p")))
-    outbound.sweep(lease.prefill_window_s + 1)
+    outbound.sweep(LeaseConfig().prefill_window_s + 1)
     made.tracer.close()
     told = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]
     assert told == [("abort", True), ("revoked", False)]
@@ -363,10 +368,7 @@ def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> N
     """A message may be lost, so a renewal says it again; no other transfer gets it."""
     scheduler = scheduler_of(PageBook(64, 2), 4)
     sent: list[Any] = []
-    outbound = Outbound(
-        "p", scheduler, 1, lambda _, message: sent.append(message),
-        LeaseConfig(), WorkerMetrics(model="m", role="prefill", worker="w"),
-    )  # fmt: skip
+    outbound = outbound_of(scheduler, sent.append)
     drawing, other = Xfer("drawing", 1, "d", "p"), Xfer("other", 1, "d", "p")
     outbound.on_prefill("d", Prefill(drawing, (5, 6, 7, 8, 9, 10), 0, 0.0, SAMPLINGS[0], 6), 0.0)
     outbound.on_prefill("d", Prefill(other, (1, 2, 3), 0), 0.0)

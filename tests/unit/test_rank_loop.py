@@ -50,7 +50,9 @@ class Rank:
             config=SimpleNamespace(engine=SimpleNamespace(strict=True)),
         )  # fmt: skip
         self.thread = SimpleNamespace(
-            stats=WorkerStats(), send=lambda _, wrapped: self.sent.append(from_rank(wrapped.body))
+            stats=WorkerStats(),
+            post=None,
+            send=lambda _, wrapped: self.sent.append(from_rank(wrapped.body)),
         )
         self.loop = RankLoop(engine, self.thread)  # type: ignore[arg-type]
 

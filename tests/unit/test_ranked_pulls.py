@@ -12,37 +12,35 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
+from tests.support.pulls import FAILED, OK, RUNNING, WrappedPeer, WrappedPull
 from tests.support.ranks import NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.api import Member
 from worker.errors import Incompatible, Unreachable
-from worker.transfer.base import Endpoint, Peer, Pull, PullState, Run
+from worker.transfer.base import Endpoint, Peer, Pull, PullState
 from worker.transfer.inbound import YOUNG_S
-from worker.transfer.peers import DialFailed, Link
-from worker.transfer.rank import DIAL_POLL_S, RankPulls
 from worker.transfer.ranked import (
     CancelPull,
-    DialPeer,
     HangUp,
     LeaderPulls,
     OwnDialled,
     PullPages,
     RankAnswer,
     RankOrder,
+    RankPulls,
 )
 from worker.transfer.shm import ShmTransport
-from worker.transfer.sources import LocalRank
+from worker.transfer.sources import DialFailed, Link, LocalRank
 
 OURS, THEIRS = 9, 12  # pages
 PAIRS, GROUPS = [(2, 3), (3, 4), (7, 1)], range(NUM_GROUPS)
-OK, FAILED, RUNNING = PullState.OK, PullState.FAILED, PullState.RUNNING
 
 
 class Gate:
@@ -65,37 +63,31 @@ class Gate:
         return GatedPeer(self, self.transport.connect(endpoint, timeout_s))
 
 
-class GatedPeer:
+class GatedPeer(WrappedPeer):
     """A peer behind a gate."""
 
     def __init__(self, gate: Gate, peer: Peer) -> None:
-        self._gate, self._peer = gate, peer
-        self._open = True
+        super().__init__(peer, lambda pull: GatedPull(gate, pull))
+        self._gate, self._open = gate, True
         gate.num_open += 1
-
-    def pull(self, runs: Sequence[Run]) -> GatedPull:
-        assert self._open
-        return GatedPull(self._gate, self._peer.pull(runs))
 
     def close(self) -> None:
         self._gate.num_open -= self._open
         self._open = False
-        self._peer.close()
+        super().close()
 
 
-class GatedPull:
+class GatedPull(WrappedPull):
     """A pull behind a gate. It writes just before it ends, even if it has been cancelled."""
 
     def __init__(self, gate: Gate, pull: Pull) -> None:
-        self.num_bytes = pull.num_bytes
-        self.error: str | None = None
-        self._gate, self._pull = gate, pull
-        self._why = ""
+        super().__init__(pull)
+        self._gate, self._why = gate, ""
 
     def poll(self) -> PullState:
         if self.error is not None:
             return FAILED
-        if self._gate.holds or self._pull.poll() is RUNNING:
+        if self._gate.holds or self.inner.poll() is RUNNING:
             return RUNNING
         self.error = self._why or self._gate.breaks or None
         return OK if self.error is None else FAILED
@@ -121,11 +113,17 @@ class Team:
         self.links: list[Link] = []
         self.failures: list[DialFailed] = []
         self.leader = LeaderPulls(self._local(0), self._tell, self.posted.put)
-        self.others = [RankPulls(self._local(rank), self._answer) for rank in range(1, local_tp)]
+        self.events = deque[tuple[RankPulls, OwnDialled]]()  # of the other ranks
+        self.others = [self._other(rank) for rank in range(1, local_tp)]
 
     def _local(self, rank: int) -> LocalRank:
-        transport = cast("Any", self.gates[rank])
-        return LocalRank(transport, self.own.layout, OURS, 1.0, self.own.tp_size, rank)
+        return self.own.behind(self.gates[rank], rank)
+
+    def _other(self, rank: int) -> RankPulls:
+        pulls = RankPulls(
+            self._local(rank), self._answer, lambda event: self.events.append((pulls, event))
+        )
+        return pulls
 
     def _tell(self, order: RankOrder) -> None:
         self.orders.append(order)
@@ -142,6 +140,9 @@ class Team:
             while inbox:
                 pulls.on(msgspec.msgpack.decode(inbox.popleft(), type=RankOrder))
             pulls.poll()
+        while self.events:
+            pulls, event = self.events.popleft()
+            pulls.on(event)
         while self.answers:
             self.leader.on(msgspec.msgpack.decode(self.answers.popleft(), type=RankAnswer))
         while not self.posted.empty():
@@ -155,11 +156,7 @@ class Team:
 
     def until(self, happened: Callable[[], bool], ranks: Iterable[int] | None = None) -> None:
         """Turns until something has happened."""
-        limit = time.monotonic() + HANG_S
-        while not happened():
-            assert time.monotonic() < limit, "hangs"
-            self.turn(ranks)
-            time.sleep(1e-4)
+        until(happened, act=lambda: (self.turn(ranks), time.sleep(1e-4)))
 
     def link(self) -> Link:
         """A new link."""
@@ -167,6 +164,13 @@ class Team:
         self.leader.dial(self.prefill.member)
         self.until(lambda: len(self.links) > num_links)
         return self.links[-1]
+
+    def runs_on(self, pull: Pull, ranks: Iterable[int] | None = None) -> None:
+        """The pull does not end in some turns of these ranks."""
+        for _ in range(20):
+            self.turn(ranks)
+            assert pull.poll() is RUNNING
+            assert pull.error is None
 
     def ended(self, pull: Pull) -> PullState:
         """Turns until a pull is over."""
@@ -188,42 +192,61 @@ class Team:
     def idle(self) -> bool:
         """Nothing is open or under way at any rank."""
         return not any(gate.num_open for gate in self.gates) and not any(
-            each.num_links or each.num_pulls for each in self.others
+            not each.idle for each in self.others
         )
 
     def close(self) -> None:
         """At the end nothing may be left."""
         for link in self.links:
-            link.close()
+            link.source.close()
         self.until(lambda: self.idle)
-        assert not self.leader._pulls
-        assert not self.leader._dials
+        assert self.leader.idle
         self.prefill.close()
         self.own.close()
 
 
+Make = Callable[..., Team]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes teams; at the end of a test that passed nothing is left of them."""
+    teams: list[Team] = []
+    num_failed = request.session.testsfailed
+
+    def made(remote_tp: int = 2, local_tp: int = 4, num_kv_heads: int = 4) -> Team:
+        teams.append(Team(remote_tp, local_tp, num_kv_heads))
+        return teams[-1]
+
+    yield made
+    if request.session.testsfailed == num_failed:
+        for team in teams:
+            team.close()
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
-@pytest.mark.parametrize(("remote_tp", "local_tp"), list(itertools.product([1, 2, 4], repeat=2)))
-def test_a_pull_lands_at_all_ranks(remote_tp: int, local_tp: int, num_kv_heads: int) -> None:
-    team = Team(remote_tp, local_tp, num_kv_heads)
+@pytest.mark.parametrize(("remote_tp", "local_tp"), list(itertools.product([1, 2, 4], [2, 4])))
+def test_a_pull_lands_at_all_ranks(
+    remote_tp: int, local_tp: int, num_kv_heads: int, make: Make
+) -> None:
+    team = make(remote_tp, local_tp, num_kv_heads)
     link = team.link()
     assert link.peer == team.prefill.member.peer
     assert link.bytes_per_s > 0
     num_bytes = 0
     for groups in (range(1, 3), range(3, NUM_GROUPS), range(1)):
         assert not team.landed(PAIRS)
-        pull = link.pull(PAIRS, groups)
+        pull = link.source.pull(PAIRS, groups)
         assert team.ended(pull) is OK
         assert pull.error is None
         num_bytes += pull.num_bytes
     assert team.landed(PAIRS)
     assert num_bytes == len(PAIRS) * sum(pool.layout.page_bytes for pool in team.own.pools)
-    team.close()
 
 
-def test_there_is_no_link_before_the_last_rank_has_dialled() -> None:
+def test_there_is_no_link_before_the_last_rank_has_dialled(make: Make) -> None:
     for last in range(4):
-        team = Team(2, 4)
+        team = make()
         team.gates[last].may_dial.clear()
         team.leader.dial(team.prefill.member)
         others = [team.gates[rank] for rank in range(4) if rank != last]
@@ -233,123 +256,107 @@ def test_there_is_no_link_before_the_last_rank_has_dialled() -> None:
         assert not team.links
         team.gates[last].may_dial.set()
         team.until(lambda team=team: bool(team.links))
-        team.close()
 
 
 @pytest.mark.parametrize("slowest", range(3))
 def test_a_link_is_as_fast_as_its_slowest_rank(
-    slowest: int, monkeypatch: pytest.MonkeyPatch
+    slowest: int, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
-    def dial(self: LocalRank, member: Member, answer: Callable[[object, float], None]) -> None:
-        answer(self.connect(member), 0.5 if self.rank == slowest else 0.125)
+    def dial(self: LocalRank, member: Member, answer: Callable[[Link], None]) -> None:
+        rate = 2.0 if self.rank == slowest else 8.0
+        answer(Link(member.peer, self.connect(member), rate))
 
     monkeypatch.setattr(LocalRank, "dial", dial)
-    team = Team(1, 4)
-    assert team.link().bytes_per_s == 2 * team.own.layout.page_bytes
-    team.close()
+    team = make(1, 4)
+    assert team.link().bytes_per_s == 2.0
 
 
 @pytest.mark.parametrize("late", range(4))
-def test_a_pull_is_ok_when_it_is_at_all_ranks(late: int) -> None:
-    team = Team(2, 4)
+def test_a_pull_is_ok_when_it_is_at_all_ranks(late: int, make: Make) -> None:
+    team = make()
     link = team.link()
     team.gates[late].holds = True
-    pull = link.pull(PAIRS, GROUPS)
-    for _ in range(20):
-        team.turn()
-        assert pull.poll() is RUNNING
-    assert sum(each.num_pulls for each in team.others) == (late > 0)
+    pull = link.source.pull(PAIRS, GROUPS)
+    team.runs_on(pull)
+    assert sum(each.poll_after_s(0.0) < math.inf for each in team.others) == (late > 0)
     team.gates[late].holds = False
     assert team.ended(pull) is OK
     assert team.landed(PAIRS)
-    team.close()
 
 
-def test_a_pull_waits_for_ranks_that_do_not_turn() -> None:
-    team = Team(2, 4)
-    pull = team.link().pull(PAIRS, GROUPS)
+def test_a_pull_waits_for_ranks_that_do_not_turn(make: Make) -> None:
+    team = make()
+    pull = team.link().source.pull(PAIRS, GROUPS)
     for ranks in ((), (1,), (1, 3)):
-        for _ in range(20):
-            team.turn(ranks)
-            assert pull.poll() is RUNNING
+        team.runs_on(pull, ranks)
     assert team.ended(pull) is OK
-    team.close()
 
 
 @pytest.mark.parametrize("broken", range(4))
 @pytest.mark.parametrize("late", range(4))
-def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(broken: int, late: int) -> None:
+def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(
+    broken: int, late: int, make: Make
+) -> None:
     """Until then a rank that is late may write into its pages: they must not be given away."""
-    team = Team(2, 4)
+    team = make()
     link = team.link()
     for gate in team.gates:
         gate.holds = True  # so that the cancellation finds all of them running
-    pull = link.pull(PAIRS, GROUPS)
+    pull = link.source.pull(PAIRS, GROUPS)
     team.turn()
     assert pull.poll() is RUNNING
     team.gates[broken].breaks, team.gates[broken].holds = "the card is gone", False
-    for _ in range(20):
-        team.turn()
-        assert pull.poll() is RUNNING
-        assert pull.error is None
+    team.runs_on(pull)
     assert [gate.num_cancelled for gate in team.gates] == [rank != broken for rank in range(4)]
     for rank, gate in enumerate(team.gates):
         gate.holds = rank == late != broken
     if late != broken:
-        for _ in range(20):
-            team.turn()
-            assert pull.poll() is RUNNING
+        team.runs_on(pull)
     team.gates[late].holds = False
     assert team.ended(pull) is FAILED
     assert pull.error == f"rank {broken}: " * (broken > 0) + "the card is gone"
     assert sum(isinstance(order, CancelPull) for order in team.orders) == 1
     team.gates[broken].breaks = ""
-    again = link.pull(PAIRS, GROUPS)
+    again = link.source.pull(PAIRS, GROUPS)
     assert team.ended(again) is OK
     assert team.landed(PAIRS)
-    team.close()
 
 
 @pytest.mark.parametrize("late", range(3))
-def test_a_cancelled_pull_ends_with_its_last_part(late: int) -> None:
-    team = Team(2, 4)
+def test_a_cancelled_pull_ends_with_its_last_part(late: int, make: Make) -> None:
+    team = make()
     link = team.link()
     team.gates[late].holds = True
-    pull = link.pull(PAIRS, GROUPS)
+    pull = link.source.pull(PAIRS, GROUPS)
     team.turn()
     if late == 0:  # on a busy machine a pull takes several turns
-        team.until(lambda: not any(each.num_pulls for each in team.others))
+        team.until(lambda: all(each.poll_after_s(0.0) == math.inf for each in team.others))
     assert pull.poll() is RUNNING
     for _ in range(3):
         pull.cancel()
-    for _ in range(20):
-        team.turn()
-        assert pull.poll() is RUNNING
+    team.runs_on(pull)
     team.gates[late].holds = False
     assert team.ended(pull) is FAILED
     assert pull.error == "cancelled"
-    num_told = sum(isinstance(order, CancelPull) for order in team.orders)
-    assert num_told == (late > 0), "to those whose parts ran, once"
-    team.close()
+    assert sum(isinstance(order, CancelPull) for order in team.orders) == 1
 
 
-def test_cancelling_a_pull_that_is_over_does_nothing() -> None:
-    team = Team(1, 2)
-    pull = team.link().pull(PAIRS, GROUPS)
+def test_cancelling_a_pull_that_is_over_does_nothing(make: Make) -> None:
+    team = make(1, 2)
+    pull = team.link().source.pull(PAIRS, GROUPS)
     assert team.ended(pull) is OK
     pull.cancel()
     assert (pull.poll(), pull.error) == (OK, None)
     assert not any(isinstance(order, CancelPull) for order in team.orders)
-    team.close()
 
 
 @pytest.mark.parametrize("broken", range(3))
 @pytest.mark.parametrize("kind", [Incompatible, Unreachable])
 def test_a_rank_that_cannot_dial_ends_the_dialling_of_all(
-    broken: int, kind: type[Incompatible | Unreachable]
+    broken: int, kind: type[Incompatible | Unreachable], make: Make
 ) -> None:
     """Once, with the error's kind, which says whether to dial again; nothing stays open."""
-    team = Team(2, 4)
+    team = make()
     team.gates[broken].dial_error = kind("no way")
     late = team.gates[3 - broken]  # of another rank: it dials when the link has failed already
     late.may_dial.clear()
@@ -367,12 +374,11 @@ def test_a_rank_that_cannot_dial_ends_the_dialling_of_all(
     assert failed.peer == team.prefill.member.peer
     assert str(failed.error) == f"rank {broken}: " * (broken > 0) + "no way"
     team.gates[broken].dial_error = None
-    assert team.ended(team.link().pull(PAIRS, GROUPS)) is OK
-    team.close()
+    assert team.ended(team.link().source.pull(PAIRS, GROUPS)) is OK
 
 
-def test_a_peer_whose_ranks_cannot_share_the_heads_is_incompatible_at_all() -> None:
-    team = Team(4, 2)
+def test_a_peer_whose_ranks_cannot_share_the_heads_is_incompatible_at_all(make: Make) -> None:
+    team = make(4, 2)
     three = msgspec.structs.replace(
         team.prefill.member, endpoints=team.prefill.member.endpoints[:3]
     )
@@ -381,30 +387,27 @@ def test_a_peer_whose_ranks_cannot_share_the_heads_is_incompatible_at_all() -> N
     assert isinstance(team.failures[0].error, Incompatible)
     team.until(lambda: team.idle)
     assert len(team.failures) == 1
-    team.close()
 
 
-@pytest.mark.parametrize("late", range(1, 4))
-def test_hanging_up_cancels_pulls_and_closes_when_they_are_over(late: int) -> None:
+@pytest.mark.parametrize("late", range(4))
+def test_hanging_up_cancels_pulls_and_closes_when_they_are_over(late: int, make: Make) -> None:
     """Meanwhile the same peer may be dialled again, and pulled from."""
-    team = Team(2, 4)
+    team = make()
     first = team.link()
     gate = team.gates[late]
     gate.holds = True
-    pull = first.pull(PAIRS, GROUPS)
+    pull = first.source.pull(PAIRS, GROUPS)
     team.turn()
     num_open = [each.num_open for each in team.gates]
-    first.close()
-    first.close()
-    for _ in range(20):
-        team.turn()
-        assert pull.poll() is RUNNING
+    first.source.close()
+    first.source.close()
+    team.runs_on(pull)
     wanted = [num_open[rank] * (rank == late) for rank in range(4)]
     assert [each.num_open for each in team.gates] == wanted
     gate.holds = False
     second = team.link()
     gate.holds = True
-    other = second.pull([(5, 6)], GROUPS)
+    other = second.source.pull([(5, 6)], GROUPS)
     team.turn()
     gate.holds = False
     assert team.ended(pull) is FAILED
@@ -412,43 +415,33 @@ def test_hanging_up_cancels_pulls_and_closes_when_they_are_over(late: int) -> No
     assert [each.num_open for each in team.gates] == num_open
     assert sum(isinstance(order, HangUp) for order in team.orders) == 1
     with pytest.raises(AssertionError, match="closed link"):
-        first.pull(PAIRS, GROUPS)
-    team.close()
+        first.source.pull(PAIRS, GROUPS)
 
 
-def test_how_long_a_rank_may_sleep() -> None:
-    team = Team(1, 2)
+def test_how_long_a_rank_may_sleep(make: Make) -> None:
+    team = make(1, 2)
     rank, gate = team.others[0], team.gates[1]
     now = time.monotonic()
     assert rank.poll_after_s(now) == math.inf
     gate.may_dial.clear()
     team.leader.dial(team.prefill.member)
     team.turn()
-    assert rank.poll_after_s(now) == DIAL_POLL_S
+    assert rank.poll_after_s(now) == math.inf, "the end of dialling is an event"
     gate.may_dial.set()
     team.until(lambda: bool(team.links))
     assert rank.poll_after_s(now) == math.inf
     gate.holds = True
-    pull = team.links[0].pull(PAIRS, GROUPS)
+    pull = team.links[0].source.pull(PAIRS, GROUPS)
     team.turn()
     assert rank.poll_after_s(now) == 0
     assert YOUNG_S / 8 < rank.poll_after_s(now + 60) < 1
     gate.holds = False
     assert team.ended(pull) is OK
-    team.close()
 
 
-def test_one_rank_tells_nobody_of_its_pulls() -> None:
-    team = Team(4, 1)
-    assert team.ended(team.link().pull(PAIRS, GROUPS)) is OK
-    assert team.landed(PAIRS)
-    assert all(isinstance(order, DialPeer) for order in team.orders)
-    team.close()
-
-
-def test_many_pulls_in_any_order_of_turns() -> None:
+def test_many_pulls_in_any_order_of_turns(make: Make) -> None:
     """Ranks are late, break and are cancelled at random: OK is everywhere, and so is an end."""
-    team = Team(2, 4)
+    team = make()
     link, rng = team.link(), random.Random(3)
     running: dict[int, tuple[Pull, int]] = {}  # by the number of its page
     given_away: set[int] = set()  # pages that hold zeros since the pull into them was over
@@ -458,7 +451,7 @@ def test_many_pulls_in_any_order_of_turns() -> None:
             case 0 | 1 if free := sorted(set(range(1, OURS)) - set(running)):
                 page = rng.choice(free)
                 remote = rng.randrange(1, THEIRS)
-                running[page] = link.pull([(page, remote)], GROUPS), remote
+                running[page] = link.source.pull([(page, remote)], GROUPS), remote
             case 2 if running:
                 running[rng.choice(sorted(running))][0].cancel()
             case 3:
@@ -490,4 +483,3 @@ def test_many_pulls_in_any_order_of_turns() -> None:
     team.until(lambda: all(pull.poll() is not RUNNING for pull, _ in running.values()))
     asked = [order.pull for order in team.orders if isinstance(order, PullPages)]
     assert len(asked) == len(set(asked)) == num_ok + num_failed + len(running)
-    team.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,21 +14,14 @@ import numpy as np
 import pytest
 
 from tests.support.patience import HANG_S
-from tests.support.ranks import NUM_GROUPS, Ranks, content, memory, model_layout, share
+from tests.support.pulls import FAILED, OK, RUNNING, ScriptedPull, ended
+from tests.support.ranks import NOBODY, NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.errors import Incompatible, Unreachable
-from worker.transfer.base import Endpoint, Pull, PullState
-from worker.transfer.sources import JoinedPull, LocalRank
+from worker.transfer.base import Endpoint
+from worker.transfer.sources import DialFailed, JoinedPull, Link, LocalRank
 
 OURS, THEIRS = 9, 12  # pages
 SIZES = (1, 2, 4, 8)
-OK, FAILED, RUNNING = PullState.OK, PullState.FAILED, PullState.RUNNING
-
-
-def to_its_end(pull: Pull) -> PullState:
-    limit = time.monotonic() + HANG_S
-    while (state := pull.poll()) is RUNNING:
-        assert time.monotonic() < limit, "hangs"
-    return state
 
 
 def random_pairs(rng: random.Random) -> list[tuple[int, int]]:
@@ -63,7 +56,7 @@ def test_every_rank_gets_exactly_its_bytes(
             pulls = [
                 sources.pull(part, range(group, group + 1)) for part in (pairs[cut:], pairs[:cut])
             ]
-            assert [to_its_end(pull) for pull in pulls] == [OK, OK]
+            assert [ended(pull) for pull in pulls] == [OK, OK]
             num_bytes += sum(pull.num_bytes for pull in pulls)
             expected[0][group, here] = wanted[0][group, there]
             if group == NUM_GROUPS - 1:
@@ -83,12 +76,12 @@ def test_all_groups_at_once() -> None:
     prefill, decode = Ranks(layout, 4, theirs), Ranks(layout, 2, content(layout, OURS, 2))
     sources = decode.local(1).connect(prefill.member)
     pull = sources.pull([(2, 3)])
-    assert to_its_end(pull) is OK
+    assert ended(pull) is OK
     assert pull.num_bytes == decode.pools[1].layout.page_bytes
     for held, right in zip(memory(decode.pools[1]), share(theirs, 2, 1), strict=True):
         assert np.array_equal(held[:, 2], right[:, 3])
-    assert to_its_end(sources.pull([], range(NUM_GROUPS))) is OK
-    assert to_its_end(sources.pull([(1, 1)], range(2, 2))) is OK
+    assert ended(sources.pull([], range(NUM_GROUPS))) is OK
+    assert ended(sources.pull([(1, 1)], range(2, 2))) is OK
     sources.close()
     sources.close()
     with pytest.raises(AssertionError, match="closed peer"):
@@ -103,13 +96,18 @@ def test_sources_are_measured_on_page_0() -> None:
     prefill, decode = Ranks(layout, 4, theirs), Ranks(layout, 1, ours)
     sources = decode.local(0).connect(prefill.member)
     assert sources.page_s() > 0
-    assert sources.small_pull_s() > 0
+    assert all(figure > 0 for figure in sources.measure())
     for held, old, new in zip(memory(decode.pools[0]), ours, theirs, strict=True):
         assert np.array_equal(held[:, 1:], old[:, 1:])
         assert np.array_equal(held[:, 0], new[:, 0])
     sources.close()
     prefill.close()
     decode.close()
+
+
+def local(transport: Scripted, peer: Ranks) -> LocalRank:
+    """A worker of one rank that pulls the model of `peer`."""
+    return LocalRank(cast("Any", transport), peer.layout, NOBODY, OURS, 1.0)
 
 
 class Scripted:
@@ -131,70 +129,50 @@ class Scripted:
         )
 
 
-def answers(prefill: Ranks, change: Sequence[bytes] | None, transport: Scripted) -> Exception:
-    """Why a single rank cannot connect to `prefill`, whose endpoints are changed."""
-    member = prefill.member
-    if change is not None:
-        member = msgspec.structs.replace(member, endpoints=tuple(change))
-    local = LocalRank(cast("Any", transport), prefill.layout, OURS, 1.0)
-    with pytest.raises((Incompatible, Unreachable)) as caught:
-        local.connect(member)
-    return caught.value
+@pytest.fixture
+def prefill() -> Iterator[Ranks]:
+    made = Ranks(model_layout(4), 4, content(model_layout(4), THEIRS, 1))
+    yield made
+    made.close()
 
 
-def test_peers_that_no_rank_can_pull_from_are_not_contacted() -> None:
-    layout = model_layout(4)
-    prefill = Ranks(layout, 4, content(layout, THEIRS, 1))
-    ends, transport = prefill.member.endpoints, Scripted()
-    error = answers(prefill, ends[:3], transport)
-    assert isinstance(error, Incompatible)
-    assert "has 3 ranks: 4 kv heads cannot be shared" in str(error)
-    assert isinstance(answers(prefill, (), transport), Incompatible)
-    # Two ranks of four heads say that they are two of two: they hold half of what they should.
-    assert "not the same number of pages" in str(answers(prefill, ends[:2], transport))
-    error = answers(prefill, (*ends[:3], b"?"), transport)
-    assert isinstance(error, Incompatible)
-    assert "rank 3" in str(error)
+@pytest.mark.parametrize(
+    ("endpoints", "reason"),
+    [
+        (lambda ends: ends[:3], "has 3 ranks: 4 kv heads cannot be shared"),
+        (lambda ends: (), "does not say how to reach it"),
+        # Two ranks of four heads say that they are two of two: they hold half of what they should.
+        (lambda ends: ends[:2], "not the same number of pages"),
+        (lambda ends: (*ends[:3], b"?"), "rank 3"),
+    ],
+)
+def test_peers_that_no_rank_can_pull_from_are_not_contacted(
+    endpoints: Callable[[tuple[bytes, ...]], tuple[bytes, ...]], reason: str, prefill: Ranks
+) -> None:
+    transport = Scripted()
+    changed = msgspec.structs.replace(prefill.member, endpoints=endpoints(prefill.member.endpoints))
+    with pytest.raises(Incompatible, match=reason):
+        local(transport, prefill).connect(changed)
     assert not transport.open
-    prefill.close()
 
 
-def test_connections_are_closed_when_one_rank_cannot_be_reached() -> None:
-    layout = model_layout(4)
-    prefill = Ranks(layout, 4, content(layout, THEIRS, 1))
+def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) -> None:
     transport = Scripted(unreachable=3)
-    assert isinstance(answers(prefill, None, transport), Unreachable)
+    with pytest.raises(Unreachable):
+        local(transport, prefill).connect(prefill.member)
     assert not transport.open
     transport.unreachable = -1
-    sources = LocalRank(cast("Any", transport), layout, OURS, 1.0).connect(prefill.member)
-    assert len(transport.open) == 4
-    with pytest.raises(Unreachable, match="gone"):
-        sources.page_s()
+    answer: queue.SimpleQueue[Link | DialFailed] = queue.SimpleQueue()
+    local(transport, prefill).dial(prefill.member, answer.put)
+    event = answer.get(timeout=HANG_S)  # all ranks are reached, and the first read fails
+    assert isinstance(event, DialFailed)
+    assert "a first read failed: gone" in str(event.error)
     assert not transport.open
-    prefill.close()
-
-
-class Part:
-    """A pull whose states the test chooses."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self.state = num_bytes, RUNNING
-        self.error: str | None = None
-        self.num_cancels = 0
-
-    def poll(self) -> PullState:
-        return self.state
-
-    def cancel(self) -> None:
-        self.num_cancels += 1
-
-    def fail(self, error: str) -> None:
-        self.state, self.error = FAILED, error
 
 
 def test_a_joined_pull_is_over_when_all_its_parts_are() -> None:
     for order in itertools.permutations(range(3)):
-        parts = [Part(1), Part(10), Part(100)]
+        parts = [ScriptedPull(1), ScriptedPull(10), ScriptedPull(100)]
         pull = JoinedPull(parts)
         assert pull.num_bytes == 111
         for number in order:
@@ -208,7 +186,7 @@ def test_a_joined_pull_is_over_when_all_its_parts_are() -> None:
 
 
 def test_a_joined_pull_that_fails_runs_until_no_part_does() -> None:
-    parts = [Part(1), Part(1), Part(1)]
+    parts = [ScriptedPull(1), ScriptedPull(1), ScriptedPull(1)]
     pull = JoinedPull(parts)
     parts[0].state = OK
     parts[1].fail("it broke")
@@ -222,7 +200,7 @@ def test_a_joined_pull_that_fails_runs_until_no_part_does() -> None:
 
 
 def test_a_joined_pull_that_is_cancelled_cancels_what_runs() -> None:
-    parts = [Part(1), Part(1)]
+    parts = [ScriptedPull(1), ScriptedPull(1)]
     pull = JoinedPull(parts)
     parts[0].state = OK
     assert pull.poll() is RUNNING

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.equivalence.test_ranks import asked, sections
 from tests.support.engines import running
 from worker.observe.metrics import WorkerMetrics
+from worker.peers.base import SingleCollective
 from worker.peers.gloo import GlooCollective
-from worker.peers.single import SingleCollective
 from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
 from worker.run.sums import Sums

@@ -14,29 +14,34 @@ from worker.transfer.base import Endpoint, RemoteRegion
 from worker.transfer.layout import (
     HeadRange,
     PageRun,
-    PoolPages,
+    RankPair,
     merge_pages,
     num_pool_pages,
-    plan_runs,
     rank_plan,
 )
 
 PAIRS = [(3, 1), (4, 2), (5, 3), (1, 6), (7, 5), (6, 4)]
-POOLS = PoolPages(local=8, remote=9)
+OURS, THEIRS = 8, 9  # pages
 
 
 def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> KVLayout:
     target = KVRegion("target", 4, num_heads, 2, num_groups, 2, "float16")
     if draft_heads is None:
         return KVLayout((target,))
-    draft = KVRegion("draft", 3, draft_heads, 2, 1, 2, "float16")
+    draft = KVRegion("draft", 3, draft_heads, 2, 1, 2, "float16", parts=1)
     return KVLayout((target, draft, KVRegion("tail", 1, 1, 6, 1, 2, "float16", 1, "page")))
+
+
+def like(local: KVLayout) -> RankPair:
+    """A peer of the same layout, from which all heads come."""
+    whole = [region.num_kv_heads for region in local.regions]
+    return RankPair(local, local, OURS, THEIRS, rank_plan(whole, 1, 0, 1)[0])
 
 
 def labels(region: KVRegion, heads: range) -> np.ndarray:
     """Each remote byte's meaning as one number, by its place: (group, page, head, layer, rest)."""
     rest = region.parts * region.rows_per_page * region.head_dim * 2
-    shape = (region.num_groups, POOLS.remote, len(heads), region.layers_per_group, rest)
+    shape = (region.num_groups, THEIRS, len(heads), region.layers_per_group, rest)
     out = np.empty(shape, np.int64)
     for group, page, i, layer in itertools.product(*map(range, shape[:4])):
         base = ((page * 97 + group) * 97 + heads[i]) * 97 + layer
@@ -46,8 +51,8 @@ def labels(region: KVRegion, heads: range) -> np.ndarray:
 
 def expected(region: KVRegion, heads: range, groups: range, pairs: list) -> np.ndarray:
     """Local memory after the pull: the remote page's labels in the wanted groups, else -1."""
-    source = labels(region, heads).reshape(region.num_groups, POOLS.remote, -1)
-    out = untouched(region).reshape(region.num_groups, POOLS.local, -1)
+    source = labels(region, heads).reshape(region.num_groups, THEIRS, -1)
+    out = untouched(region).reshape(region.num_groups, OURS, -1)
     for local, remote in pairs:
         for group in groups:
             out[group, local] = source[group, remote]
@@ -56,7 +61,7 @@ def expected(region: KVRegion, heads: range, groups: range, pairs: list) -> np.n
 
 def untouched(region: KVRegion) -> np.ndarray:
     """Local memory before the pull."""
-    return np.full(POOLS.local * region.page_bytes, -1, np.int64)
+    return np.full(OURS * region.page_bytes, -1, np.int64)
 
 
 def apply(runs: list, region: int, memory: np.ndarray, source: np.ndarray) -> None:
@@ -91,12 +96,12 @@ def test_merged_pages_are_the_same_pairs_in_the_same_order() -> None:
 def test_pages_become_one_run_for_each_group_and_contiguous_stretch() -> None:
     one = layout(num_heads=2, num_groups=2)
     size, pairs = one.regions[0].group_bytes, [(2, 5), (3, 6), (4, 7)]
-    runs = plan_runs(one, pairs, POOLS)
+    runs = like(one).runs(pairs)
     second = (0, (8 + 2) * size, (9 + 5) * size, 3 * size)
     assert runs == [(0, 2 * size, 5 * size, 3 * size), second]
-    assert plan_runs(one, pairs, POOLS, range(2)) == runs
-    assert plan_runs(one, pairs, POOLS, range(1, 2)) == [second]
-    assert plan_runs(one, [], POOLS) == []
+    assert like(one).runs(pairs, range(2)) == runs
+    assert like(one).runs(pairs, range(1, 2)) == [second]
+    assert like(one).runs([]) == []
 
 
 @pytest.mark.parametrize("pair", [(-1, 0), (8, 0), (0, -1), (0, 9)])
@@ -105,8 +110,8 @@ def test_a_page_outside_a_pool_is_a_bug(pair: tuple[int, int]) -> None:
     one = layout(num_heads=2, num_groups=2)
     for pairs in ([pair], [(3, 3), pair]):
         with pytest.raises(AssertionError, match="PageRun"):
-            plan_runs(one, pairs, POOLS, range(1))
-    assert plan_runs(one, [(7, 8)], POOLS, range(1))
+            like(one).runs(pairs, range(1))
+    assert like(one).runs([(7, 8)], range(1))
 
 
 @pytest.mark.parametrize(("more", "pages"), [((0, 0), 8), ((1, 0), None), ((0, 60), None)])
@@ -130,7 +135,7 @@ def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
     for first in range(num_groups):
         for last in range(first, num_groups + 1):
             groups = range(first, last)
-            runs = plan_runs(one, PAIRS, POOLS, groups)
+            runs = like(one).runs(PAIRS, groups)
             draft_groups = range(1) if num_groups - 1 in groups else range(0)
             for index, of_region in enumerate((groups, draft_groups, draft_groups)):
                 region = one.regions[index]
@@ -154,7 +159,7 @@ def test_unequal_tensor_parallelism_fills_every_byte_once(
             for remote_rank, heads in rank_plan(totals, local_tp, local_rank, remote_tp).items():
                 theirs = [rank_heads(total, remote_tp, remote_rank) for total in totals]
                 remote = layout(len(theirs[0]), num_groups, len(theirs[1]))
-                runs = plan_runs(local, PAIRS, POOLS, remote=remote, heads=heads)
+                runs = RankPair(local, remote, OURS, THEIRS, heads).runs(PAIRS)
                 for index, region in enumerate(remote.regions):
                     apply(runs, index, memory[index], labels(region, theirs[index]))
             for index, region in enumerate(local.regions):
@@ -167,7 +172,8 @@ def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
         plan = rank_plan((8,), 4, rank, 4)
         assert plan == {rank: (HeadRange(0, 0, 2),)}
         one = layout(num_heads=2, num_groups=2)
-        assert plan_runs(one, PAIRS, POOLS, heads=plan[rank]) == plan_runs(one, PAIRS, POOLS)
+        runs = RankPair(one, one, OURS, THEIRS, plan[rank]).runs(PAIRS)
+        assert len(runs) == one.num_groups * len(merge_pages(PAIRS))
 
 
 def test_copies_of_a_head_share_the_load() -> None:
@@ -193,7 +199,7 @@ def test_all_regions_of_a_rank_come_from_as_few_ranks_as_can_be(num_heads: int) 
 def test_a_head_range_of_a_page_is_one_run_per_group() -> None:
     ours, theirs = layout(num_heads=1, num_groups=2), layout(num_heads=4, num_groups=2)
     pairs, heads = [(1, 2), (2, 3)], (HeadRange(0, 3, 1),)
-    runs = plan_runs(ours, pairs, POOLS, remote=theirs, heads=heads)
+    runs = RankPair(ours, theirs, OURS, THEIRS, heads).runs(pairs)
     assert [run.num_bytes for run in runs] == [ours.regions[0].head_bytes] * 4
 
 

@@ -19,6 +19,9 @@ from typing import Literal, NamedTuple
 
 from worker.errors import UserError
 
+# What has a vector of its own in a region: a token, a page, or a row of the batch. The state of a
+# row, as recurrent layers keep it, is not paged; no region of it exists yet.
+StatePer = Literal["token", "page", "row"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 LAYOUT_VERSION = 3
 
@@ -43,7 +46,7 @@ class KVRegion:
     page_size: int  # tokens
     dtype: str
     parts: int = 2  # of a row: k and v, or a single one
-    rows: Literal["token", "page"] = "token"  # what has a row of its own
+    rows: Literal["token", "page"] = "token"  # StatePer of a paged region
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "num_groups", "page_size"):
@@ -202,11 +205,9 @@ class Identity(NamedTuple):
     def explain(self, other: Identity) -> str:
         """Say why KV of `other` is of no use here."""
         if self.digest != other.digest:
-            mine, others = (
-                f"{each.model!r} ({each.digest or 'no digest'})" for each in (self, other)
-            )
+            ours, theirs = (f"{who.model!r} ({who.digest or 'no digest'})" for who in (self, other))
             return (
-                f"it serves {others}, we serve {mine}: "
+                f"it serves {theirs}, we serve {ours}: "
                 "configuration, weights and dtype of model and drafter must be the same"
             )
         return (

@@ -25,8 +25,8 @@ from worker.drafts.kept_rows import kept_rows
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.ops.mask import KeyMask
+from worker.step.rows import read_rows
 from worker.step.state import SampledRows, StepState
-from worker.step.step_rows import read_rows
 
 
 class BlockLimits(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 
 def kept_rows_ref(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 
 @triton.jit(do_not_specialize=["stride"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns
 
 
 def ngram_drafts_ref(

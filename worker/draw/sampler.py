@@ -20,7 +20,7 @@ from worker.forward.draws import Changes, DrawParams, Masks
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.philox import gumbel_ref
 from worker.plan import Tail
-from worker.step.gather_rows import gather_rows
+from worker.step.rows import gather_rows
 from worker.step.state import FloatColumns, StepState
 
 

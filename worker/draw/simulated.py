@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.philox import philox_ref
-from worker.step.accept_rows import NUM_COUNTS, accept_rows
+from worker.step.rows import NUM_COUNTS, accept_rows
 
 PERIOD = 4096  # positions after which the numbers repeat
 PRIME, STRIDE = 4093, 613  # requests begin elsewhere among them, by all bits of their seeds

@@ -14,7 +14,7 @@ from worker.draw.sampler import SamplingRows, sample
 from worker.forward.draws import Masks
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Drawn, Tail
-from worker.step.accept_rows import NUM_COUNTS
+from worker.step.rows import NUM_COUNTS
 from worker.step.state import SampledRows, StepState
 
 

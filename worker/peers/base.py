@@ -1,4 +1,4 @@
-"""The contract of collectives among the ranks of one worker, and the table of them."""
+"""Collectives among the ranks of one worker: the contract, their table, and the group of one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from worker.errors import UserError
 from worker.ops.rms_norm import add_rms_norm
 
 COLLECTIVES: Mapping[str, str] = {
-    "single": "worker.peers.single:SingleCollective",
+    "single": "worker.peers.base:SingleCollective",
     "gloo": "worker.peers.gloo:GlooCollective",
     "nccl": "worker.peers.nccl:NcclCollective",
     "custom": "worker.peers.custom:CustomCollective",
@@ -96,6 +97,36 @@ class Collective(Protocol):
 
         Graphs that hold its calls have to be gone.
         """
+
+
+class SingleCollective(Collective):
+    """A worker without tensor parallelism: every call is what it is on one rank.
+
+    Raises:
+        UserError: `size` is not 1.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | str = "cpu",
+        init_method: str = "",
+    ) -> None:
+        if size != 1 or rank != 0:
+            raise UserError(f"collective 'single' is for one rank, not rank {rank} of {size}")
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        return "none"
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:

@@ -18,12 +18,7 @@ class Siblings:
 
     def __init__(self) -> None:
         # Router, req_id, dispatch -> the request, and when it came.
-        self._waiting: dict[tuple[PeerId, str, int], tuple[Generate, float]] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait."""
-        return len(self._waiting)
+        self.waiting: dict[tuple[PeerId, str, int], tuple[Generate, float]] = {}
 
     def defer(
         self, router: PeerId, message: Generate, received_at: float, reqs: Collection[Req]
@@ -32,21 +27,21 @@ class Siblings:
         waits = _must_wait(router, message, reqs)
         if waits:
             key = router, message.req_id, message.dispatch
-            self._waiting.setdefault(key, (message, received_at))
+            self.waiting.setdefault(key, (message, received_at))
         return waits
 
     def due(self, reqs: Collection[Req]) -> list[tuple[PeerId, Generate, float]]:
         """Remove and return those that need not wait any longer, and when each had come."""
-        due = [k for k, each in self._waiting.items() if not _must_wait(k[0], each[0], reqs)]
-        return [(key[0], *self._waiting.pop(key)) for key in due]
+        due = [k for k, each in self.waiting.items() if not _must_wait(k[0], each[0], reqs)]
+        return [(key[0], *self.waiting.pop(key)) for key in due]
 
     def abort(self, req_id: str, dispatch: int) -> None:
         """Forget the waiting request (req_id, dispatch)."""
-        self._waiting = {k: v for k, v in self._waiting.items() if k[1:] != (req_id, dispatch)}
+        self.waiting = {k: v for k, v in self.waiting.items() if k[1:] != (req_id, dispatch)}
 
     def lost(self, router: PeerId) -> None:
         """Forget the waiting requests of `router`."""
-        self._waiting = {k: v for k, v in self._waiting.items() if k[0] != router}
+        self.waiting = {k: v for k, v in self.waiting.items() if k[0] != router}
 
 
 def _must_wait(router: PeerId, message: Generate, reqs: Collection[Req]) -> bool:

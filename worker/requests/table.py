@@ -55,12 +55,7 @@ class Requests:
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
         self._eos_ids = frozenset(spec.eos_token_ids)
-        self._sweep_at = 0.0
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without a row."""
-        return len(self.reqs) - len(self._scheduler.running)
+        self.sweep_at = 0.0
 
     def admit(
         self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
@@ -88,11 +83,9 @@ class Requests:
 
     def resume(self) -> None:
         """Admit those that waited for another one's prompt, and those that were preempted."""
-        if self.siblings.num_waiting:
-            for due in self.siblings.due(self.reqs.values()):
-                self.admit(*due, was_deferred=True)
-        if self._scheduler.preempted:
-            self.admission.resume_preempted()
+        for due in self.siblings.due(self.reqs.values()):
+            self.admit(*due, was_deferred=True)
+        self.admission.resume_preempted()
 
     def pass_on(self, req: Req) -> None:
         """Reply with the token that a prefill worker has drawn, before its KV has landed."""
@@ -159,9 +152,7 @@ class Requests:
 
     def sweep(self, now: float) -> None:
         """End requests that are past their deadline and that their router should have aborted."""
-        if now < self._sweep_at:
-            return
-        self._sweep_at = now + SWEEP_S
+        self.sweep_at = now + SWEEP_S
         for req in [each for each in self.reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self.replies.error(req, error)

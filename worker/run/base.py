@@ -20,8 +20,7 @@ from worker.model.decoder import Decoder
 from worker.observe.metrics import Progress, untold
 from worker.plan import Plan
 from worker.step.buffers import BatchBuffers
-from worker.step.state import SampledRows, StepState
-from worker.step.windows import Windows
+from worker.step.state import SampledRows, StepState, Windows
 
 
 @dataclass(slots=True, frozen=True)

@@ -79,7 +79,7 @@ class Engine:
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
         return LocalRank(
-            self.transport, self.model_layout, self.pool.num_pages,
+            self.transport, self.model_layout, self.identity, self.pool.num_pages,
             self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
         )  # fmt: skip
 

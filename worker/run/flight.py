@@ -16,8 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from worker.draw.tail import Result
 from worker.observe.meter import StepMeter
-from worker.run.step import Step
+from worker.plan import Drawn, Plan
+from worker.run.base import PaddedShape
+from worker.run.groups import LayerGroups
+from worker.run.stream import Handle
 
 # Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
 # interpreter lock, may delay the launch of the next step by this much.
@@ -29,6 +33,48 @@ NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
 TOLD_S = 0.1  # where the end of a step wakes the loop, which need not poll
 NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, presumably
+
+
+class Step:
+    """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner.
+
+    Args:
+        plan: of the step.
+        shape: of a prefill step's batch.
+        groups: the layer hook of a prefill step; None: it has none.
+    """
+
+    def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
+        self.plan, self.shape, self.groups = plan, shape, groups
+        # How it was launched, for metrics, and tokens of its forward, padding included; known once
+        # it has been waited for.
+        self.path, self.num_tokens = "", 0
+        self.end: Handle | None = None  # of all of it; None: a masked step's tail is to come
+        self.verifies: Handle | None = None  # the drafts of a masked step; None: the width is 1
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.end is not None and self.end.done()
+
+    def tells(self, wake: Callable[[], None]) -> bool:
+        """Have another thread call `wake` when the step is done; False: nothing will.
+
+        Only on the CPU, where a loop that polls takes the step's own core.
+        """
+        return self.end is not None and self.end.tells(wake)
+
+    def drafts(self) -> list[list[int]]:
+        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: [].
+
+        Known as soon as the step before has ended, when masks can be made.
+        """
+        return [] if self.verifies is None else self.verifies.wait().ids.tolist()
+
+    def wait(self) -> list[Drawn]:
+        """Block until the step has finished; returns what plan.sampled_rows drew."""
+        assert self.end is not None, "the tail of a masked step is not launched"
+        result: Result | None = self.end.wait()
+        return result.read() if result is not None else []
 
 
 class Flight:

@@ -12,7 +12,7 @@ from worker.run.stream import Stream
 class LayerGroups:
     """The layer hook of one prefill step: records an event as each layer group becomes final.
 
-    The last group's pages travel with those of all other regions (`plan_runs`). So if there are
+    The last group's pages travel with those of all other regions (`RankPair.runs`). So if there are
     other regions, its event is recorded once they are written, too.
 
     With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows

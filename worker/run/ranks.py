@@ -19,7 +19,7 @@ from worker.forward.draws import Masks
 from worker.peers.meeting import Meeting
 from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, Plan
 from worker.run.base import PaddedShape
-from worker.run.step import Step
+from worker.run.flight import Step
 from worker.transfer.ranked import RankAnswer, RankOrder
 
 FromLeader = Launch | LaunchTail | Ended | RankOrder

@@ -19,9 +19,9 @@ from worker.plan import Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
+from worker.run.flight import Step
 from worker.run.groups import LayerGroups
 from worker.run.ranks import Ranks
-from worker.run.step import Step
 from worker.run.stream import stream_of
 from worker.run.sums import Sums
 from worker.step.state import SampledRows

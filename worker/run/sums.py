@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from worker.model.decoder import Decoder
 from worker.observe.metrics import WorkerMetrics
-from worker.run.step import Step
+from worker.run.flight import Step
 
 
 class Sums:

@@ -228,7 +228,7 @@ class DecodeScheduler:
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
-        width = self.widths.choose(len(self.running))
+        width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
         found = self._with_slots(width) if width > 1 else None
         if found is None:
             width, found = 1, self._with_slots(1)

@@ -28,7 +28,7 @@ from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
-from worker.run.stream import on_step_stream
+from worker.run.stream_cuda import on_step_stream
 from worker.start import memory
 from worker.start.digest import (
     PartSum,
@@ -39,8 +39,7 @@ from worker.start.digest import (
     weights_digest,
 )
 from worker.step.buffers import BatchBuffers
-from worker.step.state import StepState
-from worker.step.windows import Windows
+from worker.step.state import StepState, Windows
 
 log = logging.getLogger("kvlane.start")
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
+from worker.forward.batch import Batch, HostLengths
+from worker.forward.window import WindowShape
 from worker.plan import Plan, RowPages, RowStart
-from worker.step.accept_rows import accept_rows
 from worker.step.penalties import PenaltyTables
-from worker.step.step_rows import RowColumns
+from worker.step.rows import RowColumns, accept_rows, read_rows
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 
@@ -241,3 +242,43 @@ class StepState:
         ids = [*sampling.stop_ids, *(() if sampling.ignore_eos else self._eos_ids)]
         assert len(ids) <= MAX_STOP_IDS
         return ids + [-1] * (MAX_STOP_IDS - len(ids))
+
+
+class Windows:
+    """Builds batches of verify windows for one runner; page_size: tokens a page."""
+
+    def __init__(self, state: StepState, page_size: int) -> None:
+        self._state, self._page_size = state, page_size
+        ends = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
+        max_width = state.columns.drafts.shape[1] + 1
+        self._query_start = [ends * width for width in range(max_width + 1)]  # by width
+
+    def batch(self, rows: Tensor, window: WindowShape) -> tuple[Batch, SampledRows]:
+        """A window for each of `rows` [n] i64. Enqueues device work only.
+
+        Rows that are inactive on the device, and row 0, are padding.
+        """
+        width, max_seq_len_ub, host = window
+        num_rows, num_pages = len(rows), -(-max_seq_len_ub // self._page_size)
+        read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
+        batch = Batch(
+            input_ids=read.input_ids,
+            positions=read.positions,
+            slot_mapping=read.slots,
+            query_start=self._query_start[width][: num_rows + 1],
+            seq_lens=read.seq_lens,
+            page_table=read.table,
+            num_reqs=num_rows,
+            num_tokens=num_rows * width,
+            max_query_len=width,
+            max_seq_len_ub=max_seq_len_ub,
+            host=host,
+        )
+        sampled = SampledRows(
+            read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
+        )
+        return batch, sampled
+
+    def lengths(self, rows: Sequence[int]) -> HostLengths:
+        """Of a batch of `rows` of width 1, whose plan has been applied to the state."""
+        return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])

@@ -1,8 +1,8 @@
 """What a transport of KV is, and what a caller may rely on, whichever one runs.
 
 Only the puller's own process writes the puller's memory: every transfer is a read that the owner of
-the destination started. So whether a page may be used again is a local question with a local
-answer, "is the pull over?", even if the peer is dead, hung or cut off.
+the destination started. So a page may be used again as soon as the pull into it is over, even if
+the peer is dead, hung or cut off.
 
 Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`, `cancel` and
 `close` of a peer belong to the engine loop. No transport has a polling thread: `poll` drives it.
@@ -11,7 +11,7 @@ Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`,
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -41,6 +41,14 @@ class Run(NamedTuple):
     local_offset: int
     remote_offset: int
     num_bytes: int
+
+
+def pieces(runs: Sequence[Run], max_bytes: int) -> Iterator[Run]:
+    """The bytes of `runs` in their order, as runs of at most `max_bytes`."""
+    for region, local_offset, remote_offset, num_bytes in runs:
+        for at in range(0, num_bytes, max_bytes):
+            size = min(max_bytes, num_bytes - at)
+            yield Run(region, local_offset + at, remote_offset + at, size)
 
 
 class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -79,14 +87,14 @@ class PullState(Enum):
 class Pull(Protocol):
     """One transfer into our memory.
 
-    Exception contract: neither method raises; a failure is a state, its reason is in `error`.
+    No method raises: a failure is a state, its reason is in `error`.
     """
 
     num_bytes: int  # of all runs together
     error: str | None  # why the state is FAILED; None in the other two
 
     def poll(self) -> PullState:
-        """Move the pull on, for about POLL_BUDGET_S at most, and tell its state.
+        """Move the pull on, for about POLL_BUDGET_S at most, and return its state.
 
         The state leaves RUNNING only when the pull is quiescent: after OK or FAILED not one byte is
         written to local memory any more. OK says that all bytes arrived; it proves nothing about
@@ -96,7 +104,7 @@ class Pull(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Issue no further reads. `poll` tells FAILED once those under way have ended.
+        """Issue no further reads. `poll` returns FAILED once those under way have ended.
 
         Does nothing to a pull that is over.
         """
@@ -149,7 +157,7 @@ class KVTransport(Protocol):
     def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
         """Reach the peer and warm the way to it, so that the first pull is like any other.
 
-        Blocks up to `timeout_s`: call it in a helper thread, never on the hot path.
+        Blocks up to `timeout_s`: call it in a thread of its own, never on the hot path.
 
         Raises:
             Unreachable: no answer within `timeout_s`, or nobody is there.
@@ -175,10 +183,15 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
     )
 
 
-def check_peer(local: Endpoint, remote: Endpoint) -> None:
-    """Raise Incompatible, with the difference, unless `local` can pull from `remote` in principle.
+def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
+    """Check that `local` can pull from `remote` in principle.
 
     Regions pair up by position, so their names must be equal; their sizes need not be.
+
+    same_host: both processes have to share host and pid namespace.
+
+    Raises:
+        Incompatible: with the difference.
     """
     if (remote.transport, remote.kind) != (local.transport, local.kind):
         raise Incompatible(
@@ -188,11 +201,7 @@ def check_peer(local: Endpoint, remote: Endpoint) -> None:
     theirs, ours = [r.name for r in remote.regions], [r.name for r in local.regions]
     if theirs != ours:
         raise Incompatible(f"peer registered regions {theirs}, we {ours}")
-
-
-def check_same_host(local: Endpoint, remote: Endpoint) -> None:
-    """Raise Incompatible unless both processes share host and pid namespace."""
-    if remote.host_key != local.host_key:
+    if same_host and remote.host_key != local.host_key:
         raise Incompatible(
             f"{local.transport}/{local.kind} works inside one host and pid namespace; the peer's "
             f"(boot id, pid namespace) is ({remote.host_key}), ours ({local.host_key})"

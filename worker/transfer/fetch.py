@@ -1,12 +1,11 @@
 """One request's KV on its way from a prefill worker, over one or more attempts.
 
-    asked ── KVReady ──> pulls run while more is announced ── all landed in the window ──> landed
+    asked ── KVReady ──> pulls run while more is announced ── all ended within the lease ──> landed
       │ refused, peer lost, lease ended, pull failed or too old
       └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
 
-Pages are bound to the request in prompt order. They stay bound when an attempt fails, since only
-our own pulls write to them. The next attempt keeps the pages from the start of the prompt up to the
-first one that lacks a layer group, and pulls from that one on.
+Pages are bound to the request in prompt order, and stay bound when an attempt fails: only our own
+pulls write to them. The next attempt pulls from the first page on that lacks a layer group.
 
 A prefill worker may draw the request's next token. It is appended to req.tokens when it arrives,
 most often before the KV lands, and stays there if the attempt fails later.
@@ -17,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from worker.observe.metrics import WorkerMetrics
 from worker.schedule.req import Req
 from worker.transfer.base import Pull, PullState
 from worker.transfer.lease import Lease
-from worker.transfer.peers import Link
+from worker.transfer.sources import Link
 
 log = logging.getLogger("kvlane.fetch")
 RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
@@ -48,7 +47,7 @@ RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per secon
 
 @dataclass(slots=True)
 class FetchContext:
-    """What all fetches of a worker share. Filled by DecodeLoop; fetches update `bytes_per_s`."""
+    """What all fetches of a worker share."""
 
     book: PageBook
     layout: KVLayout
@@ -64,6 +63,13 @@ class FetchContext:
         """Name and kind of the transport, as metrics show it."""
         return f"{self.transport.name}/{self.transport.kind}"
 
+    def landed(self, num_bytes: int, took_s: float) -> None:
+        """Record a pull that has landed."""
+        self.metrics.pulled_bytes(self.label).inc(num_bytes)
+        self.metrics.pull_seconds(self.label).observe(took_s)
+        rate, old = num_bytes / max(took_s, 1e-6), self.bytes_per_s
+        self.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
+
 
 class _Ready(NamedTuple):
     """Announced pages that may be pulled, and which of their layer groups."""
@@ -73,13 +79,43 @@ class _Ready(NamedTuple):
     groups: range
 
 
-@dataclass(slots=True)
-class _Running:
-    """A pull under way."""
-
+class _RunningPull(NamedTuple):
     pull: Pull
     began_at: float
     ready: _Ready
+
+
+class _Pages:
+    """The prompt's pages in one attempt: which layer groups were announced, and have landed."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.ready: deque[_Ready] = deque()  # announced, neither bound nor pulled yet
+        self._num_groups = num_groups
+        # By index of a page in the prompt; the first has bits of layer groups.
+        self._announced: dict[int, int] = {}
+        self._num_landed: Counter[int] = Counter()
+
+    def announce(self, message: KVReady, wanted: range) -> None:
+        """Queue what `message` announces for the first time of the wanted pages of the prompt."""
+        groups = _bits(range(message.first_group, message.first_group + message.num_groups))
+        fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
+        for number, remote in enumerate(message.pages, message.first_page):
+            if number in wanted:
+                seen = self._announced.get(number, 0)
+                self._announced[number] = seen | groups
+                fresh.setdefault(groups & ~seen, []).append((number, remote))
+        for new, pairs in fresh.items():
+            numbers, pages = zip(*pairs, strict=True)
+            self.ready.extend(_Ready(numbers, pages, run) for run in bit_runs(new))
+
+    def land(self, ready: _Ready) -> None:
+        """Record that a pull has landed."""
+        for number in ready.numbers:
+            self._num_landed[number] += len(ready.groups)
+
+    def has_landed(self, number: int) -> bool:
+        """Whether all layer groups of a page have landed; each is pulled once."""
+        return self._num_landed[number] == self._num_groups
 
 
 class Fetch:
@@ -108,24 +144,20 @@ class Fetch:
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
-        self._lease = Lease(context.lease.decode_window_s, self._began_at)
+        self._lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._num_bytes = 0  # pulled
-        self._announced: deque[_Ready] = deque()  # neither bound nor pulled yet
-        self._running: list[_Running] = []
-        # Both: index of a page in the prompt -> bits of the layer groups that this attempt has seen
-        # announced, or has pulled.
-        self._seen_groups: dict[int, int] = {}
-        self._landed_groups: dict[int, int] = {}
+        self._pages = _Pages(context.layout.num_groups)  # of the last attempt
+        self._running: list[_RunningPull] = []
 
     @property
     def pulls_began_at(self) -> list[float]:
         """When each pull that runs began."""
-        return [each.began_at for each in self._running]
+        return [running.began_at for running in self._running]
 
     @property
     def landed(self) -> bool:
-        """Whether every page of tokens[:-1] has landed within a lease window.
+        """Whether every page of tokens[:-1] has landed under a lease.
 
         False while a token is awaited: it will be the last one, so the KV of all present tokens is
         wanted.
@@ -149,20 +181,19 @@ class Fetch:
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self._lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
-        self._seen_groups.clear()
-        self._landed_groups.clear()
+        self._pages = _Pages(self._context.layout.num_groups)
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
         # One token a fetch at most: the hold has pages reserved for no more.
         is_first = len(req.tokens) == self._num_tokens
         self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
         sampling = req.sampling if self._awaits_token else None
-        asked = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
-        req.timeline.enter("prefill", now, asked, asks=True)
-        what = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
-        self._context.send(link.peer, Prefill(self.xfer, *what, req.timeline.carried))
+        attributes = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
+        req.timeline.enter("prefill", now, attributes, asks=True)
+        asked = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
+        self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried))
 
     def announced(self, message: KVReady) -> bool:
-        """Queue pages for pulling. Renewals announce settled KV again: what is known is skipped.
+        """Queue pages for pulling; a renewal announces all settled KV again, which is skipped.
 
         Returns whether the message brought the awaited token, which is now the last of req.tokens.
         """
@@ -172,17 +203,7 @@ class Fetch:
         if message.last and not self._last_announced_at:
             self._last_announced_at = now = time.monotonic()
             req.timeline.announced(now, message.prefill_s, self.peer, self._context.label)
-        announced = _bits(range(message.first_group, message.first_group + message.num_groups))
-        fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
-        num_wanted_pages = self._num_wanted_pages
-        for number, remote in enumerate(message.pages, message.first_page):
-            seen = self._seen_groups.get(number, 0)
-            if announced & ~seen and self.num_landed_pages <= number < num_wanted_pages:
-                self._seen_groups[number] = seen | announced
-                fresh.setdefault(announced & ~seen, []).append((number, remote))
-        for new, pairs in fresh.items():
-            numbers, pages = zip(*pairs, strict=True)
-            self._announced.extend(_Ready(numbers, pages, groups) for groups in _bit_runs(new))
+        self._pages.announce(message, range(self.num_landed_pages, self._num_wanted_pages))
         token = message.token if self._awaits_token else None
         if message.last:  # without a token: the worker is of a version that draws none
             self._awaits_token = False
@@ -200,8 +221,8 @@ class Fetch:
             self._start_pulls(now)
             if self._lease.expired(now):
                 self.fail(Revoked.code, "its lease ended")
-        for each in list(self._running):
-            self._poll(each)
+        for running in list(self._running):
+            self._poll(running)
 
     def fail(self, cause: str, why: str) -> None:
         """End the attempt without success; metrics count it under `cause`."""
@@ -215,9 +236,9 @@ class Fetch:
         if self.xfer is not None:
             self._context.send(self.peer, Release(self.xfer))
         self.xfer, self._awaits_token = None, False
-        self._announced.clear()
-        for each in self._running:
-            each.pull.cancel()
+        self._pages.ready.clear()
+        for running in self._running:
+            running.pull.cancel()
 
     def end(self) -> None:
         """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
@@ -237,57 +258,46 @@ class Fetch:
         book, link = self._context.book, self._link
         if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
             return  # the awaited token will end the request: pull the KV only if none comes
-        while self._announced and link is not None:
-            ready = self._announced[0]
+        while self._pages.ready and link is not None:
+            ready = self._pages.ready[0]
             try:
                 book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
             except OutOfPages:
                 return  # a step in flight may still use freed pages: try again next turn
-            self._announced.popleft()
+            self._pages.ready.popleft()
             local = [self.hold.pages[number] for number in ready.numbers]
             pairs = list(zip(local, ready.remote, strict=True))
-            self._running.append(_Running(link.pull(pairs, ready.groups), now, ready))
+            self._running.append(_RunningPull(link.source.pull(pairs, ready.groups), now, ready))
 
-    def _poll(self, each: _Running) -> None:
-        state = each.pull.poll()
+    def _poll(self, running: _RunningPull) -> None:
+        state = running.pull.poll()
         now = time.monotonic()
         if state is PullState.RUNNING:
-            too_old = now - each.began_at > self._context.transport.pull_timeout_s
+            too_old = now - running.began_at > self._context.transport.pull_timeout_s
             if too_old and self.xfer is not None:
                 self.fail(TransferTimeout.code, "a pull took too long")
             return
-        self._running.remove(each)
+        self._running.remove(running)
         self._context.metrics.pulls(self._context.label, state.value).inc()
         if self.xfer is None:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:
-            self.fail(TransferError.code, each.pull.error or "pull failed")
+            self.fail(TransferError.code, running.pull.error or "pull failed")
         elif not self._lease.covers(now):
             self.fail(Revoked.code, "a pull ended outside its lease")
         else:
-            self._land(each, now - each.began_at)
-
-    def _land(self, each: _Running, took_s: float) -> None:
-        """Record a finished pull in the metrics and advance num_landed_pages."""
-        context = self._context
-        self._num_bytes += each.pull.num_bytes
-        context.metrics.pulled_bytes(context.label).inc(each.pull.num_bytes)
-        context.metrics.pull_seconds(context.label).observe(took_s)
-        rate = each.pull.num_bytes / max(took_s, 1e-6)
-        old = context.bytes_per_s
-        context.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
-        landed = self._landed_groups
-        for number in each.ready.numbers:
-            landed[number] = landed.get(number, 0) | _bits(each.ready.groups)
-        all_groups = _bits(range(context.layout.num_groups))
-        while landed.get(self.num_landed_pages, 0) == all_groups:
-            self.num_landed_pages += 1
+            num_bytes = running.pull.num_bytes
+            self._context.landed(num_bytes, now - running.began_at)
+            self._num_bytes += num_bytes
+            self._pages.land(running.ready)
+            while self._pages.has_landed(self.num_landed_pages):
+                self.num_landed_pages += 1
 
 
 def _bits(groups: range) -> int:
-    return sum(1 << group for group in groups)
+    return (1 << groups.stop) - (1 << groups.start)
 
 
-def _bit_runs(bits: int) -> Iterator[range]:
+def bit_runs(bits: int) -> Iterator[range]:
     """Runs of set bits, lowest first."""
     return (range(*run.span()) for run in re.finditer("1+", f"{bits:b}"[::-1]))

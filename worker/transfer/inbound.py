@@ -18,7 +18,8 @@ from worker.api import (
 from worker.errors import PeerLost, Revoked
 from worker.schedule.req import Req
 from worker.transfer.fetch import Fetch, FetchContext
-from worker.transfer.peers import Link, PrefillPeers
+from worker.transfer.peers import PrefillPeers
+from worker.transfer.sources import Link
 
 # While pulls run, the loop sleeps for an eighth of the youngest pull's age, LONGEST_POLL_S at most,
 # so that a pull of seconds does not occupy a core. Below YOUNG_S it does not sleep: even the
@@ -34,7 +35,7 @@ class Inbound:
         self._incarnation = incarnation
         self._context = context
         self.peers = peers
-        self._fetches: dict[str, Fetch] = {}  # by xfer_id
+        self.fetches: dict[str, Fetch] = {}  # by xfer_id: requests whose KV is on its way
         self._renew_at = 0.0
         # Unanswered Renews by (peer, seq): when each was sent, and for which transfers.
         self._renewals: dict[tuple[PeerId, int], tuple[float, tuple[Xfer, ...]]] = {}
@@ -42,14 +43,9 @@ class Inbound:
         self._num_started = 0
 
     @property
-    def num_fetches(self) -> int:
-        """Requests whose KV is on its way."""
-        return len(self._fetches)
-
-    @property
     def pulls_began_at(self) -> list[float]:
         """When each pull that runs began; read by other threads too."""
-        fetches = list(self._fetches.values())
+        fetches = list(self.fetches.values())
         return [began_at for fetch in fetches for began_at in fetch.pulls_began_at]
 
     @property
@@ -59,7 +55,7 @@ class Inbound:
 
     def uses(self, link: Link) -> bool:
         """Whether a pull over `link` runs."""
-        return any(fetch.uses(link) for fetch in self._fetches.values())
+        return any(fetch.uses(link) for fetch in self.fetches.values())
 
     def start(self, req: Req, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask the first candidate that can be pulled from; False when there is none."""
@@ -67,7 +63,7 @@ class Inbound:
         fetch = Fetch(self._context, req, candidates, self._num_started)
         if not self._begin(fetch, now):
             return False
-        self._fetches[fetch.xfer_id] = fetch
+        self.fetches[fetch.xfer_id] = fetch
         return True
 
     def cancel(self, req: Req, reason: FinishReason) -> None:
@@ -75,7 +71,7 @@ class Inbound:
 
         The reason of the first call becomes `Fetch.ending`.
         """
-        for fetch in self._fetches.values():
+        for fetch in self.fetches.values():
             if fetch.req is req and fetch.ending is None:
                 fetch.ending = reason
                 fetch.drain()
@@ -98,7 +94,7 @@ class Inbound:
         sent_at, asked = self._renewals.pop((peer, message.seq), (0.0, ()))
         held = set(message.xfers)
         for xfer in asked:
-            fetch = self._fetches.get(xfer.xfer_id)
+            fetch = self.fetches.get(xfer.xfer_id)
             if fetch is None or fetch.xfer != xfer:
                 continue
             if xfer in held:
@@ -108,7 +104,7 @@ class Inbound:
 
     def on_lost(self, peer: PeerId) -> None:
         """Fail the attempts at a prefill worker that is lost; their fetches go on elsewhere."""
-        for fetch in self._fetches.values():
+        for fetch in self.fetches.values():
             if fetch.peer == peer and fetch.xfer is not None:
                 fetch.fail(PeerLost.code, f"{peer} is lost")
 
@@ -121,14 +117,14 @@ class Inbound:
             self._renew_at = now + self._context.lease.renew_s
             self._renew(now)
         ended: list[Fetch] = []
-        for fetch in list(self._fetches.values()):
+        for fetch in list(self.fetches.values()):
             fetch.advance(now)
             if fetch.pulls_began_at:
                 continue
             draining = fetch.xfer is None
             cancelled = fetch.ending is not None
             if fetch.landed or (draining and (cancelled or not self._begin(fetch, now))):
-                del self._fetches[fetch.xfer_id]
+                del self.fetches[fetch.xfer_id]
                 fetch.end()
                 ended.append(fetch)
         return ended
@@ -146,7 +142,7 @@ class Inbound:
         return False
 
     def _find(self, xfer: Xfer, kind: str) -> Fetch | None:
-        fetch = self._fetches.get(xfer.xfer_id)
+        fetch = self.fetches.get(xfer.xfer_id)
         if fetch is None or fetch.xfer != xfer:
             self._context.metrics.dropped(kind).inc()
             return None
@@ -155,7 +151,7 @@ class Inbound:
     def _renew(self, now: float) -> None:
         """Send one Renew to each peer with live fetches."""
         by_peer: dict[PeerId, list[Xfer]] = {}
-        for fetch in self._fetches.values():
+        for fetch in self.fetches.values():
             if fetch.xfer is not None:
                 by_peer.setdefault(fetch.peer, []).append(fetch.xfer)
         oldest = now - self._context.lease.decode_window_s
@@ -167,7 +163,7 @@ class Inbound:
 
 
 def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:
-    """Say how long the loop may sleep before it has to poll its youngest pull; inf if none runs."""
+    """Say how long the loop may sleep before it has to poll its youngest pull; inf: none runs."""
     if not pulls_began_at:
         return math.inf
     age_s = now - max(pulls_began_at)

@@ -1,32 +1,32 @@
-"""Lease windows of a transfer, and why pulled bytes can be trusted.
+"""The lease of a transfer: its term on either side, and why pulled bytes can be trusted.
 
-Prefill keeps announced pages until `prefill_window_s` after it *received* the last renewal. Decode
-trusts them until `decode_window_s` after it *sent* the last renewal that was acknowledged. A
-renewal is sent before it is received, and decode's window is shorter, so decode's window always
-ends first. That needs neither a bound on network delay nor synchronised clocks. A pull that ended
-inside decode's window therefore read pages that prefill had not given away.
+Prefill keeps announced pages for its term after it *received* the last renewal. Decode trusts them
+for its own term after it *sent* the last renewal that was acknowledged. A renewal is sent before it
+is received, and decode's term is shorter, so decode's lease always ends first. That needs neither a
+bound on network delay nor synchronised clocks. A pull that ended within decode's lease therefore
+read pages that prefill had not given away.
 """
 
 from __future__ import annotations
 
-MARGIN_S = 0.25  # a pull counts only if it ended this long before the window does
+MARGIN_S = 0.25  # a pull counts only if it ended this long before the lease does
 
 
 class Lease:
-    """One side's window of a lease; all times are `time.monotonic()` of that side's host.
+    """One side's view of a lease; all times are `time.monotonic()` of that side's host.
 
-    A Prefill message opens the window and each Renew extends it. Prefill's side counts from when it
-    received the message, decode's side from when it sent it. Decode's side extends the window only
+    A Prefill message begins it and each Renew extends it. Prefill's side counts from when it
+    received the message, decode's side from when it sent it; decode's side extends the lease only
     when the Renew is acknowledged.
     """
 
-    def __init__(self, length_s: float, began_at: float) -> None:
-        self._length_s = length_s
-        self._ends_at = began_at + length_s
+    def __init__(self, term_s: float, began_at: float) -> None:
+        self._term_s = term_s
+        self._ends_at = began_at + term_s
 
     def renewed(self, at: float) -> None:
-        """Extend the window by a renewal that was sent or received at `at`."""
-        self._ends_at = max(self._ends_at, at + self._length_s)
+        """Extend it by a renewal that was sent or received at `at`."""
+        self._ends_at = max(self._ends_at, at + self._term_s)
 
     def expired(self, now: float) -> bool:
         """Whether it has ended; prefill may then give the pages away."""

@@ -1,12 +1,11 @@
 """The mooncake library itself: its environment, its import, and the engines of one process.
 
 How an engine is destroyed (ADR 0015). Its destructor closes the CUDA IPC handles that the engine
-opened, which frees a killed peer's GPU memory. Then it joins its listener thread, which looks at
-its stop flag only between two calls of accept(). A call lasts until the receive time-out of the
-listening socket, 1 s. The destructor holds the interpreter's lock (GIL) meanwhile, in whichever
-thread it runs, so the engine loop would stand still. But the socket is one of our descriptors. A
-thread of ours makes its time-out short, waits for the accept() that began before, and only then
-drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
+opened, which frees a killed peer's GPU memory, and joins its listener thread. That looks at its
+stop flag between two calls of accept(), each of which lasts until the receive time-out of the
+listening socket, 1 s. The destructor holds the GIL meanwhile, in whichever thread it runs. But the
+socket is a descriptor of ours: a thread makes its time-out short, waits for the accept() that began
+before, and only then drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unsupported
@@ -37,18 +35,12 @@ from worker.transfer.mooncake_libraries import explain
 
 log = logging.getLogger("kvlane.transfer")
 
-# A variable counts if it is set, whatever its value: exactly one may be set.
-SELECTION = {
-    "tcp": "MC_FORCE_TCP",
-    "rdma": "MC_FORCE_HCA",
-    "nvlink": "MC_INTRANODE_NVLINK",
-}
+# The environment at import chooses the transport, once per process. A variable counts if it is set,
+# whatever its value: exactly one may be set.
+SELECTION = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA", "nvlink": "MC_INTRANODE_NVLINK"}
 OTHER_SELECTION = (
-    "MC_FORCE_MNNVL",
-    "MC_FORCE_SHM",
-    "MC_INTRA_NVLINK",
-    "MC_USE_NVLINK_IPC",
-    "MC_USE_TENT",
+    *("MC_FORCE_MNNVL", "MC_FORCE_SHM"),
+    *("MC_INTRA_NVLINK", "MC_USE_NVLINK_IPC", "MC_USE_TENT"),
 )
 DEFAULTS = {
     "MC_TCP_SLICE_SIZE": str(1 << 20),
@@ -58,7 +50,7 @@ DEFAULTS = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
     "MC_LOG_LEVEL": "ERROR",
 }
-# Only picks the allocator of buffers that we do not use; the transport is chosen by SELECTION.
+# Only picks the allocator of buffers that we do not use, not the transport.
 PROTOCOL = {"tcp": "tcp", "rdma": "rdma", "nvlink": "nvlink_intra"}
 
 # How long a listener stays in an accept() that it began before its time-out was made short.
@@ -110,7 +102,7 @@ def load() -> type[Any]:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Without mooncake's lines of errors: every start of an engine that succeeds prints one, too.
+    """Silence mooncake's error lines: every start of an engine that succeeds prints one, too.
 
     They go through glog, whose level counts for the process. A level that shows more than errors
     was asked for, and stays.
@@ -132,11 +124,7 @@ def _hushed() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One mooncake engine with all our regions registered.
-
-    It knows one peer at most: it caches the addresses of a name for ever, so it cannot reach
-    another process of that name.
-    """
+    """One mooncake engine with all our regions registered; it knows one peer at most."""
 
     raw: Any  # None once destroyed; nobody else keeps a reference to it
     registered: list[int]  # start addresses
@@ -146,16 +134,6 @@ class Engine:
         """Resolve the name and open a connection by reading one byte; blocks up to 60 s."""
         theirs = endpoint.regions[0].address
         return self.raw.transfer_sync_read(endpoint.name, self.first_read, theirs, 1) == 0
-
-    def destroy(self) -> None:
-        """Destroy it after about ACCEPT_S, as the module describes; no read may be under way."""
-        port = self.raw.get_rpc_port()
-        self.raw.batch_unregister_memory(self.registered)  # RDMA unpins here, without the GIL
-        let_listener_stop(port)
-        began = time.perf_counter()
-        self.raw = None
-        held_ms = (time.perf_counter() - began) * 1e3
-        log.debug("destroyed the mooncake engine of port %d: GIL held for %.1f ms", port, held_ms)
 
 
 class Engines:
@@ -168,7 +146,7 @@ class Engines:
         self.host = host
         self._class = engine_class
         self._kind = kind
-        self._device = _current_device() if kind == "nvlink" else None
+        self._device = torch.cuda.current_device() if kind == "nvlink" else None
         self._regions: tuple[MemoryRegion, ...] = ()
         # First reads land here. NVLink registers device memory only, so there they land at the
         # beginning of region 0: in page 0, the sink that nobody reads.
@@ -206,7 +184,7 @@ class Engines:
         how = self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], ""
         with _hushed():
             failed = raw.initialize(*how) != 0
-        if failed and (raw := self._class()).initialize(*how) != 0:  # now aloud
+        if failed and (raw := self._class()).initialize(*how) != 0:  # now with its error lines
             raise Unsupported(
                 f"mooncake does not start over {self._kind}: its log lines on stderr say why "
                 "(no card or link of that kind, or no free port)"
@@ -215,7 +193,7 @@ class Engines:
         sizes = [region.num_bytes for region in self._regions]
         first_read = addresses[0]
         if self._kind != "nvlink":
-            first_read = _address(self._scratch)
+            first_read = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
             addresses.append(first_read)
             sizes.append(len(self._scratch))
         if raw.batch_register_memory(addresses, sizes) != 0:
@@ -229,7 +207,7 @@ class Engines:
         without having sent them. Steps run on a stream that does not wait for the default one.
         """
         if self._kind == "tcp" and self._regions[0].fd is None:
-            _finish_default_stream()
+            torch.cuda.default_stream().synchronize()
 
     def discard(self, engine: Engine) -> None:
         """Destroy `engine`, which nobody uses any more, in a thread of its own; returns at once."""
@@ -237,7 +215,7 @@ class Engines:
             target=self._destroy, args=(engine,), name="mooncake-destroy", daemon=True
         )
         with self._lock:
-            self._destroying = [each for each in self._destroying if each.is_alive()]
+            self._destroying = [t for t in self._destroying if t.is_alive()]
             self._destroying.append(thread)
             thread.start()
 
@@ -254,13 +232,20 @@ class Engines:
             thread.join()
 
     def _destroy(self, engine: Engine) -> None:
+        """Destroy it after about ACCEPT_S, as the module describes; no read may be under way."""
         self._set_device()
-        engine.destroy()
+        port = engine.raw.get_rpc_port()
+        engine.raw.batch_unregister_memory(engine.registered)  # RDMA unpins here, without the GIL
+        let_listener_stop(port)
+        began = time.perf_counter()
+        engine.raw = None
+        held_ms = (time.perf_counter() - began) * 1e3
+        log.debug("destroyed the mooncake engine of port %d: GIL held for %.1f ms", port, held_ms)
 
     def _set_device(self) -> None:
         """Make this thread's device the one on which IPC handles are opened and closed."""
         if self._device is not None:
-            _set_device(self._device)
+            torch.cuda.set_device(self._device)
 
 
 def let_listener_stop(port: int) -> None:
@@ -298,26 +283,3 @@ def _sockets_at(port: int) -> Iterator[socket.socket]:
 
 def _listens(sock: socket.socket) -> bool:
     return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-
-
-def _address(buffer: mmap.mmap) -> int:
-    view: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
-    return view.ctypes.data
-
-
-def _current_device() -> int:
-    import torch
-
-    return torch.cuda.current_device()
-
-
-def _finish_default_stream() -> None:
-    import torch
-
-    torch.cuda.default_stream().synchronize()
-
-
-def _set_device(device: int) -> None:
-    import torch
-
-    torch.cuda.set_device(device)

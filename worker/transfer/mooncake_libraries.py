@@ -16,6 +16,7 @@ APT_PACKAGES = {
     "libnuma.so": "libnuma1",
     "libcurl.so": "libcurl4",
 }
+APT_INSTALL = "apt-get install -y --no-install-recommends"
 OTHER_LIBRARIES = {
     "libcuda.so": "the NVIDIA driver; without a GPU use the CPU wheel, pip install 'kvlane[cpu]'",
     "libcudart.so": "the CUDA runtime of the wheel's CUDA version: pip install 'kvlane[cuda]'",
@@ -34,15 +35,16 @@ def check_installed() -> None:
     for folder in spec.submodule_search_locations:
         for engine in Path(folder).glob("engine*.so"):
             try:
-                told = subprocess.run(["ldd", str(engine)], capture_output=True, text=True)
+                linked = subprocess.run(["ldd", str(engine)], capture_output=True, text=True)
             except OSError:  # no ldd: the worker will say what is missing
                 return
-            check_links(told.stdout)
+            check_links(linked.stdout)
 
 
-def check_links(told: str) -> None:
-    """Judge the output of ldd. CUDA's libraries do not count: torch brings them."""
-    absent = [line.split()[0] for line in told.splitlines() if line.endswith("=> not found")]
+def check_links(ldd_output: str) -> None:
+    """Raise MissingLibrary if ldd misses a library. CUDA's do not count: torch brings them."""
+    lines = ldd_output.splitlines()
+    absent = [line.split()[0] for line in lines if line.endswith("=> not found")]
     packages = {
         name: package
         for name in absent
@@ -52,7 +54,7 @@ def check_links(told: str) -> None:
     if packages:
         raise MissingLibrary(
             f"mooncake needs the system libraries {', '.join(packages)}: "
-            f"apt-get install -y --no-install-recommends {' '.join(packages.values())}"
+            f"{APT_INSTALL} {' '.join(packages.values())}"
         )
 
 
@@ -64,13 +66,8 @@ def explain(error: ImportError) -> MissingLibrary:
             "or 'kvlane[cuda]' on a machine with NVIDIA GPUs (never both wheels in one venv)"
         )
     text = str(error)
-    for library, package in APT_PACKAGES.items():
-        if library in text:
-            return MissingLibrary(
-                f"mooncake needs the system library {library}, package {package}: "
-                f"apt-get install -y --no-install-recommends {package} ({text})"
-            )
-    for library, remedy in OTHER_LIBRARIES.items():
+    packages = {library: f"{APT_INSTALL} {package}" for library, package in APT_PACKAGES.items()}
+    for library, remedy in (packages | OTHER_LIBRARIES).items():
         if library in text:
             return MissingLibrary(f"mooncake needs {library}: {remedy} ({text})")
     return MissingLibrary(f"mooncake is installed but cannot be loaded: {text}")

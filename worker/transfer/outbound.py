@@ -1,12 +1,13 @@
 """Prefill's side of the pull protocol: announcements, and the leases that pin announced pages.
 
-A lease begins with `Prefill`, is extended by `Renew`, and ends with `Release`, with
-the `Prefill` of a later attempt, or when it expires. Until then its pages are not given away: a
-decode worker that has gone silent may still read them.
-A renewal makes prefill announce again all KV of settled steps. So a lost announcement is made up
-for by the first renewal after its step has settled. The token that decode asked for comes with the
-announcement marked `last`. That one has no pages where all layer groups were announced while their
-step computed.
+    Prefill    a lease begins; cached pages are announced
+    Renew      the lease is extended; all KV of settled steps is announced again
+    Release    the lease ends; so it does with the Prefill of a later attempt, or when it expires
+
+Pages of a lease are not given away before it has ended: a decode worker that has gone silent may
+still read them. A lost announcement comes again with the first renewal after its step has settled.
+The token that decode asked for comes with the announcement marked `last`, which names no pages if
+all layer groups were announced while their step computed.
 """
 
 from __future__ import annotations
@@ -55,30 +56,29 @@ class _Outgoing:
     first_page: int  # index in the prompt of the first page that decode lacks
 
 
+@dataclass(slots=True, frozen=True)
+class OutboundContext:
+    """What all transfers of a prefill worker share."""
+
+    scheduler: PrefillScheduler
+    num_groups: int  # layer groups that are announced one by one
+    send: Callable[[PeerId, AnyMessage], None]
+    lease: LeaseConfig
+    metrics: WorkerMetrics
+    tracer: Tracer | None = None
+
+
 class Outbound:
     """All transfers of one prefill worker."""
 
-    def __init__(
-        self,
-        incarnation: str,
-        scheduler: PrefillScheduler,
-        num_groups: int,
-        send: Callable[[PeerId, AnyMessage], None],
-        lease: LeaseConfig,
-        metrics: WorkerMetrics,
-        tracer: Tracer | None = None,
-    ) -> None:
+    def __init__(self, incarnation: str, context: OutboundContext) -> None:
+        self.draining = False
         self._incarnation = incarnation
-        self._scheduler = scheduler
-        self._page_size = scheduler.book.page_size
-        self._num_groups = num_groups
-        self._send = send
-        self._window_s = lease.prefill_window_s
-        self._metrics = metrics
-        self._tracer = tracer
+        self._context = context
+        self._send = context.send
+        self._page_size = context.scheduler.book.page_size
         self._outgoing: dict[Xfer, _Outgoing] = {}
         self._by_req: dict[PrefillReq, _Outgoing] = {}
-        self.draining = False
 
     @property
     def num_leases(self) -> int:
@@ -92,7 +92,7 @@ class Outbound:
         attempts = [x for x in self._outgoing if (x.xfer_id, x.decode) == same]
         known = any(x.attempt >= xfer.attempt for x in attempts)
         if known or xfer.prefill != self._incarnation:
-            self._metrics.dropped("Prefill").inc()
+            self._context.metrics.dropped("Prefill").inc()
             return
         for older in attempts:
             self._drop(self._outgoing[older])  # decode asks again only when its pulls are over
@@ -104,12 +104,13 @@ class Outbound:
             return
         log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
         first_page = req.num_announced_pages = message.num_matched // self._page_size
-        self._metrics.queried_tokens.inc(len(message.tokens))
-        self._metrics.cached_tokens.inc(req.num_computed_tokens)
-        outgoing = _Outgoing(xfer, peer, req, Lease(self._window_s, now), first_page)
+        self._context.metrics.queried_tokens.inc(len(message.tokens))
+        self._context.metrics.cached_tokens.inc(req.num_computed_tokens)
+        lease = Lease(self._context.lease.prefill_window_s, now)
+        outgoing = _Outgoing(xfer, peer, req, lease, first_page)
         self._outgoing[xfer] = self._by_req[req] = outgoing
-        if message.trace and self._tracer is not None:
-            req.trace = self._tracer.carried(message.trace, now)
+        if message.trace and self._context.tracer is not None:
+            req.trace = self._context.tracer.carried(message.trace, now)
             cached = {"kvlane.cached_tokens": req.num_computed_tokens}
             req.trace.enter("prefill_queue", now, cached)
             if req.num_computed_tokens == req.num_target_tokens:
@@ -121,18 +122,19 @@ class Outbound:
             raise UserError("nothing to prefill")
         if self.draining:
             raise Busy("draining")
-        req = self._scheduler.admit(message)
+        req = self._context.scheduler.admit(message)
         if req is None:
             raise Busy("no room")
         return req
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
         """Extend the leases that live, announce their pages again, and acknowledge the leases."""
-        held = [self._outgoing[xfer] for xfer in message.xfers if xfer in self._outgoing]
-        for each in held:
-            each.lease.renewed(now)
-            self._announce(each, each.first_page)
-        self._send(peer, RenewAck(message.seq, tuple(each.xfer for each in held)))
+        held = tuple(xfer for xfer in message.xfers if xfer in self._outgoing)
+        for xfer in held:
+            outgoing = self._outgoing[xfer]
+            outgoing.lease.renewed(now)
+            self._announce(outgoing, outgoing.first_page)
+        self._send(peer, RenewAck(message.seq, held))
 
     def on_release(self, message: Release) -> None:
         """End the lease: decode has all KV, or no longer wants it."""
@@ -169,34 +171,37 @@ class Outbound:
 
     def sweep(self, now: float) -> None:
         """Drop transfers whose lease has expired."""
-        for each in [each for each in self._outgoing.values() if each.lease.expired(now)]:
-            log.warning("xfer_id=%s: its lease ended without a release", each.xfer.xfer_id)
-            self._metrics.lease_expired.inc()
-            self._drop(each, Revoked.code)
+        for outgoing in list(self._outgoing.values()):
+            if outgoing.lease.expired(now):
+                log.warning("xfer_id=%s: its lease ended without a release", outgoing.xfer.xfer_id)
+                self._context.metrics.lease_expired.inc()
+                self._drop(outgoing, Revoked.code)
 
     def _all_groups_announced(self, req: PrefillReq) -> bool:
         """Whether every layer group of the request's current chunk has been announced."""
-        return req.num_announced_groups == self._num_groups
+        return req.num_announced_groups == self._context.num_groups
 
-    def _announce(self, each: _Outgoing, first_page: int, first_group: int = 0) -> None:
+    def _announce(self, outgoing: _Outgoing, first_page: int, first_group: int = 0) -> None:
         """Announce computed pages from index `first_page` on, layer groups from `first_group` on.
 
         A KVReady is sent even without pages: a request's first KVReady acknowledges its Prefill.
         """
-        req, groups = each.req, range(first_group, self._num_groups)
+        req, groups = outgoing.req, range(first_group, self._context.num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
         req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
         if groups or req.token is not None:
-            self._send_ready(each, first_page, req.num_computed_tokens, groups)
+            self._send_ready(outgoing, first_page, req.num_computed_tokens, groups)
 
-    def _send_ready(self, each: _Outgoing, first_page: int, num_tokens: int, groups: range) -> None:
-        req = each.req
+    def _send_ready(
+        self, outgoing: _Outgoing, first_page: int, num_tokens: int, groups: range
+    ) -> None:
+        req = outgoing.req
         pages = self._pages(req, first_page, num_tokens) if groups else ()
-        final = num_tokens == req.num_target_tokens and groups.stop == self._num_groups
+        final = num_tokens == req.num_target_tokens and groups.stop == self._context.num_groups
         last = final and not req.awaits_token
         cached, first_group, num_groups = req.hold.num_matched, groups.start, len(groups)
         figures = first_group, num_groups, last, cached, req.prefill_s, req.token
-        self._send(each.peer, KVReady(each.xfer, first_page, pages, *figures))
+        self._send(outgoing.peer, KVReady(outgoing.xfer, first_page, pages, *figures))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """List page ids, from index `first` on, whose KV is complete after `num_tokens` tokens.
@@ -213,4 +218,4 @@ class Outbound:
             outgoing.req.trace.leave(time.monotonic(), error=cause)
         del self._outgoing[outgoing.xfer]
         del self._by_req[outgoing.req]
-        self._scheduler.drop(outgoing.req)
+        self._context.scheduler.drop(outgoing.req)

@@ -1,30 +1,35 @@
-"""Pulls of all ranks of a decode worker, led by rank 0: the messages, and the leader's side.
+"""Pulls of all ranks of a decode worker, led by rank 0. Workers of one rank do without.
 
     leader -> ranks    DialPeer, PullPages, CancelPull, HangUp
     rank -> leader     PeerDialled, PeerNotDialled, PullEnded
 
-Every rank pulls its own heads (`sources.py`; the side of the other ranks is in `rank.py`). The
-leader alone talks to prefill workers, and holds the one lease. A link is there when all ranks have
-dialled, and a pull is OK when it is OK at all of them: only then may a request be planned that
-reads its pages. A pull that has failed at one rank is cancelled at the others, and counts as
-running until all have told its end, because until then it may write to our pages.
+Every rank, the leader's own among them, pulls its own heads. The leader alone talks to prefill
+workers, and holds the one lease. A link is there when all ranks have dialled. A pull is OK when it
+is OK at all ranks: only then may a step read its pages. A pull that has failed at one rank is
+cancelled at all, and runs until all have reported its end: until then a rank may write to pages.
 
-Links and pulls have numbers. A peer's name would not do: while the pulls of a lost peer end, it may
-be dialled again.
+Links and pulls have numbers: while the pulls of a lost peer end, it may be dialled again.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from worker.api import Member, Message, PeerId
-from worker.errors import Incompatible, TransferError, Unreachable
+from worker.api import Member, Message
+from worker.errors import Incompatible, Unreachable
 from worker.transfer.base import Pull, PullState
+from worker.transfer.inbound import poll_after_s
 from worker.transfer.layout import Pages
-from worker.transfer.peers import DialFailed, Link
-from worker.transfer.sources import LocalRank, Sources
+from worker.transfer.sources import DialFailed, Link, LocalRank, PageSource
+
+log = logging.getLogger("kvlane.rank")
 
 
 class DialPeer(Message, frozen=True):
@@ -64,7 +69,7 @@ class PeerDialled(Message, frozen=True):
 
     rank: int
     link: int
-    page_s: float  # in which its share of a page arrives
+    bytes_per_s: float  # of the whole model's KV, if every rank were as fast
 
 
 class PeerNotDialled(Message, frozen=True):
@@ -89,33 +94,135 @@ RankOrder = DialPeer | PullPages | CancelPull | HangUp
 RankAnswer = PeerDialled | PeerNotDialled | PullEnded
 
 
-@dataclass(slots=True, frozen=True)
-class OwnDialled:
-    """Event: how the leader's own dialling has ended."""
+class OwnDialled(NamedTuple):
+    """Event: how this rank's own dialling has ended."""
 
     link: int
-    result: Sources | TransferError
-    page_s: float
+    result: Link | DialFailed
+
+
+class _RunningPull(NamedTuple):
+    pull: Pull
+    link: int
+    began_at: float
+
+
+class RankPulls:
+    """What one rank dials and pulls by the leader's orders. Belongs to the rank's loop.
+
+    Args:
+        own: this rank.
+        tell: sends an answer to the leader; called by the loop.
+        post: hands the loop an OwnDialled, from any thread; it is for `on`.
+    """
+
+    def __init__(
+        self,
+        own: LocalRank,
+        tell: Callable[[RankAnswer], None],
+        post: Callable[[OwnDialled], None],
+    ) -> None:
+        self._own = own
+        self._tell = tell
+        self._post = post
+        self._links: dict[int, PageSource | None] = {}  # by number; None: it is being dialled
+        self._pulls: dict[int, _RunningPull] = {}  # by number
+        self._leaving: set[int] = set()  # links to close once no pull uses them
+
+    @property
+    def idle(self) -> bool:
+        """Whether no link is open or in the making, and no pull runs."""
+        return not (self._links or self._pulls)
+
+    def poll_after_s(self, now: float) -> float:
+        """Say how long the loop may sleep before it has to call `poll`; inf: no pull runs."""
+        return poll_after_s([running.began_at for running in self._pulls.values()], now)
+
+    def on(self, order: RankOrder | OwnDialled) -> None:
+        """Do what the leader orders, or take how a dialling has ended."""
+        match order:
+            case DialPeer(link, member):
+                self._links[link] = None
+                self._own.dial(member, lambda result: self._post(OwnDialled(link, result)))
+            case OwnDialled(link, result):
+                self._dialled(link, result)
+            case PullPages(number, link, pairs, first_group, num_groups):
+                source = self._links[link]
+                assert source is not None
+                pull = source.pull(pairs, range(first_group, first_group + num_groups))
+                self._pulls[number] = _RunningPull(pull, link, time.monotonic())
+            case CancelPull(number):
+                if (running := self._pulls.get(number)) is not None:
+                    running.pull.cancel()
+            case HangUp(link):
+                self._leaving.add(link)
+                for running in self._pulls.values():
+                    if running.link == link:
+                        running.pull.cancel()
+                self._close_unused()
+
+    def poll(self) -> None:
+        """Move all pulls on, and report what has ended."""
+        for number in list(self._pulls):
+            self.poll_pull(number)
+
+    def poll_pull(self, number: int) -> None:
+        """Move a pull on if it runs, and report its end."""
+        if (running := self._pulls.get(number)) is None:
+            return
+        pull = running.pull
+        state = pull.poll()
+        if state is not PullState.RUNNING:
+            del self._pulls[number]
+            error = (pull.error or "pull failed") if state is PullState.FAILED else ""
+            self._tell(PullEnded(self._own.rank, number, pull.num_bytes, error))
+            self._close_unused()
+
+    def close(self) -> None:
+        """Close all links; blocks until their pulls are over, and reports nothing."""
+        for source in self._links.values():
+            if source is not None:
+                source.close()
+        self._links.clear()
+        self._pulls.clear()
+
+    def _dialled(self, link: int, result: Link | DialFailed) -> None:
+        wanted = link in self._links  # the leader has not hung up meanwhile
+        match result:
+            case Link() if wanted:
+                self._links[link] = result.source
+                self._tell(PeerDialled(self._own.rank, link, result.bytes_per_s))
+            case Link():
+                result.source.close()
+            case DialFailed(_, error) if wanted:
+                log.debug("link %d: %s", link, error)
+                del self._links[link]
+                self._tell(PeerNotDialled(self._own.rank, link, error.code, str(error)))
+
+    def _close_unused(self) -> None:
+        """Close the links that the leader has hung up and that no pull uses."""
+        for link in self._leaving - {running.link for running in self._pulls.values()}:
+            self._leaving.discard(link)
+            if (source := self._links.pop(link, None)) is not None:
+                source.close()
 
 
 @dataclass(slots=True)
 class _Dial:
     """A link in the making."""
 
-    peer: PeerId
+    member: Member
     waiting: set[int]  # ranks that have not answered
-    own: Sources | None = None
-    page_s: float = 0.0  # of the slowest rank so far
+    bytes_per_s: float = math.inf  # of the slowest rank so far: a page needs all of its shares
 
 
 class LeaderPulls:
-    """All that the ranks of this worker dial and pull, seen from rank 0. Belongs to its loop.
+    """What all ranks of this worker dial and pull, ordered by rank 0. Belongs to its loop.
 
     Args:
         own: the leader's rank; also says how many there are.
-        tell: sends a message to all other ranks, in order; called by the loop.
-        post: hands the loop an event. OwnDialled is for `on`; Link and DialFailed are what `dial`
-            has led to.
+        tell: sends an order to all other ranks, in order; called by the loop.
+        post: hands the loop an event. OwnDialled is for `on`; `dial` leads to the other two.
         num_settled: how many steps the leader has settled.
     """
 
@@ -126,144 +233,119 @@ class LeaderPulls:
         post: Callable[[OwnDialled | Link | DialFailed], None],
         num_settled: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._own = own
-        self._num_settled = num_settled
+        self._rank = RankPulls(own, self.on, post)
+        self._ranks = range(own.tp_size)
         self._tell = tell
         self._post = post
+        self._num_settled = num_settled
         self._numbers = itertools.count(1)  # of links and of pulls
         self._dials: dict[int, _Dial] = {}
-        self._pulls: dict[int, RankedPull] = {}
+        self._pulls: dict[int, _RankedPull] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is dialled or pulled, and the leader's own rank has no link open."""
+        return not (self._dials or self._pulls) and self._rank.idle
 
     def dial(self, member: Member) -> None:
         """Have all ranks dial `member`; posts a Link once they have, or a DialFailed."""
-        link = next(self._numbers)
-        self._dials[link] = _Dial(member.peer, set(range(self._own.tp_size)))
-        self._tell(DialPeer(link, member))
-        self._own.dial(member, lambda result, page_s: self._post(OwnDialled(link, result, page_s)))
+        number = next(self._numbers)
+        self._dials[number] = _Dial(member, set(self._ranks))
+        self.order(DialPeer(number, member))
 
     def on(self, event: OwnDialled | RankAnswer) -> None:
-        """Take an answer of a rank, or the leader's own."""
+        """Take an answer of a rank."""
         match event:
-            case OwnDialled(link, Sources() as sources, page_s):
+            case OwnDialled():
+                self._rank.on(event)
+            case PeerDialled(rank, link, bytes_per_s):
                 if (dial := self._dials.get(link)) is None:
-                    sources.close()  # another rank has failed meanwhile
-                    return
-                dial.own = sources
-                self._dialled(0, link, page_s)
-            case OwnDialled(link, TransferError() as error):
-                self._not_dialled(link, error)
-            case PeerDialled(rank, link, page_s):
-                self._dialled(rank, link, page_s)
-            case PeerNotDialled():
-                kind = Incompatible if event.code == Incompatible.code else Unreachable
-                self._not_dialled(event.link, kind(f"rank {event.rank}: {event.text}"))
-            case PullEnded():
-                if self._pulls[event.pull].ended(event):
-                    del self._pulls[event.pull]
+                    return  # another rank has failed meanwhile
+                dial.waiting.discard(rank)
+                dial.bytes_per_s = min(dial.bytes_per_s, bytes_per_s)
+                if not dial.waiting:
+                    del self._dials[link]
+                    source = _RankedSource(self, link)
+                    self._post(Link(dial.member.peer, source, dial.bytes_per_s))
+            case PeerNotDialled(rank, link, code, text):
+                if (dial := self._dials.pop(link, None)) is not None:
+                    self.order(HangUp(link))
+                    kind = Incompatible if code == Incompatible.code else Unreachable
+                    self._post(DialFailed(dial.member.peer, kind(_at(rank, text))))
+            case PullEnded(_, number):
+                if self._pulls[number].ended(event):
+                    del self._pulls[number]
 
-    def pull(self, link: int, own: Sources, pairs: Pages, groups: range) -> Pull:
+    def pull(self, link: int, pairs: Pages, groups: range) -> Pull:
         """Begin to pull at all ranks; see PageSource.pull."""
-        if self._own.tp_size == 1:
-            return own.pull(pairs, groups)
         number = next(self._numbers)
-        order = PullPages(
-            number, link, tuple(pairs), groups.start, len(groups), self._num_settled()
-        )
-        self._tell(order)
-        others = set(range(1, self._own.tp_size))
-        pull = RankedPull(own.pull(pairs, groups), others, lambda: self._tell(CancelPull(number)))
-        self._pulls[number] = pull
+        poll_own = partial(self._rank.poll_pull, number)
+        cancel = partial(self.order, CancelPull(number))
+        self._pulls[number] = pull = _RankedPull(set(self._ranks), poll_own, cancel)
+        settled = self._num_settled()
+        self.order(PullPages(number, link, tuple(pairs), groups.start, len(groups), settled))
         return pull
 
-    def hang_up(self, link: int, own: Sources) -> None:
-        """Close a link at all ranks. Blocks, as `Peer.close` does, only for the leader's part."""
-        self._tell(HangUp(link))
-        own.close()
-
-    def _dialled(self, rank: int, link: int, page_s: float) -> None:
-        dial = self._dials.get(link)
-        if dial is None:
-            return
-        dial.waiting.discard(rank)
-        dial.page_s = max(dial.page_s, page_s)
-        if not dial.waiting:
-            assert dial.own is not None
-            del self._dials[link]
-            # The ranks pull side by side: a page is here when the slowest has its share.
-            rate = self._own.model.page_bytes / dial.page_s
-            self._post(Link(dial.peer, RankedSource(self, link, dial.own), rate))
-
-    def _not_dialled(self, link: int, error: TransferError) -> None:
-        dial = self._dials.pop(link, None)
-        if dial is None:
-            return
-        self._tell(HangUp(link))
-        if dial.own is not None:
-            dial.own.close()
-        self._post(DialFailed(dial.peer, error))
+    def order(self, order: RankOrder) -> None:
+        """Have all ranks do something."""
+        self._tell(order)
+        self._rank.on(order)
 
 
-class RankedSource:
+class _RankedSource(PageSource):
     """A prefill worker, as all ranks pull from it."""
 
-    def __init__(self, leader: LeaderPulls, link: int, own: Sources) -> None:
-        self._leader, self._link, self._own = leader, link, own
+    def __init__(self, leader: LeaderPulls, link: int) -> None:
+        self._leader, self._link = leader, link
         self._closed = False
 
     def pull(self, pairs: Pages, groups: range) -> Pull:
-        """See PageSource.pull."""
         assert not self._closed, "pull over a closed link"
-        return self._leader.pull(self._link, self._own, pairs, groups)
+        return self._leader.pull(self._link, pairs, groups)
 
     def close(self) -> None:
-        """See PageSource.close."""
         if not self._closed:
             self._closed = True
-            self._leader.hang_up(self._link, self._own)
+            self._leader.order(HangUp(self._link))
 
 
-class RankedPull:
-    """One pull at all ranks (see Pull); `num_bytes` grows as they tell what they have pulled."""
+class _RankedPull(Pull):
+    """One pull at all ranks. It ends by their reports."""
 
-    def __init__(self, own: Pull, others: set[int], cancel_others: Callable[[], None]) -> None:
-        self.num_bytes = own.num_bytes
+    def __init__(
+        self, ranks: set[int], poll_own: Callable[[], None], cancel: Callable[[], None]
+    ) -> None:
+        self.num_bytes = 0  # grows as they report
         self.error: str | None = None
-        self._own = own
-        self._own_runs = True
-        self._others = others  # ranks whose part runs
-        self._cancel_others = cancel_others
-        self._why = ""  # the first failure; poll says FAILED once no part runs
+        self._running = ranks
+        self._poll_own = poll_own
+        self._cancel = cancel
+        self._failure = ""  # the first one; it is the error once no rank pulls any more
 
     def poll(self) -> PullState:
-        """Poll the leader's own part; those of others end by their messages."""
-        if self._own_runs and (state := self._own.poll()) is not PullState.RUNNING:
-            self._own_runs = False
-            if state is PullState.FAILED:
-                self._fail(self._own.error or "pull failed")
-        if self._own_runs or self._others:
+        self._poll_own()
+        if self._running:
             return PullState.RUNNING
-        self.error = self._why or None
-        return PullState.FAILED if self._why else PullState.OK
+        self.error = self._failure or None
+        return PullState.FAILED if self._failure else PullState.OK
 
     def cancel(self) -> None:
-        """See Pull.cancel."""
-        if self._own_runs or self._others:
+        if self._running:
             self._fail("cancelled")
 
     def ended(self, event: PullEnded) -> bool:
-        """Record that a rank's part is over; returns whether all but the leader's are."""
-        self._others.remove(event.rank)
+        """Record that a rank's part is over; returns whether all are."""
+        self._running.remove(event.rank)
         self.num_bytes += event.num_bytes
         if event.error:
-            self._fail(f"rank {event.rank}: {event.error}")
-        return not self._others
+            self._fail(_at(event.rank, event.error))
+        return not self._running
 
     def _fail(self, why: str) -> None:
-        """It will fail, once no part runs any more."""
-        if self._why:
-            return
-        self._why = why
-        if self._own_runs:
-            self._own.cancel()
-        if self._others:
-            self._cancel_others()
+        if not self._failure:
+            self._failure = why
+            self._cancel()
+
+
+def _at(rank: int, text: str) -> str:
+    return f"rank {rank}: {text}" if rank else text

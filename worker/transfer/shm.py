@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,16 @@ from worker.errors import Incompatible, Unreachable, Unsupported
 from worker.transfer.base import (
     POLL_BUDGET_S,
     Endpoint,
+    KVTransport,
+    Peer,
+    Pull,
     PullState,
     RemoteRegion,
     Run,
     check_peer,
     check_runs,
-    check_same_host,
     describe,
+    pieces,
 )
 from worker.transfer.host import process_stat
 
@@ -37,18 +41,14 @@ COPY_BYTES = 1 << 20
 MAX_POLL_BYTES = 8 << 20
 
 
-class ShmPull:
+class ShmPull(Pull):
     """A pull that copies inside poll(); between two polls nothing is under way."""
-
-    __slots__ = ("_copied", "_next", "_peer", "_runs", "_state", "error", "num_bytes")
 
     def __init__(self, peer: ShmPeer, runs: Sequence[Run]) -> None:
         self.num_bytes = sum(run.num_bytes for run in runs)
         self.error: str | None = None
         self._peer = peer
-        self._runs = tuple(runs)
-        self._next = 0  # the first run that is not fully copied
-        self._copied = 0  # bytes of that run that are copied
+        self._pieces = pieces(runs, COPY_BYTES)  # not copied yet
         self._state = PullState.RUNNING
 
     @property
@@ -57,56 +57,49 @@ class ShmPull:
         return self._state is not PullState.RUNNING
 
     def poll(self) -> PullState:
-        """Copy up to MAX_POLL_BYTES, or for POLL_BUDGET_S, and tell the state."""
-        if self._state is not PullState.RUNNING:
-            return self._state
+        """Copy about MAX_POLL_BYTES, or for POLL_BUDGET_S, and return the state."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         room = MAX_POLL_BYTES
-        while self._next < len(self._runs) and room > 0 and time.perf_counter() < deadline:
-            room -= self._copy(min(room, COPY_BYTES))
-        if self._next == len(self._runs):
-            self._state = PullState.OK
+        while not self.over and room > 0 and time.perf_counter() < deadline:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._state = PullState.OK
+            else:
+                self._peer.copy(piece)
+                room -= piece.num_bytes
         return self._state
 
     def cancel(self) -> None:
         """End the pull now: between polls no copy is under way."""
-        if self._state is PullState.RUNNING:
+        if not self.over:
             self._state = PullState.FAILED
             self.error = "cancelled"
 
-    def _copy(self, max_bytes: int) -> int:
-        """Copy the next bytes of the current run; returns how many."""
-        run = self._runs[self._next]
-        num_bytes = min(max_bytes, run.num_bytes - self._copied)
-        here, there = run.local_offset + self._copied, run.remote_offset + self._copied
-        local, remote = self._peer.memory(run.region)
-        local[here : here + num_bytes] = remote[there : there + num_bytes]
-        self._copied += num_bytes
-        if self._copied == run.num_bytes:
-            self._next += 1
-            self._copied = 0
-        return num_bytes
 
-
-class ShmPeer:
+class ShmPeer(Peer):
     """The mapped memory of one process."""
 
     def __init__(
-        self, transport: ShmTransport, endpoint: Endpoint, maps: Sequence[mmap.mmap]
+        self,
+        transport: ShmTransport,
+        endpoint: Endpoint,
+        maps: Sequence[mmap.mmap],
+        opened: ExitStack,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
-        self._maps = list(maps)
         self._remote = [np.frombuffer(mapped, np.uint8) for mapped in maps]
+        self._opened = opened  # unmaps them
         self._pulls: list[ShmPull] = []
 
-    def memory(self, region: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """(ours, the peer's) bytes of a region."""
-        return self._transport.local[region], self._remote[region]
+    def copy(self, run: Run) -> None:
+        """Copy the bytes of `run` from the peer."""
+        region, here, there, num_bytes = run
+        local, remote = self._transport.local[region], self._remote[region]
+        local[here : here + num_bytes] = remote[there : there + num_bytes]
 
     def pull(self, runs: Sequence[Run]) -> ShmPull:
-        """Begin a pull; see Peer.pull."""
-        assert self._maps, "pull on a closed peer"
+        assert self._remote, "pull on a closed peer"
         check_runs(runs, self._transport.endpoint(), self._endpoint)
         pull = ShmPull(self, runs)
         self._pulls = [*(p for p in self._pulls if not p.over), pull]
@@ -118,21 +111,16 @@ class ShmPeer:
             pull.cancel()
         self._pulls.clear()
         self._remote.clear()  # an mmap with a view on it cannot be closed
-        for mapped in self._maps:
-            mapped.close()
-        self._maps.clear()
+        self._opened.close()
         self._transport.forget(self)
 
 
-class ShmTransport:
+class ShmTransport(KVTransport):
     """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory.
 
     Args:
-        host: unused; a peer is found by its pid.
-        kind: "shm", the only one.
-
-    Raises:
-        Unsupported: another kind.
+        host: unused; a peer is opened by its pid.
+        kind: "shm"; raises Unsupported for another one.
     """
 
     name = "shm"
@@ -146,7 +134,7 @@ class ShmTransport:
         self._peers: set[ShmPeer] = set()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """See KVTransport.register; each region starts at offset 0 of its memfd.
+        """Serve `regions`, each of which starts at offset 0 of its memfd.
 
         Raises:
             Unsupported: a region without a memfd, as CUDA memory is.
@@ -154,14 +142,15 @@ class ShmTransport:
         assert self._endpoint is None, "register is called once"
         for region in regions:
             if region.fd is None:
-                raise Unsupported(
-                    f"region {region.name!r} has no memfd: shm serves CPU memory only"
-                )
+                text = f"region {region.name!r} has no memfd: shm serves CPU memory only"
+                raise Unsupported(text)
         self._endpoint = describe(self.name, self.kind, str(os.getpid()), regions)
-        self.local = [_bytes_at(region.address, region.num_bytes) for region in regions]
+        self.local = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * region.num_bytes).from_address(region.address))
+            for region in regions
+        ]
 
     def endpoint(self) -> Endpoint:
-        """See KVTransport.endpoint."""
         assert self._endpoint is not None, "register comes first"
         return self._endpoint
 
@@ -172,24 +161,16 @@ class ShmTransport:
             Unreachable: the process is gone.
             Incompatible: other host, namespace, user, transport or regions, or no memfd there.
         """
-        local = self.endpoint()
-        check_peer(local, endpoint)
-        check_same_host(local, endpoint)
-        maps: list[mmap.mmap] = []
-        try:
-            for region in endpoint.regions:
-                maps.append(_map(endpoint.pid, region))
+        check_peer(self.endpoint(), endpoint, same_host=True)
+        with ExitStack() as opened:
+            maps = [opened.enter_context(_map(endpoint.pid, region)) for region in endpoint.regions]
             _check_process(endpoint)
-        except BaseException:
-            for mapped in maps:
-                mapped.close()
-            raise
-        peer = ShmPeer(self, endpoint, maps)
+            peer = ShmPeer(self, endpoint, maps, opened.pop_all())
         self._peers.add(peer)
         return peer
 
     def forget(self, peer: ShmPeer) -> None:
-        """Called by a peer that closed."""
+        """Drop a peer that has closed."""
         self._peers.discard(peer)
 
     def close(self) -> None:
@@ -197,11 +178,6 @@ class ShmTransport:
         for peer in list(self._peers):
             peer.close()
         self.local.clear()
-
-
-def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
-    """A writable view of memory that somebody else keeps alive."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def _map(pid: int, region: RemoteRegion) -> mmap.mmap:

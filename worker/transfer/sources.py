@@ -1,8 +1,8 @@
-"""Sources: the ranks of a prefill worker from which one local rank pulls its heads.
+"""Where one rank pulls KV from: the ranks of a prefill worker, dialled, measured and pulled as one.
 
-Every rank of a decode worker pulls for itself, over connections of its own transport (ADR 0030).
-Page ids are the same on all ranks of a worker. So the same (local page, remote page) pairs tell
-every rank what to pull, and only this file knows which bytes of which remote rank that means.
+Every rank of a decode worker pulls its own heads, over connections of its own transport (ADR 0030).
+Page ids are the same on all ranks of a worker. So the same (local page, remote page) pairs name
+the KV for every rank, and only this file asks which bytes of which remote rank that means.
 """
 
 from __future__ import annotations
@@ -12,41 +12,104 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from worker.api import Member
-from worker.cache.layout import KVLayout, ModelLayout
+from worker.api import Member, PeerId, PullPath
+from worker.cache.layout import Identity, ModelLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import POLL_BUDGET_S, Endpoint, KVTransport, Peer, Pull, PullState, Run
-from worker.transfer.layout import (
-    HeadRange,
-    Pages,
-    PoolPages,
-    num_pool_pages,
-    plan_runs,
-    rank_plan,
-)
+from worker.transfer.layout import Pages, RankPair, RegionHeads, num_pool_pages, rank_plan
 
-NUM_READS = 3  # to measure sources; the fastest counts
+NUM_READS = 3  # to measure; the fastest counts
 SMALL_BYTES, NUM_SMALL = 64, 20
+# `measure` repeats page 0 in one pull until either is reached, then pulls a short range alone.
+MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
 SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
 SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
-_decode_endpoint = msgspec.msgpack.Decoder(Endpoint).decode
-_What = TypeVar("_What", contravariant=True)
 
 
-class PullsFrom(Protocol[_What]):
-    """What can be measured by pulls: a `Peer`, which pulls runs, or `Sources`, which pull pages."""
+class PageSource(Protocol):
+    """A prefill worker as pages are pulled from it, whatever ranks and bytes that means."""
 
-    def pull(self, what: _What, /) -> Pull:
-        """Begin to pull."""
+    def pull(self, pairs: Pages, groups: range) -> Pull:
+        """Begin to pull layer groups of pages: (local page, remote page), each local page once."""
         ...
 
     def close(self) -> None:
-        """Let go of the peer."""
+        """Let go of the peer, as Peer.close; a second call does nothing."""
         ...
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """A prefill worker that can be pulled from; also the event by which that is known."""
+
+    peer: PeerId
+    source: PageSource
+    bytes_per_s: float  # of the whole model's KV, by reads of a single page while dialling
+
+
+@dataclass(slots=True, frozen=True)
+class DialFailed:
+    """Event: a prefill worker cannot be pulled from."""
+
+    peer: PeerId
+    error: TransferError
+
+
+class _Source(NamedTuple):
+    """A remote rank that holds heads of ours."""
+
+    connection: Peer
+    pair: RankPair
+
+
+class Sources(PageSource):
+    """Connections to all remote ranks that hold heads of one local rank."""
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._sources = tuple(sources)
+
+    def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
+        """Begin to pull this rank's heads of pages as one pull; see `RankPair.runs`.
+
+        pairs: (local page, remote page), each local page once, but for page 0.
+        """
+        pulls = [
+            connection.pull(runs)
+            for connection, pair in self._sources
+            if (runs := pair.runs(pairs, groups))
+        ]
+        return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
+
+    def page_s(self) -> float:
+        """Measure the seconds in which this rank's share of one page arrives; overwrites page 0.
+
+        Raises:
+            Unreachable: a pull failed.
+        """
+        return fastest_pull_s(lambda: self.pull(SINK), NUM_READS)
+
+    def measure(self) -> tuple[float, int, int, float]:
+        """Measure pulls into page 0: PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s.
+
+        Raises:
+            Unreachable: a pull failed.
+        """
+        once = [run for _, pair in self._sources for run in pair.runs(SINK)]
+        page_bytes, page_runs = sum(run.num_bytes for run in once), len(once)
+        times = min(-(-MEASURED_BYTES // page_bytes), -(-MAX_MEASURED_RUNS // page_runs))
+        took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS)
+        first = self._sources[0].connection
+        small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL)
+        num_bytes = times * page_bytes
+        return num_bytes / took_s, num_bytes, times * page_runs, small_s
+
+    def close(self) -> None:
+        for connection, _ in self._sources:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +118,7 @@ class LocalRank:
 
     transport: KVTransport
     model: ModelLayout  # KV of the whole model
+    identity: Identity  # of that KV
     num_pages: int  # of this rank's pool, page 0 included
     timeout_s: float  # to reach one remote rank
     tp_size: int = 1
@@ -63,31 +127,64 @@ class LocalRank:
     def connect(self, member: Member) -> Sources:
         """Connect to the ranks of `member` that hold heads of this rank; may block.
 
-        The caller has checked that it holds KV of our model.
-
         Raises:
-            Incompatible: heads cannot be shared by so many ranks, or the member's transport or
-                regions differ from ours.
+            Incompatible: it holds KV of another model, heads cannot be shared by so many ranks, or
+                its transport or regions differ from ours.
             TransferError: one of those ranks cannot be reached.
             OSError: no descriptor or memory is left.
         """
-        layout, plan = self.model.share(self.tp_size, self.rank), self._plan(member)
-        shares = {rank: self.model.share(len(member.endpoints), rank) for rank in plan}
-        endpoints = {rank: _endpoint(member, rank) for rank in plan}
-        num_pages = {rank: num_pool_pages(shares[rank], endpoints[rank]) for rank in plan}
+        identity = Identity(member.model, member.digest, member.layout_hash)
+        if identity.layout_hash != self.identity.layout_hash:
+            raise Incompatible(self.identity.explain(identity))
+        layout = self.model.share(self.tp_size, self.rank)
+        peers: list[tuple[Endpoint, RankPair]] = []  # all checked before the first is contacted
+        for rank, heads in self._plan(member).items():
+            remote = self.model.share(len(member.endpoints), rank)
+            endpoint = _endpoint(member, rank)
+            num_pages = num_pool_pages(remote, endpoint)
+            peers.append((endpoint, RankPair(layout, remote, self.num_pages, num_pages, heads)))
         sources: list[_Source] = []
         try:
-            for rank, heads in plan.items():
-                pool_pages = PoolPages(self.num_pages, num_pages[rank])
-                connection = self.transport.connect(endpoints[rank], self.timeout_s)
-                sources.append(_Source(connection, layout, shares[rank], pool_pages, heads))
+            for endpoint, pair in peers:
+                sources.append(_Source(self.transport.connect(endpoint, self.timeout_s), pair))
         except BaseException:
-            for each in sources:
-                each.connection.close()
+            Sources(sources).close()
             raise
         return Sources(sources)
 
-    def _plan(self, member: Member) -> dict[int, tuple[HeadRange | None, ...]]:
+    def dial(self, member: Member, answer: Callable[[Link | DialFailed], None]) -> None:
+        """Connect and measure in a thread of its own, which ends with a call of `answer`."""
+        threading.Thread(
+            target=lambda: answer(self._dialled(member)), name=f"dial {member.peer}", daemon=True
+        ).start()
+
+    def measure(self, member: Member) -> PullPath:
+        """Measure the way from `member`, over connections opened for this."""
+        label = f"{self.transport.name}/{self.transport.kind}"
+        try:
+            sources = self.connect(member)
+            try:
+                return PullPath(member.peer, label, *sources.measure())
+            finally:
+                sources.close()
+        except (TransferError, OSError) as error:
+            return PullPath(member.peer, label, error=str(error))
+
+    def _dialled(self, member: Member) -> Link | DialFailed:
+        try:
+            sources = self.connect(member)
+            try:
+                page_s = sources.page_s()
+            except Unreachable:
+                sources.close()
+                raise
+        except TransferError as error:
+            return DialFailed(member.peer, error)
+        except OSError as error:  # out of descriptors or memory: dial again later
+            return DialFailed(member.peer, Unreachable(f"cannot dial {member.peer}: {error}"))
+        return Link(member.peer, sources, self.model.page_bytes / page_s)
+
+    def _plan(self, member: Member) -> dict[int, RegionHeads]:
         """See `rank_plan`; raises Incompatible."""
         remote_tp = len(member.endpoints)
         if not remote_tp:
@@ -98,157 +195,68 @@ class LocalRank:
         except ValueError as error:
             raise Incompatible(f"{member.peer} has {remote_tp} ranks: {error}") from error
 
-    def dial(
-        self, member: Member, answer: Callable[[Sources | TransferError, float], None]
-    ) -> None:
-        """Connect and measure in a thread of its own, which ends with a call of `answer`.
 
-        answer: called with the sources and their `page_s`, or with the error and 0.
-        """
-        threading.Thread(
-            target=self._dial, args=(member, answer), name=f"dial {member.peer}", daemon=True
-        ).start()
-
-    def _dial(
-        self, member: Member, answer: Callable[[Sources | TransferError, float], None]
-    ) -> None:
-        try:
-            sources = self.connect(member)
-            page_s = sources.page_s()
-        except TransferError as error:
-            answer(error, 0.0)
-        except OSError as error:  # out of descriptors or memory: dial again later
-            answer(Unreachable(f"cannot dial {member.peer}: {error}"), 0.0)
-        else:
-            answer(sources, page_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """One remote rank that holds heads of ours."""
-
-    connection: Peer
-    layout: KVLayout  # ours
-    remote: KVLayout
-    pool_pages: PoolPages
-    heads: tuple[HeadRange | None, ...]  # of each region, as `plan_runs` takes them
-
-    def runs(self, pairs: Pages, groups: range | None) -> list[Run]:
-        """What is to be pulled from this rank."""
-        return plan_runs(
-            self.layout, pairs, self.pool_pages, groups, remote=self.remote, heads=self.heads
-        )
-
-
-class Sources:
-    """Connections to all remote ranks that hold heads of one local rank."""
-
-    def __init__(self, sources: Sequence[_Source]) -> None:
-        self._sources = tuple(sources)
-
-    def runs(self, pairs: Pages, groups: range | None = None) -> list[list[Run]]:
-        """What `pull` pulls: of each source its runs."""
-        return [each.runs(pairs, groups) for each in self._sources]
-
-    def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
-        """Begin to pull this rank's heads of pages, as one pull.
-
-        Args:
-            pairs: (local page, remote page), each local page once, but for page 0.
-            groups: layer groups of the target's region, None for all; see `plan_runs`.
-        """
-        pulls = [
-            source.connection.pull(runs)
-            for source, runs in zip(self._sources, self.runs(pairs, groups), strict=True)
-            if runs
-        ]
-        return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
-
-    def page_s(self) -> float:
-        """Measure the seconds in which this rank's share of one page arrives.
-
-        Overwrites page 0, which holds no KV.
-
-        Raises:
-            Unreachable: a pull failed; the connections are closed.
-        """
-        return fastest_pull_s(self, SINK, NUM_READS)
-
-    def small_pull_s(self) -> float:
-        """Measure the seconds of a pull of SMALL_BYTES from one source; errors as `page_s`."""
-        return fastest_pull_s(self._sources[0].connection, [Run(0, 0, 0, SMALL_BYTES)], NUM_SMALL)
-
-    def close(self) -> None:
-        """See Peer.close."""
-        for each in self._sources:
-            each.connection.close()
-
-
-class JoinedPull:
-    """Several pulls as one (see Pull): OK when all are. When one fails, the others are cancelled.
+class JoinedPull(Pull):
+    """Several pulls as one: OK when all are. When one fails, those that run are cancelled.
 
     FAILED only once none of them runs any more: until then they may write to our pages.
     """
 
-    def __init__(self, pulls: Sequence[Pull]) -> None:
-        self.num_bytes = sum(pull.num_bytes for pull in pulls)
+    def __init__(self, parts: Sequence[Pull]) -> None:
+        self.num_bytes = sum(part.num_bytes for part in parts)
         self.error: str | None = None
-        self._running = deque(pulls)
-        self._why: str | None = None  # the first failure's reason
+        self._running = deque(parts)
+        self._failure = ""  # the first one; it is the error once no part runs
 
     def poll(self) -> PullState:
-        """Poll those that run, in turn, for about POLL_BUDGET_S in all."""
+        """Poll those that run, one after another, for about POLL_BUDGET_S in all."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         for _ in range(len(self._running)):
-            pull = self._running.popleft()
-            state = pull.poll()
+            part = self._running.popleft()
+            state = part.poll()
             if state is PullState.RUNNING:
-                self._running.append(pull)
-            elif state is PullState.FAILED and self._why is None:
-                self._why = pull.error or "pull failed"
-                self.cancel()
+                self._running.append(part)
+            elif state is PullState.FAILED:
+                self._fail(part.error or "pull failed")
             if time.perf_counter() >= deadline:
                 break
         if self._running:
             return PullState.RUNNING
-        self.error = self._why
-        return PullState.OK if self.error is None else PullState.FAILED
+        self.error = self._failure or None
+        return PullState.FAILED if self._failure else PullState.OK
 
     def cancel(self) -> None:
-        """Cancel those that run."""
-        for pull in self._running:
-            pull.cancel()
+        if self._running:
+            self._fail("cancelled")
+
+    def _fail(self, why: str) -> None:
+        if not self._failure:
+            self._failure = why
+            for part in self._running:
+                part.cancel()
 
 
-def measured_rate(connection: Peer, runs: Sequence[Run]) -> float:
-    """Measure the bytes per second of pulls of `runs`, the best of NUM_READS.
-
-    Overwrites the local pages of `runs`, so they must hold no KV that is needed.
+def fastest_pull_s(begin: Callable[[], Pull], num_reads: int) -> float:
+    """Measure the least seconds of `num_reads` pulls that `begin` begins, one after another.
 
     Raises:
-        Unreachable: a pull failed; the connection is closed.
+        Unreachable: a pull failed.
     """
-    return sum(run.num_bytes for run in runs) / fastest_pull_s(connection, runs, NUM_READS)
-
-
-def fastest_pull_s(source: PullsFrom[_What], what: _What, num_reads: int) -> float:
-    """Measure the least seconds of `num_reads` pulls of `what`; errors as `measured_rate`."""
-    best = float("inf")
+    fastest_s = float("inf")
     for _ in range(num_reads):
         began_at = time.perf_counter()
-        pull = source.pull(what)
+        pull = begin()
         while (state := pull.poll()) is PullState.RUNNING:
             if time.perf_counter() - began_at > SPIN_S:
                 time.sleep(SPIN_S)
         if state is PullState.FAILED:
-            source.close()
             raise Unreachable(f"a first read failed: {pull.error}")
-        best = min(best, time.perf_counter() - began_at)
-    return best
+        fastest_s = min(fastest_s, time.perf_counter() - began_at)
+    return fastest_s
 
 
 def _endpoint(member: Member, rank: int) -> Endpoint:
     try:
-        return _decode_endpoint(member.endpoints[rank])
+        return msgspec.msgpack.decode(member.endpoints[rank], type=Endpoint)
     except msgspec.DecodeError as error:
         raise Incompatible(f"the endpoint of rank {rank} of {member.peer}: {error}") from error

@@ -1,0 +1,164 @@
+"""What the rows of a decode step read of the state, and what they leave in it.
+
+Row j of a verify window of W tokens is the token at position L + j, where L is the request's KV
+length: the last drawn token for j = 0, then its drafts. W = 1 is plain decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.ops.op import op
+
+
+@dataclass(slots=True, frozen=True)
+class RowColumns:
+    """Columns of the step state, [num_rows + 1, ...], contiguous. Row 0 is the sink."""
+
+    active: Tensor  # bool
+    seq_len: Tensor  # i64
+    last_token: Tensor  # i64
+    max_len: Tensor  # i64
+    page_table: Tensor  # i32 [num_rows + 1, max_pages]
+    # i64 [num_rows + 1, widest window - 1]: proposals for the positions behind last_token's, of the
+    # next step; -1 = none, which no draw equals
+    drafts: Tensor
+
+    def of_rows(self) -> tuple[Tensor, ...]:
+        """What steps change."""
+        return self.active, self.seq_len, self.last_token, self.drafts
+
+
+@dataclass(slots=True, frozen=True)
+class StepRows:
+    """What a decode step reads of its n rows; an inactive row reads as row 0, the sink."""
+
+    live: Tensor  # [n] i64
+    valid: Tensor  # [n] bool; active
+    positions: Tensor  # [n * width] i64; of the input tokens
+    next_positions: Tensor  # [n * width] i64; of the tokens to be drawn
+    input_ids: Tensor  # [n * width] i64
+    seq_lens: Tensor  # [n] i32; KV length with the whole window
+    slots: Tensor  # [n * width] i64; where the tokens' KV goes
+    table: Tensor  # [n, num_pages] i32
+
+
+def read_rows_ref(
+    rows: Tensor, columns: RowColumns, page_size: int, num_pages: int, width: int = 1
+) -> StepRows:
+    """Read windows of `width` tokens of `rows` [n] i64, with at most `num_pages` pages of each.
+
+    Where there is no draft the window has token 0. A window may pass its row's max_len: the slots
+    are the row's own, and positions stay below it, as the model has no others. Inactive rows write
+    to the sink.
+    """
+    live = rows * columns.active[rows]
+    positions = columns.seq_len[live][:, None] + torch.arange(width, device=rows.device)
+    table = columns.page_table[live, :num_pages]
+    page = table.gather(1, (positions // page_size).clamp(max=num_pages - 1)).to(torch.int64)
+    is_live, last = (live > 0)[:, None], columns.max_len[live][:, None] - 1
+    drafts = columns.drafts[live, : width - 1].clamp(min=0)
+    return StepRows(
+        live,
+        columns.active[live],
+        torch.where(is_live, torch.minimum(positions, last), positions).view(-1),
+        positions.view(-1) + 1,
+        torch.cat((columns.last_token[live][:, None], drafts), 1).view(-1),
+        (positions[:, -1] + 1).to(torch.int32),
+        torch.where(is_live, page * page_size + positions % page_size, 0).view(-1),
+        table,
+    )
+
+
+read_rows = op(read_rows_ref)
+
+
+# Of a row's result, behind its draws: how many of them count, whether the row has ended.
+NUM_COUNTS = 2
+
+
+def accept_rows_ref(
+    rows: Tensor,
+    position: Tensor,
+    valid: Tensor,
+    draws: Tensor,
+    stop_ids: Tensor,
+    min_len: Tensor,
+    columns: RowColumns,
+    num_accepted: Tensor | None = None,
+) -> Tensor:
+    """Advance each valid row by the draws that it keeps; a stop id or the maximum length ends it.
+
+    A row keeps its first draw, and each further one whose window row had the right token before it:
+    draft j is accepted iff draw j equals it. Draws behind the first that ends the row do not count.
+    The drafts are consumed: they are -1 afterwards.
+
+    Args:
+        rows: [n] i64, distinct where valid.
+        position: [n * width] i64, of each draw.
+        valid: [n] bool.
+        draws: [n * width] i64.
+        stop_ids: [n * width, num] i64, -1 = unused. Of this and the next two, lines of one window
+            are equal.
+        min_len: [n * width] i64; no stop id counts below it.
+        columns: changed.
+        num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever they are.
+            None: as they are.
+
+    Returns:
+        [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;
+        whether the row has ended; the drafts that were verified.
+    """
+    n = len(rows)
+    width = len(draws) // n
+    first, draws = position[::width], draws.view(n, width)
+    stop_ids, min_len = stop_ids[::width], min_len[::width]
+    drafts = columns.drafts[rows, : width - 1]
+    place = torch.arange(width, device=draws.device)
+    at = first[:, None] + place
+    stop = (stop_ids[:, None] == draws[:, :, None]).any(-1) & (at >= min_len[:, None])
+    last = stop | (at + 1 >= columns.max_len[rows][:, None])
+    right = draws[:, :-1] == drafts
+    if num_accepted is not None:
+        right = place[: width - 1] < num_accepted[::width, None]
+    goes_on = torch.ones(n, width, dtype=torch.bool, device=draws.device)
+    goes_on[:, 1:] = right & ~last[:, :-1]
+    num = goes_on.long().cumprod(1).sum(1)
+    finished = last.gather(1, num[:, None] - 1)[:, 0]
+    token = draws.gather(1, num[:, None] - 1)[:, 0]
+    columns.seq_len[rows] = torch.where(valid, first + num - 1, columns.seq_len[rows])
+    columns.last_token[rows] = torch.where(valid, token, columns.last_token[rows])
+    columns.active[rows] = valid & ~finished
+    columns.drafts[rows] = -1
+    counts = torch.stack((num * valid, finished.long()), dim=-1)
+    return torch.cat((draws, counts, drafts), dim=-1)
+
+
+accept_rows = op(accept_rows_ref)
+
+
+Ints = tuple[Tensor, Tensor, Tensor, Tensor]  # each [num_rows] i64
+
+
+Floats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # each [num_rows] f32
+
+
+Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
+
+
+def gather_rows_ref(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
+    """Each column and the table at `rows`.
+
+    rows: [n] i64; table: [num_rows, width] i64; all tensors contiguous.
+    """
+    return (
+        tuple(column[rows] for column in ints),
+        tuple(column[rows] for column in floats),
+        table[rows],
+    )
+
+
+gather_rows = op(gather_rows_ref)
