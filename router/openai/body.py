@@ -17,13 +17,7 @@ from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usag
 
 
 class Body:
-    """What one answer says, in the form of its endpoint.
-
-    Args:
-        prepared: the request.
-        unique_id: of the request.
-        reqs: gets its choices as they are submitted.
-    """
+    """What one answer says, in the form of its endpoint; `reqs` gets its choices meanwhile."""
 
     def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared

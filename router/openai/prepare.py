@@ -47,12 +47,7 @@ class _Job:
 
 
 class Preparer:
-    """Turns bodies into prepared requests.
-
-    Args:
-        served: tokenizer, limits and configuration.
-        validator: of grammars.
-    """
+    """Turns bodies into prepared requests."""
 
     def __init__(self, served: Served, validator: Validator) -> None:
         self._served = served

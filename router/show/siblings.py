@@ -24,12 +24,7 @@ HELP = "# HELP "
 
 
 class Siblings:
-    """What one router knows of them.
-
-    Args:
-        members: the controller's list.
-        member: this router; its address is that of the shared port.
-    """
+    """What one router, `member`, knows of them; its address is that of the shared port."""
 
     def __init__(self, members: Members, member: Member) -> None:
         self._members = members
