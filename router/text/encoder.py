@@ -46,49 +46,50 @@ class Encoder:
         begins: Iterable[str],
         max_bytes: int,
     ) -> None:
-        self._encode = encode
-        self._cuts = _cuts(tokenizer, described, set(begins)) if max_bytes else None
+        self.backend = encode
+        self._cuts = cut_pattern(tokenizer, described, set(begins)) if max_bytes else None
         self._adds = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._pieces: OrderedDict[str, array[int]] = OrderedDict()
-        self._num_bytes = 0
+        self.pieces: OrderedDict[str, array[int]] = OrderedDict()
+        self.num_bytes = 0
         self.num_chars = self.num_known = 0  # of texts that were cut; of those in known pieces
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
         if self._cuts is None or len(text) < MIN_CHARS or (add_special_tokens and self._adds):
-            return tuple(self._encode(text, add_special_tokens))
+            return tuple(self.backend(text, add_special_tokens))
         ids = array("I")
-        for piece in _pieces(text, self._cuts):
+        for piece in cut_up(text, self._cuts):
             ids.extend(self._ids_of(piece))
         return tuple(ids)
 
     def _ids_of(self, piece: str) -> array[int]:
         with self._lock:
-            ids = self._pieces.get(piece)
+            ids = self.pieces.get(piece)
             self.num_chars += len(piece)
             if ids is not None:
-                self._pieces.move_to_end(piece)
+                self.pieces.move_to_end(piece)
                 self.num_known += len(piece)
                 return ids
-        ids = array("I", self._encode(piece, False))
-        if _size(piece, ids) > self._max_bytes // LARGEST_SHARE:
+        ids = array("I", self.backend(piece, False))
+        if size_of(piece, ids) > self._max_bytes // LARGEST_SHARE:
             return ids
         with self._lock:
-            if piece not in self._pieces:
-                self._num_bytes += _size(piece, ids)
-            self._pieces[piece] = ids
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _size(*self._pieces.popitem(last=False))
+            if piece not in self.pieces:
+                self.num_bytes += size_of(piece, ids)
+            self.pieces[piece] = ids
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= size_of(*self.pieces.popitem(last=False))
         return ids
 
 
-def _size(piece: str, ids: array[int]) -> int:
+def size_of(piece: str, ids: array[int]) -> int:
+    """Bytes of memory that a kept piece takes, about."""
     return sys.getsizeof(piece) + ids.itemsize * len(ids) + ENTRY_BYTES
 
 
-def _pieces(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
+def cut_up(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
     """`text` in pieces that begin where `cuts` match; which depends on nothing behind a piece."""
     begin = 0
     for match in cuts.finditer(text):
@@ -98,7 +99,7 @@ def _pieces(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
     yield text[begin:]
 
 
-def _cuts(
+def cut_pattern(
     tokenizer: Tokenizer, described: Mapping[str, Any], begins: set[str]
 ) -> re.Pattern[str] | None:
     """Matches added tokens before which any text may be cut; None: there are none.

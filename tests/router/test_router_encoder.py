@@ -58,7 +58,7 @@ def cuts(*tokens: AddedToken, **described: Any) -> set[str]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.add_special_tokens([token for token in tokens if token.special])
     tokenizer.add_tokens([token for token in tokens if not token.special])
-    pattern = encoder._cuts(tokenizer, described, {token.content for token in tokens})
+    pattern = encoder.cut_pattern(tokenizer, described, {token.content for token in tokens})
     return {t.content for t in tokens if pattern is not None and pattern.fullmatch(t.content)}
 
 
@@ -115,8 +115,8 @@ def test_where_a_piece_ends_depends_on_nothing_behind_it(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "PIECE_CHARS", SIZES[1])
-        first = list(encoder._pieces(text_of(lengths), pattern))
-        whole = list(encoder._pieces(text_of(lengths + more), pattern))
+        first = list(encoder.cut_up(text_of(lengths), pattern))
+        whole = list(encoder.cut_up(text_of(lengths + more), pattern))
     assert "".join(whole) == text_of(lengths + more)
     assert whole[: len(first) - 1] == first[:-1]
     assert all(SIZES[1] <= len(piece) <= SIZES[1] + 902 for piece in first[:-1])
@@ -153,14 +153,14 @@ def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:
         known.encode(often if i % 20 == 0 else f"{START}mat {i}", add_special_tokens=False)
         if i == 1999:
             assert known.num_known == 99 * len(often), "it was never pushed out"
-        assert known._num_bytes <= 40_000
-        assert known._num_bytes == sum(encoder._size(*each) for each in known._pieces.items())
-    assert often in known._pieces
-    assert f"{START}mat 0" not in known._pieces
-    assert len(known._pieces) > 50
-    num = len(known._pieces)
+        assert known.num_bytes <= 40_000
+        assert known.num_bytes == sum(encoder.size_of(*each) for each in known.pieces.items())
+    assert often in known.pieces
+    assert f"{START}mat 0" not in known.pieces
+    assert len(known.pieces) > 50
+    num = len(known.pieces)
     assert known.encode(START + "x" * 9_000, add_special_tokens=False)
-    assert len(known._pieces) == num, "a large one pushes none out"
+    assert len(known.pieces) == num, "a large one pushes none out"
 
 
 def test_without_bytes_nothing_is_kept() -> None:
@@ -170,7 +170,7 @@ def test_without_bytes_nothing_is_kept() -> None:
     text = START + "the cat" + START
     wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     assert known.encode(text, add_special_tokens=False) == wanted
-    assert not known._pieces
+    assert not known.pieces
     assert not known.num_chars
 
 
@@ -183,4 +183,4 @@ def test_many_threads_may_ask() -> None:
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda text: known.encode(text, add_special_tokens=False), asked))
     assert found == [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in asked]
-    assert known._num_bytes == sum(encoder._size(*each) for each in known._pieces.items())
+    assert known.num_bytes == sum(encoder.size_of(*each) for each in known.pieces.items())

@@ -97,12 +97,12 @@ def test_a_probe_that_tokenizers_refuses_is_no_failed_start(
 def test_without_the_package_tokenizers_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
     text = Text(TINY)
-    assert not isinstance(text.encoder._encode, FastFirst)
+    assert not isinstance(text.encoder.backend, FastFirst)
     assert text.encode("Tom has 3 apples.", add_special_tokens=False)
     with pytest.raises(UserError, match="fastokens cannot encode"):
         Text(TINY, backend="fastokens")
 
 
 def test_it_may_be_turned_off() -> None:
-    assert isinstance(Text(TINY, backend="fastokens").encoder._encode, FastFirst)
-    assert not isinstance(Text(TINY, backend="huggingface").encoder._encode, FastFirst)
+    assert isinstance(Text(TINY, backend="fastokens").encoder.backend, FastFirst)
+    assert not isinstance(Text(TINY, backend="huggingface").encoder.backend, FastFirst)
