@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
@@ -20,11 +19,7 @@ from worker.run.flight import Flight, Step
 from worker.run.groups import LayerGroups
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
-from worker.schedule.req import PrefillReq
 from worker.transfer.outbound import Outbound, OutboundContext
-
-if TYPE_CHECKING:
-    from worker.observe.spans import Trace
 
 
 class PrefillLoop:
@@ -69,15 +64,13 @@ class PrefillLoop:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
 
     def num_peers(self) -> int:
-        """0: prefill workers pull from nobody."""
-        return 0
+        return 0  # prefill workers pull from nobody
 
     def measured_paths(self) -> list[PullPath]:
-        """None, for the same reason."""
         return []
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close beyond the engine."""
+        pass
 
     def turn(self, events: list[Incoming]) -> float:
         now, flight = time.monotonic(), self.flight
@@ -118,7 +111,9 @@ class PrefillLoop:
         self._outbound.announce_settled(computed, time.monotonic())
         for req, chunk in chunks:
             if req.trace is not None and not req.dropped:
-                _trace_chunk(req, req.trace, len(chunk.tokens), self._engine.meter.took_s)
+                ended_at = req.started_at + req.prefill_s  # for decode: when it was announced
+                began_at, size = ended_at - self._engine.meter.took_s, len(chunk.tokens)
+                req.trace.add("prefill_chunk", began_at, ended_at, {"kvlane.prompt_tokens": size})
         self.scheduler.commit(computed)
 
     def _announce_rest(self, step: Step) -> None:
@@ -172,12 +167,6 @@ class PrefillLoop:
             num_steps=self._engine.meter.num_steps,
             has_work=bool(self.scheduler.waiting) or self.flight.busy,
         )
-
-
-def _trace_chunk(req: PrefillReq, trace: Trace, num_tokens: int, took_s: float) -> None:
-    """A chunk of `req` that has been announced, which is when it ended for decode."""
-    ended_at = req.started_at + req.prefill_s
-    trace.add("prefill_chunk", ended_at - took_s, ended_at, {"kvlane.prompt_tokens": num_tokens})
 
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:

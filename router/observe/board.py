@@ -5,6 +5,7 @@ Routers know all workers, and each its own requests. Times are durations: hosts 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Literal
@@ -181,32 +182,30 @@ def together(spreads: Sequence[Spread]) -> Spread:
 
 def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
     """Quantiles of all routers together, but for those with other buckets (another version)."""
-    found: dict[str, Latency] = {}
+    quantiles: dict[str, Latency] = {}
     for name, first in parts[0].latencies.items():
         spreads = [part.latencies[name] for part in parts if name in part.latencies]
         whole = together([spread for spread in spreads if spread.bounds == first.bounds])
-        found[name] = Latency(
-            whole.quantile(0.5), whole.quantile(0.9), whole.quantile(0.99), whole.total
-        )
-    return found
+        p50, p90, p99 = map(whole.quantile, (0.5, 0.9, 0.99))
+        quantiles[name] = Latency(p50, p90, p99, whole.total)
+    return quantiles
 
 
 def outcomes(parts: Sequence[Part]) -> dict[str, int]:
     """How often which; the most frequent first."""
-    found: dict[str, int] = {}
+    counts = Counter[str]()
     for part in parts:
-        for outcome, count in part.outcomes.items():
-            found[outcome] = found.get(outcome, 0) + count
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+        counts.update(part.outcomes)
+    return dict(counts.most_common())
 
 
 def rates(parts: Sequence[Part]) -> Rates:
     """Of all routers together."""
-    return Rates(
-        round(sum(part.rates.requests for part in parts), 3),
-        round(sum(part.rates.prompt_tokens for part in parts), 1),
-        round(sum(part.rates.output_tokens for part in parts), 1),
-    )
+
+    def total(name: str, digits: int) -> float:
+        return round(sum(getattr(part.rates, name) for part in parts), digits)
+
+    return Rates(total("requests", 3), total("prompt_tokens", 1), total("output_tokens", 1))
 
 
 def history(parts: Sequence[Part]) -> History:

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from router.observe.exposition import text
 from router.observe.spent import Spent
 from router.observe.tally import Tallies
-from router.observe.vllm import Live, Shared, VllmMetrics
+from router.observe.vllm import Live, VllmMetrics
 from router.text.encoder import Encoder
 from worker.api import PeerId, Role, Stages
 from worker.observe.metrics import Families, counter, gauge, histogram, reading
@@ -144,11 +144,7 @@ class RouterMetrics(Families):
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
         self._vllm: VllmMetrics | None = None
         if vllm:
-            shared = Shared(
-                self.first_tokens, (self.itl,), (self.e2e,),
-                (self.prompt_length,), (self.output_length,), self.cached_tokens,
-            )  # fmt: skip
-            self._vllm = VllmMetrics(model, worker, shared, E2E_BUCKETS, ITL_BUCKETS)
+            self._vllm = VllmMetrics(self)
             self.registry.register(self._vllm)
 
     def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:

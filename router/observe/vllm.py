@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Metric
+from prometheus_client import Metric
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from router.observe.spent import Spent
 from router.observe.tally import Tally
 from worker.api import Role, WorkerStats
+from worker.observe.metrics import Families
 
 PREFIX = "vllm:"
 LABELS = ("model_name", "engine")
@@ -55,17 +57,6 @@ class Live:
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
-class Shared(NamedTuple):
-    """What `router.observe.metrics` counts; the tallies of one family have the same buckets."""
-
-    ttft: Sequence[Tally]
-    itl: Sequence[Tally]
-    e2e: Sequence[Tally]
-    prompt: Sequence[Tally]
-    generation: Sequence[Tally]
-    cached_tokens: Counter
-
-
 class Times(NamedTuple):
     """A choice's time in vLLM's stages, in seconds; together all of it until the last token."""
 
@@ -88,29 +79,19 @@ class VllmMetrics(Collector):
     """The group of one router.
 
     Args:
-        model: the served name.
-        worker: the router's name, which ends with its number.
-        shared: counts.
-        e2e_buckets: of the stages of requests.
-        itl_buckets: of a request's mean time per token.
+        ours: the router's own families, whose counts are shared.
     """
 
-    def __init__(
-        self,
-        model: str,
-        worker: str,
-        shared: Shared,
-        e2e_buckets: Sequence[float],
-        itl_buckets: Sequence[float],
-    ) -> None:
+    def __init__(self, ours: Families) -> None:
         self.live = Live()
-        self._model, self._router = model, worker
-        self._engine = (model, worker.rpartition("-")[2])
-        self._shared = shared
+        self._model, self._router = ours.bound["model"], ours.bound["worker"]
+        self._engine = self._model, self._router.rpartition("-")[2]
+        self._ours: Any = ours
+        bounds = ours.table()["e2e"].buckets
         self._queue, self._prefill, self._decode, self._inference = (
-            Tally(e2e_buckets) for _ in range(4)
+            Tally(bounds) for _ in range(4)
         )
-        self._per_token = Tally(itl_buckets)
+        self._per_token = Tally(ours.table()["itl"].buckets)
         self._ended = dict.fromkeys(REASONS, 0)
 
     def ended(self, outcome: str) -> None:
@@ -137,40 +118,42 @@ class VllmMetrics(Collector):
     def _gauges(self) -> Iterator[Metric]:
         at_workers, decoding = self.live.running(), len(self.live.outputs())
         queued, unstarted, stats = self.live.waiting(), at_workers - decoding, self.live.decodes()
-        num_pages = sum(each.num_pages for each in stats)
-        free = sum(each.num_free_pages for each in stats)
+        num_pages = sum(worker.num_pages for worker in stats)
+        free = sum(worker.num_free_pages for worker in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
-        engine = self._model, ENGINE
-        for name, text, value in (
-            ("num_requests_running", "Choices that have had their first token", decoding),
-            ("num_requests_waiting", "Choices without a token, queued or at workers",
-             queued + unstarted),
-            ("num_requests_swapped", "Always 0, as nothing is swapped", 0),
-            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", used),
-            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", used),
-            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", 0),
+        page_size = str(max((worker.page_size for worker in stats), default=0))
+        config = {(page_size, str(num_pages)): 1} if stats else {}
+        reasons = {("capacity",): queued, ("deferred",): unstarted}
+        for name, text, labels, values in (
+            ("num_requests_running", "Choices that have had their first token", (),
+             {(): decoding}),
+            ("num_requests_waiting", "Choices without a token, queued or at workers", (),
+             {(): queued + unstarted}),
+            ("num_requests_swapped", "Always 0, as nothing is swapped", (), {(): 0}),
+            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", (),
+             {(): used}),
+            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", (), {(): used}),
+            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", (), {(): 0}),
+            ("num_requests_waiting_by_reason", "Choices without a token, by reason", ("reason",),
+             reasons),
+            ("cache_config_info", "KV pages of the decode workers",
+             ("block_size", "num_gpu_blocks"), config),
+            ("lora_requests_info", "There are no adapters",
+             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"), {("0", "", ""): 0}),
         ):  # fmt: skip
-            yield _gauge(name, text, {engine: value})
-        name, text = "num_requests_waiting_by_reason", "Choices without a token, by reason"
-        reasons = {(*engine, "capacity"): queued, (*engine, "deferred"): unstarted}
-        yield _gauge(name, text, reasons, "reason")
-        page_size = str(max((each.page_size for each in stats), default=0))
-        pages = {(*engine, page_size, str(num_pages)): 1} if stats else {}
-        name, text = "cache_config_info", "KV pages of the decode workers"
-        yield _gauge(name, text, pages, "block_size", "num_gpu_blocks")
-        name, adapters = "lora_requests_info", {(*engine, "0", "", ""): 0}
-        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
-        yield _gauge(name, "There are no adapters", adapters, *labels)
+            figures = {(self._model, ENGINE, *more): value for more, value in values.items()}
+            yield _gauge(name, text, figures, *labels)
 
     def _counters(self) -> Iterator[Metric]:
-        shared, live = self._shared, self.live
-        prompt, generation = (_together(each)[1] for each in (shared.prompt, shared.generation))
-        families = shared.cached_tokens.collect()
-        cached = sum(sample.value for family in families for sample in family.samples)
+        ours, live = self._ours, self.live
+        (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
+        cached = sum(
+            each.value for family in ours.cached_tokens.collect() for each in family.samples
+        )
         arrived = sum(self._ended.values()) + live.running() + live.waiting()
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
-            ("generation_tokens", "Output tokens", generation + sum(live.outputs())),
+            ("generation_tokens", "Output tokens", output + sum(live.outputs())),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix tree", cached),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix tree", prompt),
             ("prefix_cache_hits", "Prompt tokens found in the prefix tree", cached),
@@ -200,23 +183,23 @@ class VllmMetrics(Collector):
         yield _counter(name, text, places, "position")
 
     def _histograms(self) -> Iterator[Metric]:
-        shared = self._shared
+        ours = self._ours
         for name, text, tallies in (
-            ("time_to_first_token_seconds", "From arrival to the first token", shared.ttft),
-            ("inter_token_latency_seconds", "Between two tokens", shared.itl),
+            ("time_to_first_token_seconds", "From arrival to the first token", ours.first_tokens),
+            ("inter_token_latency_seconds", "Between two tokens", [ours.itl]),
             ("time_per_output_token_seconds", "The former name of inter_token_latency_seconds",
-             shared.itl),
+             [ours.itl]),
             ("request_time_per_output_token_seconds", "Mean time per output token of one choice",
              [self._per_token]),
-            ("e2e_request_latency_seconds", "From arrival to the end", shared.e2e),
+            ("e2e_request_latency_seconds", "From arrival to the end", [ours.e2e]),
             ("request_queue_time_seconds", "Time in queues of router and workers", [self._queue]),
             ("request_prefill_time_seconds", "Prefill, transfer and first step", [self._prefill]),
             ("request_decode_time_seconds", "From the first token to the last", [self._decode]),
             ("request_inference_time_seconds", "Prefill and decode together", [self._inference]),
-            ("request_prompt_tokens", "Prompt tokens of one choice", shared.prompt),
-            ("request_generation_tokens", "Output tokens of one choice", shared.generation),
+            ("request_prompt_tokens", "Prompt tokens of one choice", [ours.prompt_length]),
+            ("request_generation_tokens", "Output tokens of one choice", [ours.output_length]),
             ("request_max_num_generation_tokens", "Output tokens, as each choice is a request",
-             shared.generation),
+             [ours.output_length]),
         ):  # fmt: skip
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric(self._engine, *_together(tallies))
@@ -261,35 +244,25 @@ DRAFTS: tuple[tuple[Callable[..., Metric], str, str, Callable[[WorkerStats], flo
 def merged_samples(head: str, samples: Sequence[str]) -> str:
     """The samples of a family on one page, from those on each router's; the first is our own."""
     about, kind = head.split("\n")[:2]
-    name = about.split(" ")[2].removeprefix(PREFIX)
-    if f" {PREFIX}{OF_DRAFTS}" in about:  # twice if one has just taken over from another
-        return "".join(_latest("".join(samples).splitlines(True)))
-    if f" {PREFIX}" not in about or not kind.endswith(" gauge"):
+    name, is_draft = about.split(" ")[2].removeprefix(PREFIX), f" {PREFIX}{OF_DRAFTS}" in about
+    if f" {PREFIX}" not in about or not (is_draft or kind.endswith(" gauge")):
         return "".join(samples)
     if name in OF_WORKERS:
         return samples[0]
-    total: dict[str, float] = {}
+    values: dict[str, list[float]] = {}
     for line in "".join(samples).splitlines():
         series, _, value = line.rpartition(" ")
-        total[series] = total.get(series, 0.0) + float(value)
-    return "".join(f"{series} {value}\n" for series, value in total.items())
-
-
-def _latest(lines: Sequence[str]) -> Iterator[str]:
-    """One line a series, the one with most: counts of one worker, of which some are older."""
-    found: dict[str, str] = {}
-    for line in lines:
-        series, _, value = line.rpartition(" ")
-        if series not in found or float(value) > float(found[series].rpartition(" ")[2]):
-            found[series] = line
-    yield from found.values()
+        values.setdefault(series, []).append(float(value))
+    # Drafts are there twice if one router has just taken over from another: the older counts less.
+    total = max if is_draft else sum
+    return "".join(f"{each} {floatToGoString(total(values[each]))}\n" for each in values)
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
     """The buckets and the sum of series with the same bounds."""
-    found = [tally.sample() for tally in tallies]
+    samples = [tally.sample() for tally in tallies]
     buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(each[1] for each in same))
-        for same in zip(*(each[0] for each in found), strict=True)
+        (same[0][0], sum(bucket[1] for bucket in same))
+        for same in zip(*(buckets for buckets, _ in samples), strict=True)
     ]
-    return buckets, sum((each[1] for each in found), 0.0)
+    return buckets, sum((total for _, total in samples), 0.0)

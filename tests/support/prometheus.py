@@ -90,8 +90,8 @@ class Prometheus:
 
     def range(self, query: str, start: float, end: float, step_s: float) -> list[Series]:
         """What a graph of the query would show."""
-        data = self.ask("query_range", query=query, start=start, end=end, step=step_s)
-        return [_series(each) for each in data["result"]]
+        answer = self.ask("query_range", query=query, start=start, end=end, step=step_s)
+        return [_series(each) for each in answer["result"]]
 
     def values(self, label: str, matcher: str) -> list[str]:
         """Values of a label, as a variable of Grafana asks for them."""
@@ -100,10 +100,10 @@ class Prometheus:
     def exemplars(self, query: str) -> set[tuple[str, str]]:
         """(trace, bucket) of each exemplar of the last minutes."""
         now = time.time()
-        data = self.ask("query_exemplars", query=query, start=now - 600, end=now + 600)
+        answer = self.ask("query_exemplars", query=query, start=now - 600, end=now + 600)
         return {
             (exemplar["labels"]["trace_id"], series["seriesLabels"]["le"])
-            for series in data
+            for series in answer
             for exemplar in series["exemplars"]
         }
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import worker.observe.export
@@ -81,59 +82,43 @@ def test_another_attempt_says_why(made: Made) -> None:
     assert dict(third.attributes or {}) == {"kvlane.attempt": 3}
 
 
+def announced(now: float, prefill_s: float, peer: str) -> tuple[str, float, float, str, str]:
+    return "announced", now, prefill_s, peer, "shm/shm"
+
+
+PULLED = [("enter", "prefill", 1.5), announced(4.0, 2.0, "p1"), ("landed", 5.0), ("row", 7.0)]
+FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
+
+
 @pytest.mark.parametrize(
-    ("steps", "expected"),
+    ("steps", "at", "expected"),
     [
-        (  # drawn by the prefill worker: all else comes later
-            [("prefill", 1.5), ("pull", 4.0, 2.0), ("token", 4.5)], (1.5, 2.0, 0, 0, 0)
+        (PULLED[:2], 4.5, Stages(1.5, 2.0, 0, 0, 0, "p1")),  # drawn there: all else comes later
+        (PULLED, 7.5, Stages(1.0, 2.0, 1.0, 2.0, 0.5, "p1")),
+        (FAILED + PULLED, 7.5, Stages(1.0, 2.0, 1.0, 2.0, 0.5, "p1")),
+        (  # nothing but the time changes after the first row
+            [*PULLED, ("enter", "preempted", 7.5), announced(8.0, 9.0, "p2"), ("landed", 8.0),
+             ("row", 8.0)], 9.0, Stages(1.0, 2.0, 1.0, 2.0, 2.0, "p1"),
         ),
         (
-            [("prefill", 1.5), ("pull", 4.0, 2.0), ("decode_queue", 5.0), ("row", 7.0),
-             ("token", 7.5)], (1.0, 2.0, 1.0, 2.0, 0.5),
+            [*FAILED, ("prefilled_here", 2.0, "me", "fallback", 0), ("row", 3.0)], 4.0,
+            Stages(2.0, 1.0, 0, 0, 0, "me"),
         ),
-        (  # the second attempt counts, and what comes after the first row does not
-            [("prefill", 1.5), ("pull", 2.0, 9.0), ("prefill", 2.5), ("pull", 4.0, 2.0),
-             ("decode_queue", 5.0), ("row", 7.0), ("preempted", 7.5), ("prefill", 7.5),
-             ("pull", 8.0, 9.0), ("decode_queue", 8.0), ("row", 8.0), ("token", 9.0)],
-            (1.0, 2.0, 1.0, 2.0, 2.0),
-        ),
-        (  # prefilled here after an attempt that failed
-            [("prefill", 1.5), ("pull", 1.7, 9.0), ("here", 2.0), ("row", 3.0), ("token", 4.0)],
-            (2.0, 1.0, 0, 0, 0),
-        ),
-        ([("decode_queue", 1.5), ("row", 2.0), ("token", 4.0)], (0.5, 0, 0, 0.5, 2.0)),
+        ([("landed", 1.5), ("row", 2.0)], 4.0, Stages(0.5, 0, 0, 0.5, 2.0, "")),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("carried", ["", PARENT])
 def test_stages_add_up_to_the_time_of_the_first_token(
-    made: Made,
-    steps: list[tuple[Any, ...]],
-    expected: tuple[float, float, float, float, float],
-    is_traced: bool,
+    made: Made, steps: list[tuple[Any, ...]], at: float, expected: Stages, carried: str
 ) -> None:
-    timeline = Timeline(1.0, made.tracer, PARENT if is_traced else "")
-    has_row, worker = False, ""
-    for number, (step, now, *prefill_s) in enumerate(steps):
-        if step == "token":
-            stages = timeline.token(now, in_row=has_row)
-            assert stages == Stages(*expected, worker)
-            assert sum(expected) == now - 1.0
-            assert timeline.token(now + 1, in_row=has_row) is None
-        elif step == "pull":
-            timeline.announced(now, prefill_s[0], worker, "shm/shm")
-        elif step == "row":
-            has_row = True
-            timeline.row(now)
-        elif step == "decode_queue":
-            timeline.landed(now)
-        elif step == "here":
-            worker = "me"
-            timeline.prefilled_here(now, worker, "local", 0)
-        else:
-            timeline.enter(step, now)
-            worker = worker if has_row or step != "prefill" else f"prefill-{number}"
+    timeline = Timeline(1.0, made.tracer, carried)
+    for method, *arguments in steps:
+        getattr(timeline, method)(*arguments)
+    assert timeline.token(at, in_row=steps[-1][0] == "row") == expected
+    assert sum(msgspec.structs.astuple(expected)[:5]) == at - 1.0
+    assert timeline.token(at + 1, in_row=True) is None
     timeline.end(10.0, 2)
-    assert bool(made.raw()) == is_traced
+    assert bool(made.raw()) == bool(carried)
 
 
 def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
@@ -169,12 +154,10 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     for cause in ("abort", "worker_lost"):
         timeline = Timeline(0.0, made.tracer, PARENT)
         timeline.prefilled_here(1.0, "decode-0", "local", 0)
+        timeline.row(1.5)  # for its chunks
         timeline.end(2.0, 0, Error(cause, "why"))
-    aborted, lost = made.raw()[:2], made.raw()[2:]
-    assert [(each.attributes or {})["error.type"] for each in aborted] == ["abort"] * 2
-    assert all(each.status.is_ok for each in aborted)
-    assert [(each.attributes or {})["error.type"] for each in lost] == ["worker_lost"] * 2
-    assert not any(each.status.is_ok for each in lost)
+    causes = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]
+    assert causes == [("abort", True)] * 2 + [("worker_lost", False)] * 2
 
 
 def test_a_wait_before_the_first_stage_is_part_of_it(made: Made) -> None:
@@ -253,7 +236,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
 ) -> None:
     """It is asked, and never answers: whoever waited for it would wait for ever."""
     monkeypatch.setenv(DELAY, "1")
-    asked, heard = threading.Event(), list[socket.socket]()
+    asked, heard, before = threading.Event(), list[socket.socket](), set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         def hear() -> None:
@@ -272,6 +255,8 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         tracer.close()
         heard[0].close()
     assert "the last spans could not be sent" in caplog.text
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANG_S)  # or it complains in the middle of another test
 
 
 def test_a_dead_collector_is_one_line(

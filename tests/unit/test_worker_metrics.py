@@ -1,10 +1,14 @@
-"""What a worker counts of its steps, and that what it will count is there from the start."""
+"""What a worker counts of its steps, from the start; and the port at which it is asked."""
 
 from __future__ import annotations
+
+import socket
+import urllib.request
 
 import pytest
 
 from worker.api import FinishReason
+from worker.errors import UserError
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import OUTCOMES, WorkerMetrics
 from worker.plan import Chunk, Plan
@@ -118,3 +122,17 @@ def test_tokens_of_a_row_follow_what_steps_yield(meter: StepMeter) -> None:
     for _ in range(100):  # narrowed: nothing is gained any more
         meter.verified(1, [1, 1], [(), ()])
     assert meter.windows.tokens_per_row == pytest.approx(1, abs=0.01)
+
+
+def test_a_port_that_is_named_is_served_and_one_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = WorkerMetrics(**BOUND), WorkerMetrics(**BOUND | {"worker": "decode-1"})
+    try:
+        assert first.serve("127.0.0.1", port) == f"127.0.0.1:{port}"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            assert b"kvlane_requests_waiting" in response.read()
+        with pytest.raises(UserError, match=rf"cluster\.worker_metrics_port: 127.0.0.1:{port}: "):
+            second.serve("127.0.0.1", port)
+    finally:
+        first.close()

@@ -73,7 +73,7 @@ def _url(endpoint: str) -> str | None:
 class _Complaints(logging.Handler):
     """Passes the SDK's complaints on to our log, without stack traces.
 
-    One every TELL_S of each logger; all that export spans count as one.
+    One every TELL_S of a logger; all loggers that export spans count as one.
     """
 
     def __init__(self) -> None:
@@ -81,16 +81,16 @@ class _Complaints(logging.Handler):
         self._next_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        what = "spans may be lost" if record.name.startswith(EXPORTING) else record.name
+        subject = "spans may be lost" if record.name.startswith(EXPORTING) else record.name
         now = time.monotonic()
-        if now >= self._next_at.get(what, 0.0):
-            self._next_at[what] = now + TELL_S
-            log.warning("%s: %s", what, " ".join(record.getMessage().split()))
+        if now >= self._next_at.get(subject, 0.0):
+            self._next_at[subject] = now + TELL_S
+            log.warning("%s: %s", subject, " ".join(record.getMessage().split()))
 
 
 def _quiet_sdk() -> None:
     """Else a collector that is down is a line or a stack trace for every batch."""
     sdk = logging.getLogger("opentelemetry")
-    if not any(isinstance(each, _Complaints) for each in sdk.handlers):
+    if not any(isinstance(handler, _Complaints) for handler in sdk.handlers):
         sdk.addHandler(_Complaints())
         sdk.propagate = False

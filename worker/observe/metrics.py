@@ -94,7 +94,7 @@ class Families:
         self.bound = bound
         self.collectors: dict[str, Any] = {}  # by attribute
         for attribute, family in self.table().items():
-            self.collectors[attribute], series = self._made(family)
+            self.collectors[attribute], series = self._make(family)
             setattr(self, attribute, series)
 
     @classmethod
@@ -107,8 +107,8 @@ class Families:
 
         values: by attribute of a family with one label, of which they are values.
         """
-        for attribute, shown in values.items():
-            for value in shown:
+        for attribute, names in values.items():
+            for value in names:
                 getattr(self, attribute)(value)
 
     def on_scrape(self, series: Any, value: Callable[[], object]) -> None:
@@ -118,7 +118,7 @@ class Families:
         """
         series.set_function(value)
 
-    def _made(self, family: Family) -> tuple[Any, Any]:
+    def _make(self, family: Family) -> tuple[Any, Any]:
         """What a family registers, and what stands for its series."""
         name, text, bound = f"kvlane_{family.name}", family.text, tuple(self.bound.values())
         labels = *self.bound, *family.labels

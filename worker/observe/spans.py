@@ -28,6 +28,9 @@ NO_ATTRIBUTES: Attributes = {}
 class Tracer:
     """Makes the traces of one process; from one thread.
 
+    The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
+    of a request fit together to a microsecond, in all processes of a machine.
+
     Args:
         tracer: OpenTelemetry's.
         close: sends what is left, within a bound.
@@ -35,7 +38,7 @@ class Tracer:
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
         self._tracer = tracer
-        self._wall = _Wall()
+        self._offset_ns = _offset_ns()
         self.close = close
 
     def of_headers(self, headers: Mapping[str, str], at: float) -> Trace:
@@ -58,12 +61,18 @@ class Tracer:
     ) -> Span:
         """Begin a span; recorded only if the sampler says so."""
         return self._tracer.start_span(
-            name, parent, kind, attributes, start_time=self._wall.ns(at), record_exception=False
+            name, parent, kind, attributes, start_time=self._wall_ns(at), record_exception=False
         )
 
     def end(self, span: Span, at: float) -> None:
         """End a span."""
-        span.end(self._wall.ns(at))
+        span.end(self._wall_ns(at))
+
+    def _wall_ns(self, at: float) -> int:
+        """The wall clock's reading at a monotonic time, in ns since the epoch."""
+        if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
+            self._offset_ns = _offset_ns()
+        return int(at * 1e9) + self._offset_ns
 
 
 class Trace:
@@ -196,23 +205,6 @@ class Trace:
         self.at = max(began_at, self.at)
         self.enter(stage, at, attributes)
         self.leave(at)
-
-
-class _Wall:
-    """Monotonic seconds as nanoseconds since the epoch.
-
-    The difference of the two clocks is kept until one of them is set: so the spans of a request fit
-    together to a microsecond, in all processes of a machine.
-    """
-
-    def __init__(self) -> None:
-        self._offset_ns = _offset_ns()
-
-    def ns(self, at: float) -> int:
-        """The wall clock's reading at a monotonic time."""
-        if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
-            self._offset_ns = _offset_ns()
-        return int(at * 1e9) + self._offset_ns
 
 
 def _offset_ns() -> int:

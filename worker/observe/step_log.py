@@ -101,7 +101,7 @@ class StepLog:
             1e6 * launched.launch_s, 1e6 * wait_s, 1e6 * max(0.0, cpu_at - since - wait_cpu_s),
         )  # fmt: skip
         if plan.width > 1:
-            line.width, line.kept = plan.width, sum(len(each.tokens) for each in drawn)
+            line.width, line.kept = plan.width, sum(len(row.tokens) for row in drawn)
         self._cpu_at = cpu_at
         if launched.began is not None and launched.ended is not None:
             launched.ended.synchronize()

@@ -37,10 +37,10 @@ def check_tracing(config: TracingConfig) -> None:
 def _check_libraries() -> None:
     for package in PACKAGES:
         try:
-            found = find_spec(package) is not None
+            spec = find_spec(package)
         except ModuleNotFoundError:
-            found = False
-        if not found:
+            spec = None
+        if spec is None:
             path = "tracing.endpoint"
             message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
             raise MissingLibrary(message, path)
