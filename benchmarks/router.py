@@ -2,7 +2,7 @@
 
     python -m benchmarks.router --parts cost
 
-A real router (`router.app.RouterServer`) stands in a process of its own between a decode worker
+A real router (`RouterServer`) stands in a process of its own between a decode worker
 without an engine, which speaks the wire and sends one frame of chunks a step, and clients that do
 little more than count bytes. Everything is on loopback. CPU is user and system time of the router's
 process, all threads, divided by chunks or requests, and scaled by the time that a fixed loop of
@@ -36,9 +36,9 @@ import msgspec
 
 from benchmarks.output import parser, shown, write
 from benchmarks.train.problems import held_out_problems
-from router.app import RouterServer
 from router.config import RouterConfig
-from router.text import Text
+from router.http.app import Place, RouterServer, Settings
+from router.text.tokenizer import Text
 from worker.api import Chunks, FinishReason, Generate, Member, TokenChunk, WorkerStats
 from worker.config import ModelConfig, PingConfig
 from worker.wire import Event, Wire
@@ -119,9 +119,7 @@ class Worker:
 def route(pipe: Connection, directory: Path) -> None:
     """The router's process: the router's own threads, and this one for commands."""
     config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
-    router = RouterServer(
-        config, model, PING, port=0, shown={}, name="router-0", incarnation="1", host="127.0.0.1"
-    )
+    router = RouterServer(Settings(config, model, PING), Place("router-0", "1"))
     member = router.start()
     gc.collect()
     gc.freeze()  # as in a cluster

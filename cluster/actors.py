@@ -166,22 +166,22 @@ class RouterActor(ProcessActor):
     def load(self) -> None:
         """Load tokenizer and template."""
         with no_collections():
-            from router.app import RouterServer  # its libraries are needed in this process only
+            # Its libraries are needed in this process only.
+            from router.http.app import Place, RouterServer, Settings
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
-        node = RAY.util.get_node_ip_address()
+        config, node = self._config, RAY.util.get_node_ip_address()
         self._part = RouterServer(
-            self._config.router,
-            self._config.model,
-            self._config.ping,
-            name=self._name,
-            incarnation=self._incarnation,
-            host=self._config.cluster.host,
-            port=self._config.cluster.port,
-            shown=self._config.shown(),
-            node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
-            shared=self._config.routers.num > 1,
-            tracer=tracer_of(self._config.tracing, "router", self._name),
+            Settings(config.router, config.model, config.ping, config.shown()),
+            Place(
+                self._name,
+                self._incarnation,
+                config.cluster.host,
+                config.cluster.port,
+                node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
+                shared=config.routers.num > 1,
+            ),
+            tracer=tracer_of(config.tracing, "router", self._name),
         )
 
     def start(self, port: int, joins: bool) -> Member:

@@ -17,10 +17,10 @@ import msgspec
 from cluster import hub
 from cluster.config import Config, WorkerRole
 from cluster.resolve import ROLES, reserved, with_devices, with_transport
-from router.defaults import defaults_of
-from router.keys import read_keys
-from router.policy import POLICIES
-from router.port import listen
+from router.dispatch.policy import POLICIES
+from router.http.keys import read_keys
+from router.http.port import listen
+from router.openai.defaults import defaults_of
 from worker.attention.backends import ATTENTION
 from worker.config import drafter_directory
 from worker.drafts.drafter_config import READERS, check_block

@@ -121,7 +121,7 @@ class _Version(argparse.Action):
     """`--version`; what it imports is not paid for by other commands."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from router.status import version
+        from router.show.status import version
 
         print(f"kvlane {version()}")
         parser.exit()

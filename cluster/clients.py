@@ -67,7 +67,7 @@ def _server(args: argparse.Namespace, running: Urls) -> tuple[str, str]:
     """URL and key, both such that a request can be made of them."""
     import httpx
 
-    from router.keys import read_keys
+    from router.http.keys import read_keys
 
     url = args.url or [*running(), DEFAULT_URL][0]
     try:

@@ -1,7 +1,7 @@
 """The port that the routers of one node share: who listens there, and who goes first.
 
 The first one listens alone, which the kernel refuses where anybody listens; the others join it
-(`router.port.listen`). Nothing is written down that a kill could leave behind: whether a router is
+(`router.http.port`). Nothing is written down that a kill could leave behind: whether a router is
 the first follows from the processes that the controller knows.
 """
 

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from cluster.screen import columns
-from router.board import Board, Latency, RouterRow, WorkerRow
+from router.observe.board import Board, Latency, RouterRow, WorkerRow
 from worker.errors import UserError, WorldError
 
 TIMEOUT_S = 5.0

@@ -19,7 +19,7 @@ from benchmarks.instruments import Bench, add_engine_options, build
 from benchmarks.judges.served import make_model
 from cluster.config import load
 from cluster.resolve import with_devices
-from router.text import Text
+from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Sampling
 

@@ -17,7 +17,7 @@ import pytest
 from cluster import top
 from cluster.cli import main
 from cluster.top import lines
-from router.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
+from router.observe.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.patience import HANG_S
 

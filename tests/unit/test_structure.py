@@ -214,13 +214,34 @@ def test_classes_have_few_methods() -> None:
 
 
 def public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions of a module or class whose names are for others, methods included."""
+    """Definitions of a module or class whose names are for others, methods included.
+
+    Not methods that a base class of ours, a Protocol for example, defines and describes.
+    """
     for node in body:
         definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if definition and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
-                yield from public(node.body)
+                known = inherited(node)
+                yield from (x for x in public(node.body) if x.name not in known)
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Of all packages, by name."""
+    nodes = (node for path in tree().modules.values() for node in ast.walk(tree_of(path)))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def inherited(node: ast.ClassDef) -> set[str]:
+    """Names of what the bases of a class define."""
+    found: set[str] = set()
+    for base in node.bases:
+        parent = classes().get(ast.unparse(base).split("[")[0])
+        if parent is not None and parent is not node:
+            found |= {x.name for x in functions(parent)} | inherited(parent)
+    return found
 
 
 def is_overload(node: ast.AST) -> bool:
@@ -331,4 +352,8 @@ def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
         "worker.kernels.gemm.x": "kernels",
     }
     assert {name: room_of(name) for name in named} == named
-    assert [room_of(name) for name in ("worker", "router.app", "cluster")] == [None, None, None]
+    assert [room_of(name) for name in ("worker", "router.http.app", "cluster")] == [
+        None,
+        None,
+        None,
+    ]
