@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.check import check_port
 from cluster.config import load
+from cluster.diagnose.settings import check_port
 from router.http import app
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (

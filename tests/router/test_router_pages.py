@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.top import lines
+from cluster.clients.top import picture
+from cluster.tables import plain
 from router.http.app import RouterServer
 from router.observe.board import Board
 from router.show.pages import STATIC
@@ -189,7 +190,7 @@ def test_deaths_and_replacements_are_shown_with_reasons(served: tuple[RouterServ
     assert found_ranks["prefill-0"] == (2, "chain")
     routers = {row.name: row.state for row in found.routers}
     assert routers == {"router-0": "ready", "router-1": "lost", "router-2": "silent"}
-    shown = "\n".join(lines(found, url))
+    shown = plain(picture(found, url))
     assert found.state == "bad"
     assert "decode-1 is lost, prefill-0 is starting, router-1 is lost, router-2 is silent" in shown
     assert re.search(r"decode-1 +lost +- .*it does not answer \(silent for 3\.1 s\)", shown)

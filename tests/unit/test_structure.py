@@ -31,6 +31,17 @@ MAY_IMPORT = {
 ONLY_IN = {"ray": "cluster", "torch": "worker"}
 # Modules of worker by room; the router's are free of torch, whatever else the room holds.
 ROUTER_SEES = {"contract", "observe"}
+# What a worker is told and answers; the worker itself; what can be checked before one starts.
+CLUSTER_SEES = {
+    *("contract", "observe", "worker", "rank", "peers"),
+    *("attention", "model", "drafts", "transfer"),
+}
+# Of cluster, lowest first; a folder imports from those before it.
+CLUSTER_FLOORS = (
+    *("search_path", "config", "logs", "resolve", "explain", "download", "tables"),
+    *("diagnose", "sites", "control", "serve", "clients"),
+    *("cli", "__main__"),
+)
 
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [
@@ -117,6 +128,31 @@ def test_router_sees_the_contract_and_what_is_observed() -> None:
         if module.split(".")[0] == "router"
         for name in names
         if (room := room_of(name)) is not None and room not in ROUTER_SEES
+    ]
+    none_of(breaches)
+
+
+def test_cluster_sees_what_a_start_needs_of_worker() -> None:
+    breaches = [
+        f"{module} imports {name}"
+        for module, names in tree().edges.items()
+        if module.split(".")[0] == "cluster"
+        for name in names
+        if (room := room_of(name)) is not None and room not in CLUSTER_SEES
+    ]
+    none_of(breaches)
+
+
+def test_folders_of_cluster_import_one_way() -> None:
+    def floor(module: str) -> int:
+        return CLUSTER_FLOORS.index(module.split(".")[1])
+
+    breaches = [
+        f"{module} imports {name}"
+        for module, names in tree().edges.items()
+        for name in names
+        if module.startswith("cluster.") and name.startswith("cluster.")
+        if floor(name) > floor(module)
     ]
     none_of(breaches)
 

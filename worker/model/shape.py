@@ -198,6 +198,3 @@ def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:
                 raise source.error("eos_token_id", f"must be token ids, not {value!r}")
             found[token_id] = None
     return tuple(found)
-
-
-ModelSpec, read_model_spec = ModelShape, read_model_shape  # until cluster/ says shape
