@@ -1,4 +1,4 @@
-"""The kernel of swiglu in product.py; `skinny_triton.py` has the products of few rows."""
+"""The kernel of swiglu.py."""
 
 from __future__ import annotations
 
