@@ -24,7 +24,7 @@ from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig, SpecConfig
 from worker.draw.simulated import SimulatedAcceptance
 from worker.observe.step_log import StepLine
-from worker.step.state import StepState
+from worker.step.state import StateShape, StepState
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -157,7 +157,7 @@ def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_places_without_a_draft_count_as_drafts(width: int) -> None:
     """Else neither metrics nor the choice of widths would learn of a window without drafts."""
-    state = StepState(2, 1, (), torch.device("cpu"), num_penalty_slots=0, vocab_size=9, max_width=4)
+    state = StepState(StateShape(2, 1, (), 0, vocab_size=9, max_width=4), torch.device("cpu"))
     state.ints.max_len.fill_(99)
     simulated, rows = SimulatedAcceptance(state.ints.seed, 3.0), torch.tensor([1, 2])
     position = torch.arange(5, 5 + width).repeat(2)

@@ -125,12 +125,13 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def shards(self) -> dict[str, Shard]:
-        found = self.ids.shards()
+        """Of the ids, and of every part that has a name."""
+        shards = self.ids.shards()
         for part, name in self.spec.names.items():
             if part not in ("d2t", "t2d"):
                 module: Any = getattr(self, part)
-                found |= module.shards(name)
-        return found
+                shards |= module.shards(name)
+        return shards
 
     def ignores(self, name: str) -> bool:
         """An MTP layer lies among the target's own tensors."""
@@ -148,8 +149,8 @@ class FeatureNorms(nn.ModuleList):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
-        found: dict[str, Shard] = {}
+        shards: dict[str, Shard] = {}
         for i, norm in enumerate(self):
             assert isinstance(norm, RMSNorm)
-            found |= norm.shards(f"{prefix}.{i}")
-        return found
+            shards |= norm.shards(f"{prefix}.{i}")
+        return shards

@@ -117,8 +117,8 @@ class DFlashDrafter(DrafterModel):
         """Layers that follow each other and see the same keys: their mask and their numbers."""
         masks = self.spec.masks
         for mask, numbers in groupby(range(len(masks)), key=masks.__getitem__):
-            found = list(numbers)
-            yield mask, range(found[0], found[-1] + 1)
+            run = list(numbers)
+            yield mask, range(run[0], run[-1] + 1)
 
     def run(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, numbers: range
@@ -149,14 +149,15 @@ class DFlashDrafter(DrafterModel):
             yield layer
 
     def shards(self) -> dict[str, Shard]:
-        found, names = self.ids.shards(), self.spec.names
+        """Of the ids, all layers and what stands before and behind them."""
+        shards, names = self.ids.shards(), self.spec.names
         for number, layer in enumerate(self._layers()):
-            found |= layer.shards(f"{names['layers']}.{number}")
-        found |= self.fc.shards(names["fc"]) | self.hidden_norm.shards(names["hidden_norm"])
-        found |= self.final_norm.shards(names["final_norm"])
+            shards |= layer.shards(f"{names['layers']}.{number}")
+        shards |= self.fc.shards(names["fc"]) | self.hidden_norm.shards(names["hidden_norm"])
+        shards |= self.final_norm.shards(names["final_norm"])
         if self.mask_embedding is not None:
-            found[names["mask_embedding"]] = whole(self.mask_embedding.detach())
+            shards[names["mask_embedding"]] = whole(self.mask_embedding.detach())
         for part, module in (("embedding", self.embedding), ("head", self.head)):
             if part in names:
-                found |= module.shards(names[part])
-        return found
+                shards |= module.shards(names[part])
+        return shards

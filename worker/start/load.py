@@ -39,7 +39,7 @@ from worker.start.digest import (
     weights_digest,
 )
 from worker.step.buffers import BatchBuffers
-from worker.step.state import StepState, Windows
+from worker.step.state import StateShape, StepState, Windows
 
 log = logging.getLogger("kvlane.start")
 
@@ -204,16 +204,16 @@ def _assemble(
             "KV lengths after a step that verifies drafts; set it to triton, or spec.widths to [1]",
             "engine.attention.decode",
         )
-    state = StepState(
+    shape = StateShape(
         int(engine.max_num_reqs),
         -(-(max_len + longest - 1) // page_size) + 1,
         spec.eos_token_ids,
-        pool.device,
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
         max_width=max_width,
         max_text=max_len + 1 if decodes and config.spec.reads_text else 0,
     )
+    state = StepState(shape, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
     buffers = BatchBuffers(
