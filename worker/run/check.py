@@ -1,8 +1,9 @@
 """The start-up check: compares every captured bucket with the same step launched op by op.
 
-Hidden states, tokens and the KV that was written have to be equal bit for bit at the same padded
-shape (or close, where a compiler fuses ops and so rounds differently). The measured times decide
-which buckets are used. Runs on an idle engine; restores the initial step state and zero pages.
+At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
+compiler fuses ops, they have to be close, because it rounds differently. The check also measures
+both times, which decide whether a bucket is used. It runs on an idle engine, and leaves the initial
+step state and zero pages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LaunchChunks = Callable[[Batch], Forward]
 class Launches(NamedTuple):
     """A way to launch decode steps."""
 
-    step: Callable[[Tensor, Tail, int], Decoded]  # of these rows, the windows' width
+    step: Callable[[Tensor, Tail, int], Decoded]  # (rows, tail, width of windows)
     draw: Callable[[Decoded, Plan, Masks | None], Result]  # see DecodeGraphs.draw
 
 
@@ -47,14 +48,14 @@ def check_bucket(
 ) -> BucketCheck | None:
     """Run one decode bucket both ways from the same state; None if the pool is too small for that.
 
-    In windows the first draft of each row is right, and so are some of the others by chance.
+    In windows the first draft of each row is right. Some of the later drafts are right by chance.
 
     Args:
         loaded: its state and pages must be unused; they are reset afterwards.
-        bucket: rows.
+        bucket: number of rows.
         width: tokens of their windows.
-        eager: op by op.
-        graph: replays.
+        eager: launches op by op.
+        graph: replays the graph.
 
     Raises:
         AssertionError: the results differ, and engine.strict is set.
@@ -101,8 +102,8 @@ def check_chunk_bucket(
 ) -> BucketCheck | None:
     """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
 
-    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`.
+    Compares the KV, and the hidden states of all tokens but padding. Other arguments are those of
+    `check_bucket` and, for `fixed_shape`, `BatchBuffers.chunks`.
 
     Args:
         rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of
@@ -130,7 +131,7 @@ def check_chunk_bucket(
 
 
 def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck:
-    """Log `check`, the comparison of `what`; fail if it differs and engine.strict is set."""
+    """Log the result of a check; fail if graph and eager differ and engine.strict is set."""
     log.info(
         "%s: graph %.3f ms, eager %.3f ms, %s",
         what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
@@ -140,7 +141,7 @@ def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck
 
 
 class _Scene:
-    """The first `num_pages` pages of a loaded model, the sink among them, for one check."""
+    """What one check uses of a loaded model: its first `num_pages` pages, with the sink."""
 
     def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
         self._loaded = loaded
@@ -153,7 +154,7 @@ class _Scene:
             cache.normal_(generator=generator)
 
     def written(self) -> Tensor:
-        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
+        """Digest all pages but the sink, [num caches] i64: sums of bits, as values may be NaN."""
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
         return torch.stack([each.sum(dtype=torch.int64) for each in bits])
@@ -161,11 +162,11 @@ class _Scene:
     def times_ms(
         self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
     ) -> list[float]:
-        """Time each launch, from synchronize to synchronize, after one that warms up.
+        """Time each kind of launch, from synchronize to synchronize, after one that warms up.
 
-        The best of a few rounds, because other work may disturb one. The launches alternate: a GPU
-        at its power limit slows down by 10 % and more within a second, which would penalise the
-        last.
+        A time is the best of a few rounds, because other work may disturb a round. The kinds
+        alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
+        kind that comes last would look slower than it is.
         """
         for launch in launches:
             launch()
@@ -225,9 +226,9 @@ class DecodeScene(_Scene):
         )
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
-        """What one step from the scene's history leaves: hidden states, KV, counts, what it drew.
+        """Launch one step from the scene's history; returns hidden states, KV, counts and draws.
 
-        A plan with penalties is drawn with masks, in a launch of its own.
+        A plan with penalties draws with masks, in a launch of its own.
         """
         self.set()
         tail: Tail = "none" if plan.penalized else plan.tail
@@ -255,8 +256,8 @@ class DecodeScene(_Scene):
 class ChunkScene(_Scene):
     """Chunks that almost fill a bucket; every second one continues a prefix.
 
-    They are three, or fewer if limits are lower, or more if max_len forces it. 1/16 of the bucket
-    stays padding. The prefixes end within a page.
+    There are three chunks: fewer if limits are lower, more if max_len is too short for three. 1/16
+    of the bucket stays padding. The prefixes end within a page.
     """
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
@@ -298,7 +299,7 @@ def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
 
 
 def _is_near(found: Tensor, expected: Tensor, rounding: float) -> bool:
-    """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
+    """Whether every row differs by `rounding` of its norm at most; False if there is a NaN."""
     error = torch.linalg.vector_norm(found.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
 
