@@ -1,13 +1,12 @@
 """What a decode worker runs next: decode rows, local prefill chunks, preemption.
 
 Admission reserves pages for the uncached prompt and growth_tokens of output. After that a row takes
-free pages as it grows. When none is left, the youngest row is preempted: it gives up its pages and
-is admitted again later with prompt + output as its prompt. Its tokens do not change, because each
-depends only on the text before it, the seed and its position.
+free pages as it grows. When no page is left, the youngest row is preempted: it gives up its pages
+and is admitted again later with prompt + output as its prompt. Its tokens do not change, because a
+token depends only on the text before it, the seed and its position.
 
-Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. Each step in flight adds
-at least one and may add its width, so the host's bound of the KV length on the device is
-n - 1 + num_slots_in_flight.
+Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. A step in flight adds
+its width at most. So KV on the device is n - 1 + num_slots_in_flight tokens at most.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ ARRIVAL = attrgetter("arrival")
 DISAGREE = "device and host disagree"
 
 
-# What a step did for one request: what was drawn, how many of its tokens count (the last ones of
-# req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
+# Result of a step for one request: the draw, how many of its tokens count (the last of req.tokens),
+# why the request ends, if it does. A plain tuple, as there are hundreds a step.
 Settled: TypeAlias = tuple[Req, Drawn, int, FinishReason | None]
 
 
@@ -39,7 +38,8 @@ class DecodeScheduler:
     """Rows, pages and order of one decode worker.
 
     Invariant: an admitted request that is not FINISHED is in exactly one of `local`, `ready`,
-    `running`, `preempted`, or is FETCHING and known to Inbound. All but the preempted have a hold.
+    `running`, `preempted`, or is FETCHING and known to Inbound. All but preempted requests have a
+    hold.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DecodeScheduler:
         self._engine = engine
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
-        self._on_row = on_row  # told just before a request whose KV is here gets a row
+        self._on_row = on_row  # called just before a request whose KV is here gets a row
         self.widths = widths or WidthPolicy((1,))
         self._block = spec.block
         self._rows = RowTable(
@@ -71,7 +71,7 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> the requests it samples, those of its chunks if it has any, its width.
+        # Step number -> requests that the step samples, requests of its chunks, its width.
         self._launched: dict[int, tuple[list[Req], list[Req], int]] = {}
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
@@ -105,7 +105,7 @@ class DecodeScheduler:
         self.local.append(req)
 
     def commit(self, req: Req) -> None:
-        """Enter KV of tokens[:-1], all here and final, into the tree; queue `req` for a row."""
+        """Enter KV of tokens[:-1], which is final, into the tree; queue `req` for a row."""
         assert req.hold is not None
         req.num_computed_tokens = len(req.tokens) - 1
         self.book.commit(req.hold, req.tokens[:-1])
@@ -115,8 +115,8 @@ class DecodeScheduler:
     def plan(self, now: float = 0.0) -> Plan | None:
         """Return the next step, or None if nothing can run now.
 
-        None may be due to preemption: the victim's pages become free when its step settles.
-        now: noted in the timeline of a request that gets a row.
+        None may also mean that a request is being preempted: its pages become free when its step
+        settles. now: noted in the timeline of a request that gets a row.
         """
         for req in list(self.ready):
             if not self._rows.num_free:
@@ -126,8 +126,8 @@ class DecodeScheduler:
             self.ready.remove(req)
             self._on_row(req, now)
             assert req.hold is not None
-            # Includes the last token's slot: a drafter stores its KV there before the first decode
-            # step is planned. Reserved at admission: cannot fail.
+            # Binds the last token's slot, too: a drafter stores its KV there before the first
+            # decode step is planned. Reserved at admission, so `bind` cannot fail.
             self.book.bind(req.hold, len(req.tokens))
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
@@ -139,14 +139,14 @@ class DecodeScheduler:
         return plan or self._plan_decode()
 
     def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
-        """Return the requests that unsettled step `step` samples, and those of its chunks."""
+        """Return the requests that `step`, not yet settled, samples, and those of its chunks."""
         return self._launched[step][:2]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
 
-        The caller calls `finish` for results with a finish reason. Requests that ended meanwhile
-        are left out.
+        The caller calls `finish` for results with a finish reason. Requests that have ended since
+        the launch are left out.
         """
         self.book.settled(step)
         results: list[Settled] = []
@@ -208,7 +208,7 @@ class DecodeScheduler:
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             last = end == len(req.tokens)
-            # With the slot of the token to be drawn, for a drafter, as in `plan`.
+            # As in `plan`, with the slot of the token to be drawn, for a drafter.
             self.book.bind(req.hold, end + last)
             self._rows.queue_pages(req)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
@@ -242,9 +242,9 @@ class DecodeScheduler:
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
         """Choose the requests of a step with windows of `width` and bind their pages.
 
-        The slots of the next step, and of its drafts, are bound one step early. Also returns upper
-        bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
-        requests and wider ones return None.
+        Slots of the next step, and of its drafts, are bound one step early. Also returns upper
+        bounds of the requests' KV lengths after the step. If there are too few pages, a width of 1
+        preempts requests, and a wider one returns None.
         """
         chosen: list[Req] = []
         lengths: list[int] = []
@@ -263,7 +263,7 @@ class DecodeScheduler:
                     return None
                 continue
             chosen.append(req)
-            # A row that is active has less than max_len tokens of KV, whatever the host's bound.
+            # An active row has KV of less than max_len tokens, whatever the host's bound is.
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
         return chosen, lengths
 
@@ -299,11 +299,11 @@ class DecodeScheduler:
         )
 
     def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:
-        """Bind pages for a window and what is ahead of it; at width 1 preempt the youngest request
-        if need be.
+        """Bind pages for a window and `ahead` slots behind it; at width 1 preempt requests for it.
 
-        False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
-        become free only when its step in flight settles, or windows of `width` are too wide.
+        The youngest request is preempted first. False: `req` cannot run in this step. Either it was
+        preempted itself, or pages become free only when a preempted request's step settles, or
+        windows of `width` are too wide.
         """
         assert req.hold is not None
         num_slots = _num_slots(bound, width, ahead, req.max_len)
@@ -352,7 +352,7 @@ def num_queued_tokens(scheduler: DecodeScheduler) -> int:
 def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
     """Append the tokens of a step; returns how many, and why the request ends, if it does.
 
-    Tokens behind the end of a grammar are left out: the device does not know of that end.
+    Tokens behind the end of a grammar are left out, because the device does not know of that end.
     """
     tokens, matcher = req.tokens, req.matcher
     num_before, reason = len(tokens), None
@@ -376,12 +376,12 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
 def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
     """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
 
-    `ahead` is more than the next window's width where the drafter's block is longer. This window
-    and `ahead` may pass the end of the text; what lies there is computed and never used.
+    `ahead` is more than the next window's width if the drafter's block is longer. This window and
+    `ahead` may pass the end of the text; tokens there are computed and never used.
     """
     return min(bound + width + ahead, max_len + ahead - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
-    """Whether a step can run or runs. Not the preempted: fetches may hold pages they wait for."""
+    """Whether a step runs or can run. Preempted requests may wait for pages that fetches hold."""
     return bool(scheduler.running or scheduler.ready or scheduler.local)

@@ -1,7 +1,7 @@
 """What a prefill worker computes next: chunks of prompts, first come first served.
 
-A prompt is admitted only with a reservation for all its pages, so it never waits for memory
-half-way, and announced pages are never preempted. Where decode asks for it, the step that ends a
+A prompt is admitted only with a reservation for all its pages. So it never waits for memory
+half-way, and announced pages are never preempted. If decode asks for it, the step that ends a
 prompt also draws the token that follows.
 """
 
@@ -99,7 +99,7 @@ class PrefillScheduler:
         self._step += 1
         self._launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
-        # The device needs no releases: a row that draws ends after its token, others never start.
+        # The device needs no releases: a row that draws ends after its token, no other row starts.
         _, _, pages = self._rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
