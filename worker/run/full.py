@@ -7,7 +7,7 @@ A bucket is a padded number of rows. For each width of windows, a bucket has the
     forward                  one                          one
     draws behind a forward   with logprobs, without       with logprobs, without
 
-Draws behind a forward filter, penalise and mask; a row that needs none of it draws the same token.
+Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens.
 Two replays, forward and draws, serve steps with grammars, penalties or logprobs, and tails without
 a graph of their own. A graph's inputs are row numbers and masks. Padding is row 0, the sink, which
 writes to page 0 and draws nothing.

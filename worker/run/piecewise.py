@@ -7,7 +7,7 @@ layers and the final norm, not embedding and head.
 
 Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests: gaps
 between pieces cost time when a layer takes about 100 us. The attention backend has to read lengths
-on the device (static_plan). A step with a layer hook is never replayed that way.
+on the device (static_plan). Steps with a layer hook never use these.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Kernels in a segment are replayed with the addresses and host values of the capt
 break runs on the host at every replay: its tensors are fixed memory, and the caller's forward
 context says how the batch differs. A forward without a break is one graph, or a few (`Cuts`).
 
-All captures of an engine reuse the memory of one pool, because replays run one at a time: read a
-result before the next replay. Capture the largest first.
+All captures of an engine share the memory of one pool: read a result before the next replay, and
+capture the largest first.
 """
 
 from __future__ import annotations
