@@ -1,4 +1,4 @@
-"""The other ranks of an engine that a benchmark leads: a process each, with a GPU each."""
+"""An engine that a benchmark leads, and its other ranks: a process each, with a GPU each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
 def serve_rank(config: WorkerConfig, rank: int, rendezvous: str) -> None:
     """One rank, until its process is ended."""
     served = Rank(
-        config,
-        rank=rank,
-        name=NAME,
-        incarnation=INCARNATION,
-        host=HOST,
-        rendezvous=rendezvous,
+        config, rank=rank, name=NAME, incarnation=INCARNATION, host=HOST, rendezvous=rendezvous
     )
     served.start()
     served.join()
@@ -46,7 +41,7 @@ def led_engine(config: WorkerConfig) -> Engine:
         process = multiprocessing.get_context("spawn").Process(
             target=serve_rank, args=(config, rank, rendezvous), daemon=True
         )
-        with environment(CUDA_VISIBLE_DEVICES=str(rank)):
+        with gpu(rank):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
     meeting = Meeting(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
@@ -54,18 +49,21 @@ def led_engine(config: WorkerConfig) -> Engine:
     meeting.tell(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    found = others(meeting, NAME, INCARNATION)
-    engine.ranks = Ranks(tuple(found), wire.send, compared=False)
-    for peer, address in found.items():
+    addresses = others(meeting, NAME, INCARNATION)
+    engine.runner.ranks = Ranks(tuple(addresses), wire.send, compared=False)
+    for peer, address in addresses.items():
         wire.connect(peer, address)
     return engine
 
 
 @contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Variables for the processes that the body starts."""
-    before = dict(os.environ)
-    os.environ.update(variables)
+def gpu(number: int) -> Iterator[None]:
+    """Processes that the body starts see this GPU alone."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = str(number)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before

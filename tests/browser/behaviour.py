@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from router.text import Text
+from router.text.tokenizer import Text
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
@@ -216,7 +216,7 @@ def states_are_told(browser: Any, stand: Stand) -> None:
     why = "its process died (a long reason that says much and is shown in full)"
     changes = [Change(f"prefill-{i}", "prefill", "abc", "lost", why, 100.0 - i) for i in range(30)]
     with serving(stand.directory, double) as (router, url):
-        router.update_members(router._members, changes)
+        router.update_members(router.listed, changes)
         for size in (NARROW, WIDE):
             for scheme in ("light", "dark"):
                 with visiting(browser, url, size, scheme) as visit:

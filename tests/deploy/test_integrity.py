@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from cluster import cli
 from cluster.config import Config, leaves, load
-from router.openapi import OPERATIONS
+from router.http.openapi import OPERATIONS
 from tests.deploy.blocks import REPOSITORY, block
 from tests.helm import metrics
 from tests.support.command_line import configured

@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.namespace import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
-from cluster.owned import find_running
+from cluster.serve.lifetime import find_running
 from tests.e2e.watch import Watch
 from tests.support.patience import HANG_S
 

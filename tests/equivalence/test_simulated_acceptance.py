@@ -14,8 +14,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import steps
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import Place, RouterServer, Settings
 from tests.fault.router_doubles import num_live, wait_until
 from tests.support.engines import running
 from tests.support.patience import HANG_S
@@ -63,9 +63,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     body = {"prompt": problem_ids(NUM_REQS), "max_tokens": MAX_TOKENS, "ignore_eos": True}
     with running(config) as cluster:
         router = RouterServer(
-            RouterConfig(), ModelConfig(path=str(shallow()), served_name="small"), PingConfig(),
-            name="router-0", incarnation="r", host="127.0.0.1", port=0, shown={},
-        )  # fmt: skip
+            Settings(
+                RouterConfig(),
+                ModelConfig(path=str(shallow()), served_name="small"),
+                PingConfig(),
+            ),
+            Place("router-0", "r"),
+        )
         member = router.start()
         url = member.address
         try:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from router import errors
 from router.errors import STATUS
-from router.metrics import RETRY_CAUSES, RouterMetrics
+from router.observe.metrics import RETRY_CAUSES, RouterMetrics
 from tests.helm.dashboards import queries
 from worker.observe.metrics import PLACES, WorkerMetrics
 
@@ -21,7 +20,6 @@ MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
 GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 OF_TARGETS = {"namespace", "job", "pod", "service", "container", "endpoint", "instance"}
-CODE = re.compile(r"^\d{3} +(\w+)  ", re.MULTILINE)  # of the table there
 ROLES = {"prefill", "decode", "router"}
 # Values of labels, of which queries may name no others.
 KNOWN = {
@@ -29,7 +27,7 @@ KNOWN = {
     "worker_role": ROLES,
     "where": set(PLACES),
     "cause": set(RETRY_CAUSES),
-    "outcome": {"stop", "length", "abort", *STATUS, *CODE.findall(errors.__doc__ or "")},
+    "outcome": {"stop", "length", "abort", *STATUS},
 }
 COMMON = frozenset({"model", "role", "worker"})
 SUFFIXES = {

@@ -14,7 +14,7 @@ from cluster.config import leaves
 from helm import dashboards
 from helm.generate import COMPOSE, alerts
 from router.errors import NO_FAULT
-from router.metrics import RouterMetrics
+from router.observe.metrics import RouterMetrics
 from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT
 from tests.helm.charts import (

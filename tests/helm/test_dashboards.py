@@ -9,7 +9,7 @@ import re
 import pytest
 
 from helm.dashboards import OBJECTIVES
-from router.metrics import ITL_BUCKETS, TTFT_BUCKETS
+from router.observe.metrics import ITL_BUCKETS, TTFT_BUCKETS
 from tests.helm import metrics
 from tests.helm.charts import documents
 from tests.helm.dashboards import VARIABLE, boards, filled, panels, queries, variables

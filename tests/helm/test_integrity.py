@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from router.exchange import PROBES
+from router.http.exchange import PROBES
 from tests.helm import metrics
 from tests.helm.charts import (
     NAMES,

@@ -7,13 +7,13 @@ from pathlib import Path
 from worker.drafts.draft_reading import DrafterFile
 from worker.drafts.drafter_shape import ChainShape
 from worker.model.fields import Fields
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FUSES = "use_aux_hidden_state"
 
 
-def read_chain_shape(path: Path, target: ModelSpec) -> ChainShape:
+def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     """The drafter in directory `path`, which may be the target's own, for `target`.
 
     Raises:

@@ -8,13 +8,13 @@ from worker.drafts.draft_reading import DrafterFile
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported
 from worker.model.fields import Fields
-from worker.model.shape import ModelSpec, read_dtype
+from worker.model.shape import ModelShape, read_dtype
 from worker.ops.mask import KeyMask
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def read_dflash_shape(path: Path, target: ModelSpec) -> DFlashShape:
+def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
     """The DFlash drafter in directory `path`, for `target`.
 
     Raises:

@@ -15,7 +15,7 @@ from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
 from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
-from worker.model.linear import ReplicatedLinear, empty_parameter
+from worker.model.linear import ReplicatedLinear
 from worker.model.loader import LoadFormat
 from worker.model.norm import RMSNorm
 from worker.model.shard import Shard, whole
@@ -40,7 +40,7 @@ class Stacked:
         biases = [layer.qkv.bias[start:] for layer, start in parts if layer.qkv.bias is not None]
         norms = [layer.k_norm.weight.detach() for layer in layers if layer.k_norm is not None]
         return cls(
-            torch.cat([layer.qkv.weight[start:] for layer, start in parts]).detach(),
+            torch.cat([layer.qkv.weight.tensor[start:] for layer, start in parts]).detach(),
             torch.cat(biases).detach() if biases else None,
             torch.stack(norms) if norms else None,
         )
@@ -58,22 +58,16 @@ class DFlashDrafter(DrafterModel):
     def __init__(self, spec: DFlashShape, target: Decoder, max_positions: int) -> None:
         """The last block may pass `max_positions`."""
         super().__init__(spec, target, max_positions + spec.block_size)
-        size, eps, collective, kind = (
-            spec.hidden_size,
-            spec.rms_norm_eps,
-            self.collective,
-            self.kind,
-        )
+        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
         tapped = spec.num_features * spec.target_hidden_size
-        self.fc = ReplicatedLinear(tapped, size, bias=False, **kind)
-        self.hidden_norm = RMSNorm(size, eps, collective, **kind)
+        self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
+        self.hidden_norm = RMSNorm(size, eps, placement)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, self.layer_features, self.heads, i, self.rotary, collective, **kind)
-            for i in range(spec.num_layers)
+            DecoderLayer(spec, i, self.rotary, placement) for i in range(spec.num_layers)
         )
-        self.final_norm = RMSNorm(size, eps, collective, **kind)
+        self.final_norm = RMSNorm(size, eps, placement)
         masked = spec.mask_token_id is None
-        self.mask_embedding = empty_parameter(size, **kind) if masked else None
+        self.mask_embedding = placement.empty(size) if masked else None
         self._stacked: Stacked | None = None
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:

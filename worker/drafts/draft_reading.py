@@ -15,7 +15,7 @@ from worker.drafts.draft_forms import DRAFTS, FORMS, MISSING, ROPE, TRUE_UNLESS_
 from worker.model.fields import Fields, read_fields
 from worker.model.files import tensor_names
 from worker.model.shape import (
-    ModelSpec,
+    ModelShape,
     read_architecture,
     read_layer_shape,
     refuse_what_we_cannot_compute,
@@ -31,10 +31,10 @@ class DrafterFile:
     layer: Fields  # the object with the transformer's fields
     form: Form
     architecture: str
-    target: ModelSpec
+    target: ModelShape
 
     @classmethod
-    def open(cls, path: Path, drafter: str, target: ModelSpec) -> DrafterFile:
+    def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
         """The file of directory `path`, without unknown fields and values we do not compute.
 
         Raises:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.linear import empty_parameter
-from worker.model.shard import Shard
+from worker.model.shard import Part, Shard, all_of, stacked
+from worker.model.weights import Placement
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.product import product
 from worker.peers.base import Collective
@@ -21,24 +21,16 @@ class VocabParallelEmbedding(nn.Module):
     A small vocabulary may leave ranks without any.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        collective: Collective,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self._collective = collective
+        self._collective = collective = placement.collective
         rows = -(-vocab_size // collective.size)
         if collective.size > 1:
             rows = -(-rows // ALIGNMENT) * ALIGNMENT
         self.start = min(collective.rank * rows, vocab_size)
         self.stop = min(self.start + rows, vocab_size)
-        self.weight = empty_parameter(rows, hidden_size, dtype=dtype, device=device)
+        self.weight = placement.empty(rows, hidden_size)
         self.weight.zero_()
         # Of which ids logits are, as long as they are not gathered; None: of all.
         self.part: VocabPart | None = None
@@ -71,16 +63,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard, for every tensor that this layer holds."""
-        hidden_size = self.weight.shape[1]
-        return {
-            f"{prefix}.weight": Shard(
-                self.weight[: self.stop - self.start],
-                (self.vocab_size, hidden_size),
-                (slice(self.start, self.stop), slice(0, hidden_size)),
-            )
-        }
+        rows = Part(self.vocab_size, slice(self.start, self.stop))
+        return stacked(self.weight, {f"{prefix}.weight": rows}, all_of(self.weight.shape[1]))
 
 
 def _gather(collective: Collective, pairs: Tensor) -> Tensor:
-    """See VocabPart.gather."""
     return collective.all_gather(pairs, dim=0).view(collective.size, -1)

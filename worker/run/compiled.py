@@ -209,5 +209,5 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
             "traces has no taps; set engine.graph.prefill=piecewise",
             "engine.graph.prefill",
         )
-    rounding = ROUNDING[loaded.model.embedding.weight.dtype]
+    rounding = ROUNDING[loaded.model.placement.dtype]
     return PiecewiseChunks(loaded, memory, TracedForward(loaded.model, by_inductor), rounding)

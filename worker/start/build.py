@@ -12,7 +12,7 @@ from worker.cache.layout import KVRegion, ModelLayout
 from worker.config import WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
-from worker.model.shape import ModelSpec, read_model_spec
+from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, untold
 from worker.observe.step_log import StepLog
@@ -58,7 +58,7 @@ def build_engine(
     assert meeting.size == config.tp
     leads = meeting.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
-    spec = read_model_spec(config.model.directory)
+    spec = read_model_shape(config.model.directory)
     drafter = read_drafter(config, spec)
     configured_len = config.model.max_model_len
     config = config.resolved(
@@ -100,7 +100,7 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
 
 
 def _model_layout(
-    config: WorkerConfig, spec: ModelSpec, drafter: DrafterShape | None
+    config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
     target = KVRegion(
         name="target",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -20,7 +20,7 @@ from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.loader import load_model
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.meeting import Meeting
@@ -48,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load(
     config: WorkerConfig,
-    spec: ModelSpec,
+    spec: ModelShape,
     drafter_spec: DrafterShape | None,
     layout: KVLayout,
     configured_len: int | str,
@@ -88,7 +88,7 @@ def load(
             reserve_bytes = memory.peak_bytes(
                 lambda: run_largest_steps(config, layout, model, drafter), device
             )
-            model.taps = None  # those of that run
+            model.tap((), 0)  # those of that run go
         took.ended("largest steps")
         num_pages = meeting.least(memory.num_pages(config, layout, device, reserve_bytes))
         config = memory.fit(config, configured_len, num_pages)
@@ -140,7 +140,7 @@ def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) ->
 
 def _load_models(
     config: WorkerConfig,
-    spec: ModelSpec,
+    spec: ModelShape,
     drafter_spec: DrafterShape | None,
     meeting: Meeting,
     device: torch.device,
@@ -192,12 +192,11 @@ def _assemble(
     max_width = max(widths)
     # A window or a drafter's block may run past max_len.
     longest = max(max_width, config.spec.block) if decodes else 1
-    names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
+    names, heads = engine.attention.model_dump(), model.heads
     if max_width == 1:
         del names["spec"]
-    attention = build_attentions(
-        names, pool, model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, scale
-    )
+    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+    attention = build_attentions(names, pool, shape)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
