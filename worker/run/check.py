@@ -131,7 +131,7 @@ def check_chunk_bucket(
 
 
 def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck:
-    """Log the result of a check; fail if graph and eager differ and engine.strict is set."""
+    """Log `check`, the comparison of `what`; fail if it differs and engine.strict is set."""
     log.info(
         "%s: graph %.3f ms, eager %.3f ms, %s",
         what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
@@ -154,7 +154,7 @@ class _Scene:
             cache.normal_(generator=generator)
 
     def written(self) -> Tensor:
-        """Digest all pages but the sink, [num caches] i64: sums of bits, as values may be NaN."""
+        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
         return torch.stack([each.sum(dtype=torch.int64) for each in bits])
@@ -226,9 +226,9 @@ class DecodeScene(_Scene):
         )
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
-        """Launch one step from the scene's history; returns hidden states, KV, counts and draws.
+        """What one step from the scene's history leaves: hidden states, KV, counts, what it drew.
 
-        A plan with penalties draws with masks, in a launch of its own.
+        A plan with penalties is drawn with masks, in a launch of its own.
         """
         self.set()
         tail: Tail = "none" if plan.penalized else plan.tail
@@ -299,7 +299,7 @@ def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
 
 
 def _is_near(found: Tensor, expected: Tensor, rounding: float) -> bool:
-    """Whether every row differs by `rounding` of its norm at most; False if there is a NaN."""
+    """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
     error = torch.linalg.vector_norm(found.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
 

@@ -3,10 +3,10 @@
     forward = TracedForward(model, by_inductor)
     hidden = forward(embedded, positions)  # piece, attend, piece, attend, ..., piece
 
-Dynamo traces the layers once into one FX graph, for any number of tokens. Our backend splits this
-graph at the attention op and compiles equal pieces once. It calls `attend` itself between the
-pieces, so breaks for attention work as in an eager forward. `piecewise.py` captures and replays the
-result like the model's own forward (ADR 0014).
+Dynamo traces the layers once into one FX graph, for any number of tokens. Our backend splits it at
+the attention op, compiles equal pieces once, and calls `attend` itself between them, so its graph
+breaks work as in eager. `graph.piecewise` captures and replays the result like the model's forward.
+See ADR 0014.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class _Piece(nn.Module):
 def _split(traced: GraphModule) -> GraphModule:
     """Split `traced` at its attention calls; each call becomes a module of its own, in trace order.
 
-    These modules call `attend` itself, not the custom op. A break within an op would end one
-    capture and begin the next inside torch's dispatcher.
+    The call goes to `attend` itself, not to the custom op: a break within an op would end one
+    capture and begin the next inside the dispatcher.
     """
     part_of, number = dict[Node, int](), 0
     for node in traced.graph.nodes:
@@ -123,13 +123,13 @@ def _inputs(piece: GraphModule) -> list[Node]:
 
 
 class TracedForward:
-    """A Decoder's forward, traced and compiled by its first call, which has the most tokens.
+    """A Decoder's forward that its first call traces and compiles, for at most that many tokens.
 
-    Later calls go to the compiled pieces. Dynamo does not see them, so nothing is compiled anew.
+    Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew.
 
     Args:
         model: its weight tensors are captured; their content may change, their storage may not.
-        compile_piece: compiles each piece.
+        compile_piece: for the pieces.
     """
 
     def __init__(self, model: Decoder, compile_piece: PieceCompiler) -> None:
@@ -139,7 +139,7 @@ class TracedForward:
         self._inputs: list[Any] = []  # of the traced graph; a str names an argument
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Decoder.forward, for two tokens or more.
+        """See Decoder.forward; for two tokens or more.
 
         Raises:
             RuntimeError: from the first call, if the trace is not valid for every smaller number

@@ -1,7 +1,7 @@
 """The largest steps, launched op by op: to measure their memory and to compile their kernels.
 
-All tokens and rows are padding. Kernels of draws differ by the number of rows. So draws run for
-each of these numbers, and serving compiles no kernel.
+All tokens and rows are padding. Draws are run for every number of rows for which kernels differ,
+so that serving compiles none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Custom ops that Dynamo puts into its traces in place of our kernels.
 
 When such an op runs, it calls the kernel's public function, so a traced forward gives the same
-bits. Norms are different: Inductor shall fuse them, so `TWINS` gives their plain-torch definition.
+bits. For the norms, which Inductor shall fuse, `TWINS` gives the plain-torch definition.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _opaque(
 
 @cache
 def substitute() -> None:
-    """Let Dynamo put the ops into its traces. Dynamo is imported here, which takes a second."""
+    """Let Dynamo put the ops into its traces. It is imported here, which takes a second."""
     for function, op in _OPS:
         put = torch.compiler.substitute_in_graph(function, skip_signature_check=True)
         put(lambda *args, op=op: op(*args))
@@ -65,8 +65,8 @@ ADD_RMS_NORM = _opaque(
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) -> (Tensor, Tensor)",
     lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
 )
-# `attend` writes to the KV pool, which comes from the forward context and is no argument. The op
-# stays in the trace, and in its place, because it is declared to mutate `out`.
+# The KV pool that `attend` writes comes from the forward context and is not an argument. Mutating
+# `out` is what keeps the op in the trace, and in order.
 ATTEND = _opaque(
     attend,
     "(Tensor qkv, Tensor positions, Tensor table, Tensor? q_weight, Tensor? k_weight, float eps, "

@@ -183,7 +183,7 @@ class PiecewiseChunks:
         return (False, True) if unbroken else (False,)
 
     def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
-        """The function to capture: the forward of a batch of padding."""
+        """What is captured: the forward of a batch of padding."""
         attention, buffers = self._loaded.attention.prefill, self._loaded.buffers
         longest = min(num_tokens, self._loaded.max_len)
         if full:
@@ -211,7 +211,7 @@ class PiecewiseChunks:
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def _launch_variants(self, num_tokens: int) -> None:
-        """Compile each attention variant that batches of this bucket can need, by launching it."""
+        """Launch each attention variant that batches of this bucket can need, to compile it now."""
         loaded, attention = self._loaded, self._loaded.attention.prefill
         longest = min(num_tokens, loaded.max_len)
         # Lengths in powers of two, the lowest and the highest bound, any number of requests.
@@ -231,9 +231,9 @@ class PiecewiseChunks:
                 attention.forward(q, 0)
 
     def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
-        """Compare results and times of a bucket with eager's; drop graphs that are not faster.
+        """Compare results and times of a bucket with eager's; drop the graphs that do not win.
 
-        A worker of several ranks drops none, because each rank has measured other times.
+        Ranks of a worker keep them: each has measured other times.
         """
         num_tokens = bucket.num_tokens
         launches = self._eager.launch, self.launch

@@ -29,8 +29,8 @@ ARRIVAL = attrgetter("arrival")
 DISAGREE = "device and host disagree"
 
 
-# Result of a step for one request: the draw, how many of its tokens count (the last of req.tokens),
-# why the request ends, if it does. A plain tuple, as there are hundreds a step.
+# What a step did for one request: what was drawn, how many of its tokens count (the last ones of
+# req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
 Settled: TypeAlias = tuple[Req, Drawn, int, FinishReason | None]
 
 
@@ -71,7 +71,7 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> requests that the step samples, requests of its chunks, its width.
+        # Step number -> the requests it samples, those of its chunks if it has any, its width.
         self._launched: dict[int, tuple[list[Req], list[Req], int]] = {}
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
@@ -139,7 +139,7 @@ class DecodeScheduler:
         return plan or self._plan_decode()
 
     def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
-        """Return the requests that `step`, not yet settled, samples, and those of its chunks."""
+        """Return the requests that unsettled step `step` samples, and those of its chunks."""
         return self._launched[step][:2]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
@@ -242,9 +242,9 @@ class DecodeScheduler:
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
         """Choose the requests of a step with windows of `width` and bind their pages.
 
-        Slots of the next step, and of its drafts, are bound one step early. Also returns upper
-        bounds of the requests' KV lengths after the step. If there are too few pages, a width of 1
-        preempts requests, and a wider one returns None.
+        The slots of the next step, and of its drafts, are bound one step early. Also returns upper
+        bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
+        requests and wider ones return None.
         """
         chosen: list[Req] = []
         lengths: list[int] = []
@@ -376,8 +376,8 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
 def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
     """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
 
-    `ahead` is more than the next window's width if the drafter's block is longer. This window and
-    `ahead` may pass the end of the text; tokens there are computed and never used.
+    `ahead` is more than the next window's width where the drafter's block is longer. This window
+    and `ahead` may pass the end of the text; what lies there is computed and never used.
     """
     return min(bound + width + ahead, max_len + ahead - 1)
 

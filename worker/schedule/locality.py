@@ -30,7 +30,7 @@ def prefills_locally(
     """Whether decode should prefill by itself; always True without a candidate."""
     if not candidates or config.mode == "never":
         return True
-    # If our rate is not measured, the fastest candidate's counts; if a candidate's is not, ours.
+    # An unmeasured rate is borrowed: our own from the fastest candidate, a candidate's from us.
     measured = [each.prefill_s_per_token for each in candidates if each.prefill_s_per_token]
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:

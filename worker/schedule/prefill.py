@@ -99,7 +99,7 @@ class PrefillScheduler:
         self._step += 1
         self._launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
-        # The device needs no releases: a row that draws ends after its token, no other row starts.
+        # The device needs no releases: a row that draws ends after its token, others never start.
         _, _, pages = self._rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
