@@ -4,7 +4,7 @@ The definition is `sampler.draw_ref`; `changes_triton.py` changes logits before 
 into blocks of the vocabulary. These passes run over all rows:
 
   best      the largest logit of each block
-  try       a draw without top_p, for rows without top_k
+  try       a draw without top_p, for rows with a high top_p and no top_k
   tops      each row's largest logit, and the token that it tried
   check     whether top_p keeps the token that a row tried; if so, it is the row's
   search    four bits of the threshold of top_k, then of top_p
@@ -46,7 +46,7 @@ TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that
 
 @triton.jit
 def _reaches(digit, least, EXACT: tl.constexpr):
-    """1.0 where digit >= least, else 0.0; both are whole.
+    """1.0 where digit >= least, else 0.0; both are whole numbers.
 
     EXACT: one saturating addition, half the work of a comparison on a GPU.
     """
@@ -64,7 +64,7 @@ def _best_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
+    """Grid (blocks, rows). Also resets keys to the lowest, arrivals and kept tokens to none."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -117,9 +117,9 @@ def _check_kernel(
     STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): the weight before the token that was tried, and of all.
+    """Grid (blocks, rows at once): weight of tokens before the one that was tried, and of all.
 
-    The last block compares them.
+    The block that arrives last compares the two.
     """
     if PDL:
         gdc_wait()
@@ -201,7 +201,7 @@ def _search_kernel(
 ):  # fmt: skip
     """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
 
-    The last block runs _narrow. PROBABLE: the search for top_p; else for top_k.
+    The block that arrives last runs _narrow. PROBABLE: search for top_p; else for top_k.
     """
     if PDL:
         gdc_wait()
