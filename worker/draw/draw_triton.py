@@ -1,15 +1,15 @@
 """Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
 
 The definition is `sampler.draw_ref`; `changes_triton.py` changes logits before a draw. A row is cut
-into blocks of the vocabulary. These passes run over all rows:
+into blocks of the vocabulary. The passes are:
 
   best      the largest logit of each block
   try       a draw without top_p, for rows with a high top_p and no top_k
   tops      each row's largest logit, and the token that it tried
   check     whether top_p keeps the token that a row tried; if so, it is the row's
   search    four bits of the threshold of top_k, then of top_p
-  ties      how many tokens of each block have the threshold's logit
-  draw      the largest perturbed logit of tokens that are left, by block
+  ties      number of each block's tokens with the threshold's logit
+  draw      the largest perturbed logit that is left, by block
   winner    the same by row
 """
 
