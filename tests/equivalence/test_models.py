@@ -21,9 +21,9 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
-from worker.model.weights import Placement
 from worker.peers.base import SingleCollective
 from worker.peers.gloo import GlooCollective
 

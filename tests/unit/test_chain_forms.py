@@ -28,9 +28,9 @@ from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.chain_model import ChainDrafter
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
-from worker.model.weights import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 

@@ -17,9 +17,7 @@ from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
-from worker.model.embedding import VocabParallelEmbedding
-from worker.model.linear import RowParallelLinear
-from worker.model.weights import Placement
+from worker.model.layers import Placement, RowParallelLinear, VocabParallelEmbedding
 from worker.peers import custom
 from worker.peers.custom import CustomCollective
 from worker.peers.gloo import GlooCollective

@@ -24,8 +24,7 @@ from worker.drafts import draft_draws, draft_draws_triton
 from worker.draw import draw_triton as draw
 from worker.draw import sampler
 from worker.draw.sampler import SamplingRows
-from worker.model.embedding import VocabParallelEmbedding
-from worker.model.weights import Placement
+from worker.model.layers import Placement, VocabParallelEmbedding
 from worker.ops import best_pairs, best_pairs_triton
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Tail

@@ -26,10 +26,10 @@ from worker.ops import (
     pair_norm_triton,
     philox,
     philox_triton,
+    product,
+    product_triton,
     rms_norm,
     rms_norm_triton,
-    swiglu,
-    swiglu_triton,
 )
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step import rows as step_rows
@@ -220,9 +220,9 @@ if not INTERPRETED:
                 pair_norm_triton.pair_norm_triton(
                     given[0], empty(9, 4096), empty(2, 4096), *given[1:], 1e-6, False
                 )
-        for rows in (2, swiglu_triton.MANY_ROWS):
-            with compiling(swiglu_triton):
-                swiglu_triton.swiglu_triton(empty(rows, 24576))
+        for rows in (2, product_triton.MANY_ROWS):
+            with compiling(product_triton):
+                product_triton.swiglu_triton(empty(rows, 24576))
         cache = empty(2, 8, 16, 128)
         with compiling(qk_rope_store_triton) as found:
             rotation = Rotation(torch.empty(64, 128), ids)
@@ -322,13 +322,13 @@ else:
     @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         gate_up = noise(*shape, dtype=dtype) * 3
-        close(swiglu_triton.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
+        close(product_triton.swiglu_triton(gate_up), product.swiglu_ref(gate_up))
 
     def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
         gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
-        few = swiglu_triton.swiglu_triton(gate_up)
-        with mock.patch.object(swiglu_triton, "MANY_ROWS", 3):
-            assert torch.equal(swiglu_triton.swiglu_triton(gate_up), few)
+        few = product_triton.swiglu_triton(gate_up)
+        with mock.patch.object(product_triton, "MANY_ROWS", 3):
+            assert torch.equal(product_triton.swiglu_triton(gate_up), few)
 
     @pytest.mark.parametrize(
         ("shape", "dtype", "normed"),

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape
 from worker.model.decoder import Decoder, FeedForward, SelfAttention
-from worker.model.linear import ReplicatedLinear
-from worker.model.norm import RMSNorm
+from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.shard import Shard
 from worker.ops.pair_norm import pair_norm
 

@@ -15,9 +15,8 @@ from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
 from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
-from worker.model.linear import ReplicatedLinear
+from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.loader import LoadFormat
-from worker.model.norm import RMSNorm
 from worker.model.shard import Shard, whole
 from worker.ops.mask import KeyMask
 from worker.ops.product import product

@@ -8,12 +8,17 @@ from torch import Tensor, nn
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
-from worker.model.linear import ColumnParallelLinear, RowParallelLinear, qkv_rows
-from worker.model.norm import RMSNorm
+from worker.model.layers import (
+    ColumnParallelLinear,
+    Placement,
+    RMSNorm,
+    RowParallelLinear,
+    qkv_rows,
+    selected,
+)
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape
-from worker.model.shard import Shard, selected, split_heads
-from worker.model.weights import Placement
+from worker.model.shard import Shard, split_heads
 
 
 class SelfAttention(nn.Module):

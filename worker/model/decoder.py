@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from worker.model.attention import SelfAttention
-from worker.model.embedding import VocabParallelEmbedding
-from worker.model.linear import ColumnParallelLinear, RowParallelLinear, gate_up_rows
-from worker.model.norm import RMSNorm
+from worker.model.layers import (
+    ColumnParallelLinear,
+    Placement,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gate_up_rows,
+    selected,
+)
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, selected, split_heads
+from worker.model.shard import Shard, split_heads
 from worker.model.taps import Taps
-from worker.model.weights import Placement
 
 
 class FeedForward(nn.Module):

@@ -14,9 +14,9 @@ from torch import Tensor
 from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
+from worker.model.layers import Placement
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
-from worker.model.weights import Placement
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import Collective
 

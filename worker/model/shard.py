@@ -102,8 +102,3 @@ def split_even(name: str, count: int, rank: int, size: int) -> slice:
         raise Unsupported(f"{name} {count} cannot be divided among {size} ranks")
     part = count // size
     return slice(rank * part, (rank + 1) * part)
-
-
-def selected(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of `x` with these numbers; None: all."""
-    return x if rows is None else x.index_select(0, rows)

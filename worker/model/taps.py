@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from worker.model.weights import Placement
+from worker.model.layers import Placement
 
 
 class Taps:

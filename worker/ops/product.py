@@ -11,8 +11,21 @@ from torch import Tensor
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import has_dependent_launch
 from worker.ops.lt_gemm import tuned_gemm
+from worker.ops.op import op
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
-from worker.ops.swiglu import swiglu
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up; Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+
+    gate_up: [..., 2 · width], gate in the first half; returns [..., width] of the same dtype.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+swiglu = op(swiglu_ref)
+
 
 # Up to so many rows a product takes the time of reading its weights.
 MAX_STREAMED_ROWS = 64

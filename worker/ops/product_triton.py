@@ -1,4 +1,4 @@
-"""Kernels of swiglu.py."""
+"""The kernel of swiglu in product.py; `skinny_triton.py` has the products of few rows."""
 
 from __future__ import annotations
 
