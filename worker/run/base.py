@@ -119,8 +119,8 @@ class ChunkGraphs(StepGraphs, Protocol):
         """Enqueue one forward.
 
         Args:
-            batch: the latest of `BatchBuffers.chunks`, in the shape that `padded` chose.
-            on_layer: the layer hook, see ForwardContext; a replay calls it as well.
+            batch: the last that `BatchBuffers.chunks` built, in the shape that `padded` chose.
+            on_layer: see ForwardContext; a replay calls it as well.
         """
         ...
 
@@ -136,7 +136,7 @@ class DecodeGraphs(StepGraphs, Protocol):
         ...
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
-        """Enqueue the draws of the step that was launched last and has `plan.draws_apart`.
+        """Enqueue the draws of the step launched last, if they are launched apart.
 
         Args:
             forwarded: what `launch` returned.

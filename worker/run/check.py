@@ -48,14 +48,14 @@ def check_bucket(
 ) -> BucketCheck | None:
     """Run one decode bucket both ways from the same state; None if the pool is too small for that.
 
-    In windows the first draft of each row is right. Some of the later drafts are right by chance.
+    In windows the first draft of each row is right, and so are some of the others by chance.
 
     Args:
         loaded: its state and pages must be unused; they are reset afterwards.
-        bucket: number of rows.
+        bucket: rows.
         width: tokens of their windows.
-        eager: launches op by op.
-        graph: replays the graph.
+        eager: op by op.
+        graph: replays.
 
     Raises:
         AssertionError: the results differ, and engine.strict is set.
@@ -102,8 +102,8 @@ def check_chunk_bucket(
 ) -> BucketCheck | None:
     """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
 
-    Compares the KV, and the hidden states of all tokens but padding. Other arguments are those of
-    `check_bucket` and, for `fixed_shape`, `BatchBuffers.chunks`.
+    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
+    `BatchBuffers.chunks` for `fixed_shape`.
 
     Args:
         rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of

@@ -156,8 +156,8 @@ class Cuts:
     submitted. So the first segment is short: the device works on it while the next is submitted.
 
     Args:
-        capture: the one under way.
-        after: numbers of the breaks that end a segment, from 1 on.
+        capture: under way.
+        after: which breaks end a segment, counted from 1.
     """
 
     def __init__(self, capture: Capture, after: Collection[int]) -> None:

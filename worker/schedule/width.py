@@ -25,13 +25,12 @@ PROBE = 512
 
 
 class WidthPolicy:
-    """Chooses among `widths`, by observed acceptance and times.
+    """Chooses among `widths` by what has been observed.
 
     Args:
         widths: ascending.
-        step_s: measured seconds of a step by (rows, width); other times are learnt.
-        may_miss: the drafter often has no draft. A draft that was asked for and is missing counts
-            as rejected.
+        step_s: measured seconds of a step by (rows, width); others are learnt.
+        may_miss: the drafter often has no draft; a missing one, if asked for, counts as rejected.
     """
 
     def __init__(
