@@ -29,11 +29,15 @@ elif HAS_TRITON:
 else:
 
     class _Absent:
-        """Stands for both modules: `triton.jit` leaves a function as it is, nothing else works."""
+        """Stands for both modules: `jit` and `constexpr` leave their argument as it is."""
 
         @staticmethod
         def jit(function: Any = None, **_options: Any) -> Any:
             return function if function is not None else lambda each: each
+
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
 
     triton = tl = _Absent()
     gdc_launch_dependents = gdc_wait = None

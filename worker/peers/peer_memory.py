@@ -20,61 +20,25 @@ run under the interpreter (`peer_interpreted`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.ops.jit import INTERPRETED
+
+if INTERPRETED:
+    from worker.peers import peer_interpreted as access
+else:
+    from worker.peers import peer_ptx as access
 
 CHUNK_BYTES = 16
 CONTROL_WORDS = 2  # fault, limit_ns
 FAULT, LIMIT_NS = range(CONTROL_WORDS)
 
-if TYPE_CHECKING:
-    load_chunks: Any
-    load_peer_chunks: Any
-    store_chunks: Any
-    store_peer_chunks: Any
-    poll_chunks: Any
-    store_marked: Any
-    poll_marked: Any
-    store_flags: Any
-    poll_flags: Any
-elif INTERPRETED:
-    from worker.peers.peer_interpreted import (
-        load_chunks,
-        load_peer_chunks,
-        poll_chunks,
-        poll_flags,
-        poll_marked,
-        store_chunks,
-        store_flags,
-        store_marked,
-        store_peer_chunks,
-    )
-else:
-    from worker.peers.peer_ptx import (
-        load_chunks,
-        load_peer_chunks,
-        poll_chunks,
-        poll_flags,
-        poll_marked,
-        store_chunks,
-        store_flags,
-        store_marked,
-        store_peer_chunks,
-    )
-
-__all__ = [
-    "CHUNK_BYTES",
-    "CONTROL_WORDS",
-    "FAULT",
-    "LIMIT_NS",
-    "load_chunks",
-    "load_peer_chunks",
-    "poll_chunks",
-    "poll_flags",
-    "poll_marked",
-    "store_chunks",
-    "store_flags",
-    "store_marked",
-    "store_peer_chunks",
-]
+load_chunks: Any = access.load_chunks
+load_peer_chunks: Any = access.load_peer_chunks
+store_chunks: Any = access.store_chunks
+store_peer_chunks: Any = access.store_peer_chunks
+poll_chunks: Any = access.poll_chunks
+store_marked: Any = access.store_marked
+poll_marked: Any = access.poll_marked
+store_flags: Any = access.store_flags
+poll_flags: Any = access.poll_flags
