@@ -29,14 +29,7 @@ from worker.step.state import SampledRows, StepState
 
 
 class Chain(Drafter):
-    """Drafter by a chain model.
-
-    Args:
-        features: of the model, on the device of all else.
-        attention: over the region "draft", from key 1 on.
-        pool: has the regions "draft" and "tail".
-        state: of all rows.
-    """
+    """Drafter by a chain model; `attention` reads the region "draft" from key 1 on."""
 
     def __init__(
         self,
@@ -52,7 +45,6 @@ class Chain(Drafter):
         self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Store the rows of a chunk, and the tails of its pages."""
         draft = batch.draft
         assert draft is not None
         features = self._features.of(hidden, batch.num_tokens)
@@ -74,7 +66,6 @@ class Chain(Drafter):
         self._store(steps.tokens, before, steps.positions, steps.slots)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Store the rows that are kept, then draft token by token."""
         columns, num_drafts = self._state.columns, sampled.width - 1
         steps = draft_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size,

@@ -62,11 +62,7 @@ class ChainDrafter(DrafterModel):
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
-        """Fuse the target's hidden states into g.
-
-        taps: [n, num_features · target_hidden_size], in the order of `spec.taps`.
-        Returns [n, hidden_size]; `taps` itself where nothing is fused.
-        """
+        """Fuse [n, num_features · target_hidden_size] into g [n, hidden_size]; without fc: taps."""
         if self.fc is None:
             return taps
         if self.fc_norm is not None:
@@ -101,10 +97,7 @@ class ChainDrafter(DrafterModel):
         return (normed if self.spec.norm_output else output), normed
 
     def logits(self, head_input: Tensor, *, whole: bool = True) -> Tensor:
-        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`.
-
-        whole: see VocabParallelEmbedding.logits.
-        """
+        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`."""
         return self.head.logits(head_input, whole=whole)
 
     def _layer_input(self, input_ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +118,6 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def shards(self) -> dict[str, Shard]:
-        """Of the ids, and of every part that has a name."""
         shards = self.ids.shards()
         for part, name in self.spec.names.items():
             if part not in ("d2t", "t2d"):
@@ -134,7 +126,6 @@ class ChainDrafter(DrafterModel):
         return shards
 
     def ignores(self, name: str) -> bool:
-        """An MTP layer lies among the target's own tensors."""
         is_target_s = self.spec.form == "mtp" and not name.startswith("model.mtp_layers.")
         return is_target_s or super().ignores(name)
 
@@ -148,7 +139,6 @@ class FeatureNorms(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         shards: dict[str, Shard] = {}
         for i, norm in enumerate(self):
             assert isinstance(norm, RMSNorm)

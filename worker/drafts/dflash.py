@@ -38,15 +38,7 @@ class BlockLimits(NamedTuple):
 
 
 class DFlash(Drafter):
-    """Drafter by blocks.
-
-    Args:
-        features: of the model, on the device of all else.
-        attentions: over the region "draft", by the mask of layers.
-        pool: has the region "draft".
-        state: of all rows.
-        limits: of blocks.
-    """
+    """Drafter by blocks; `attentions` read the region "draft", by the mask of layers."""
 
     def __init__(
         self,
@@ -72,7 +64,6 @@ class DFlash(Drafter):
         self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Store the keys and values of a chunk."""
         features = self._features.of(hidden, batch.num_tokens)
         self._store(features, batch.positions, batch.slot_mapping)
 
@@ -80,7 +71,6 @@ class DFlash(Drafter):
         """All that a block needs is in the row's pages."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Store those of the tokens that are kept, then draft a block."""
         columns, width = self._state.columns, sampled.width
         positions, slots = kept_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size

@@ -89,7 +89,7 @@ def draw_drafts_triton(
     drafts: Tensor,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """See draw_drafts_ref; two launches, with `part` three beside the gather."""
+    """Two launches, with `part` three beside the gather."""
     assert all(each.is_contiguous() for each in (rows, position, slots))
     n, num_ids = logits.shape
     num, blocks = drafts.shape[1], max(1, -(-num_ids // BLOCK))

@@ -28,7 +28,6 @@ class DraftIds(nn.Module):
         self.register_buffer("used", used, persistent=False)
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for the tables that the checkpoint has."""
         tables, names = {"d2t": self.offsets, "t2d": self.used}, self.spec.names
         return {names[part]: whole(table) for part, table in tables.items() if part in names}
 

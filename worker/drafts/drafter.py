@@ -27,10 +27,8 @@ class Kind(TypedDict):
 class DrafterModel(nn.Module):
     """One rank of a drafter, on the device of its target, in its dtype, divided as it is.
 
-    Args:
-        spec: of the whole drafter.
-        target: whose embedding and head it uses, unless it has its own.
-        max_positions: of the served length, whatever the drafter was trained for.
+    It uses the target's embedding and head unless it has its own. `max_positions` is of the served
+    length, whatever the drafter was trained for.
 
     Raises:
         Unsupported: the drafter cannot be divided among the target's ranks.
@@ -55,7 +53,6 @@ class DrafterModel(nn.Module):
         self.ids = DraftIds(spec, weight.device)
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
-        """The drafter's own rows if it has such a part, else the target's."""
         if part not in self.spec.names:
             return shared
         return VocabParallelEmbedding(num, self.spec.hidden_size, self.collective, **self.kind)

@@ -16,12 +16,7 @@ from worker.step.state import SampledRows, StepState
 
 
 class Ngram(Drafter):
-    """Drafter by lookup.
-
-    Args:
-        state: of all rows; keeps their text.
-        shortest, longest: tokens of the run that is looked for.
-    """
+    """Drafter by lookup of runs of `shortest` to `longest` tokens in the text of each row."""
 
     def __init__(self, state: StepState, shortest: int, longest: int) -> None:
         assert state.text is not None
@@ -41,7 +36,6 @@ class Ngram(Drafter):
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Append what is kept, then look up."""
         ngram_drafts(
             sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
             sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,

@@ -527,20 +527,7 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw one token a row; no host sync, and fit for a CUDA graph.
-
-    Args:
-        logits: [n, vocab] bf16, f16 or f32, rows contiguous; not written.
-        params: of the n rows, each tensor contiguous.
-        filtered: some row may have top_k, top_p or min_p; else they are not read.
-        changes: None: no row has a penalty slot or a mask. A row without either draws the same
-            token with them and with None.
-        part: which tokens the columns of logits are, if other ranks have others; neither filtered
-            nor with changes. All ranks call. None: they are all tokens.
-
-    Returns:
-        [n] i64; of equal values the lowest id.
-    """
+    """No host sync, and fit for a CUDA graph."""
     assert logits.stride(1) == 1
     assert part is None or not (filtered or changes), "these need the logits of all tokens"
     return _Draw(logits, params, changes, part).run(filtered=filtered)

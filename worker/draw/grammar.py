@@ -56,7 +56,6 @@ class Matcher:
             lines[:] = -1
 
     def _run(self, step: Callable[[], object]) -> None:
-        """Take a step of the matcher, unless it is at an end."""
         if self.stopped or self.error is not None:
             return
         try:

@@ -57,7 +57,6 @@ def _walk_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -88,7 +87,7 @@ def _walk_kernel(
 
 
 def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """See logprobs_ref; two launches, no host sync."""
+    """Two launches, no host sync."""
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     assert num_top <= vocab

@@ -119,10 +119,7 @@ def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: i
 
 
 def ban_early_stops(logits: Tensor, rows: SamplingRows, first: int = 0) -> Tensor:
-    """Set the stop tokens of rows that draw below their min_len to -inf.
-
-    first: token of the first column.
-    """
+    """Set the stop tokens of rows that draw below their min_len to -inf; first: of the columns."""
     n, columns = logits.shape
     at = rows.stop_ids - first
     too_early = (rows.position < rows.min_len)[:, None] & (at >= 0) & (at < columns)

@@ -94,7 +94,6 @@ class Result:
 
 
 def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ()) -> Drawn:
-    """Of one line of what accept_rows returned."""
     num, ended = line[width], line[width + 1]
     return Drawn(tuple(line[:num]), bool(ended), logprobs, tuple(line[width + NUM_COUNTS :]))
 
@@ -108,14 +107,7 @@ def draw(
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 
-    Enqueues device work only.
-
-    Args:
-        head: of the model.
-        state: of the rows; changed.
-        sampled: rows to draw for, with their positions.
-        hidden: [n * width, hidden] after the final norm.
-        draws: how.
+    Enqueues device work only. hidden: [n * width, hidden] after the final norm.
     """
     tail, penalized, num_logprobs, masks = draws
     width, position = sampled.width, sampled.position

@@ -29,11 +29,8 @@ class Tracer:
     """Makes the traces of one process; from one thread.
 
     The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
-    of a request fit together to a microsecond, in all processes of a machine.
-
-    Args:
-        tracer: OpenTelemetry's.
-        close: sends what is left, within a bound.
+    of a request fit together to a microsecond, in all processes of a machine. `close` sends what is
+    left, within a bound.
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
@@ -42,12 +39,7 @@ class Tracer:
         self.close = close
 
     def of_headers(self, headers: Mapping[str, str], at: float) -> Trace:
-        """The trace that a request's W3C headers name, or a new one.
-
-        Args:
-            headers: `traceparent` and `tracestate`, where there are some.
-            at: when its first stage begins.
-        """
+        """The trace that a request's W3C headers name, or a new one, from `at` on."""
         # Not the current context: whatever instruments this process, our parents are explicit.
         return Trace(self, W3C.extract(headers, Context()), at, serves=True)
 
@@ -69,7 +61,6 @@ class Tracer:
         span.end(self._wall_ns(at))
 
     def _wall_ns(self, at: float) -> int:
-        """The wall clock's reading at a monotonic time, in ns since the epoch."""
         if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
             self._offset_ns = _offset_ns()
         return int(at * 1e9) + self._offset_ns
@@ -79,14 +70,8 @@ class Trace:
     """Stages of a request in one process: each begins where the one before it has ended.
 
     So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
-    Service graphs pair CLIENT spans with their SERVER children: of those a process has one.
-
-    Args:
-        tracer: makes the spans.
-        parent: of every stage.
-        at: when the first stage begins.
-        attributes: of every stage.
-        serves: another process is the parent. The first stage that asks nobody is SERVER.
+    Service graphs pair CLIENT spans with their SERVER children: of those a process has one, the
+    first stage that asks nobody, if another process is the parent (`serves`).
     """
 
     __slots__ = (
@@ -170,11 +155,7 @@ class Trace:
     ) -> None:
         """End the present stage, if there is one.
 
-        Args:
-            at: when.
-            attributes: added to it.
-            error: code of the error that has cut it off, or ABORT.
-            why: the error in words.
+        error: code of the error that has cut it off, or ABORT; why: the error in words.
         """
         span = self._span
         if span is None:

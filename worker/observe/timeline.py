@@ -23,12 +23,7 @@ NONE: Attributes = {}
 class Timeline:
     """When a request first reached which stage, in monotonic seconds; its spans, if it is traced.
 
-    A stage ends when the next one begins.
-
-    Args:
-        received_at: when the request came.
-        tracer: of this process; None where tracing is off.
-        carried: Generate.trace; "": the request is not traced.
+    tracer: of this process, None where tracing is off; carried: Generate.trace, "" if not traced.
     """
 
     __slots__ = (
@@ -125,7 +120,6 @@ class Timeline:
             self._spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
 
     def _stages(self) -> Stages:
-        """The durations up to the first token."""
         if not self.row_at:  # the prefill worker drew the token
             whole_s = self.first_token_at - self.received_at
             prefill_s = min(self.prefill_s, whole_s)

@@ -64,15 +64,9 @@ def _is_share(text: str) -> bool:
 
 
 def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
-    """What makes the spans of this process; None where tracing is off.
+    """What makes the spans of this process; None where tracing is off. Raises as `check_tracing`.
 
-    Args:
-        config: whether, where to and how many.
-        role: of this process.
-        name: of this process; stays the same when it is started again.
-
-    Raises:
-        MissingLibrary, UserError: as `check_tracing`.
+    name: of this process; stays the same when it is started again.
     """
     if not config.endpoint:
         return None

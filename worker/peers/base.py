@@ -100,11 +100,7 @@ class Collective(Protocol):
 
 
 class SingleCollective(Collective):
-    """A worker without tensor parallelism: every call is what it is on one rank.
-
-    Raises:
-        UserError: `size` is not 1.
-    """
+    """A worker without tensor parallelism; UserError if `size` is not 1."""
 
     capturable: ClassVar[bool] = True
 

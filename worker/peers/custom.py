@@ -133,7 +133,6 @@ class CustomCollective(Collective):
         eps: float,
         total: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One kernel where all_reduce is one shot."""
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
         fused = fits_fused(self.memory.layout, num_rows, row_bytes)
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
@@ -141,14 +140,12 @@ class CustomCollective(Collective):
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Our kernel for small parts, which keeps every bit."""
         x = x.contiguous()
         if not fits_gather(self.memory.layout, x.nbytes):
             return self._nccl.all_gather(x, dim)
         return join_parts(gather(self.memory, x), dim)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of memory that peers have mapped, if it is not too large."""
         layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
         if num_bytes > layout.buffer_bytes:
             return super().buffer(shape, dtype)
@@ -167,7 +164,7 @@ class CustomCollective(Collective):
         self._nccl.abort()
 
     def close(self) -> None:
-        """Waits for the device, and a little for peers that are not lost."""
+        """Wait for the device, and a little for peers that are not lost."""
         if self._closed:
             return
         self._closed = True
@@ -189,11 +186,7 @@ class CustomCollective(Collective):
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
-        """What rank 0 has measured holds for all.
-
-        Raises:
-            PeerLost: a rank did not come in time.
-        """
+        """What rank 0 has measured holds for all; PeerLost if a rank did not come in time."""
         times = measure(self, self.memory.layout, self.device)
         self.check()
         self._num_calibrations += 1

@@ -55,7 +55,6 @@ class GlooCollective(Collective):
         return "gloo"
 
     def check(self) -> None:
-        """See Collective.check; every call here has ended when it returns."""
         if self._lost:
             raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
 

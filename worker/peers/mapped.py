@@ -68,12 +68,7 @@ class _Memory:
 
 
 class PeerRegions:
-    """This rank's region, and where those of its peers are mapped.
-
-    Args:
-        layout: of each region; cleared before any peer can write.
-        device: this rank's GPU.
-        store: of this group alone.
+    """This rank's region, cleared before peers can write, and where those of peers are mapped.
 
     Raises, at all ranks together:
         Unsupported: ranks on different hosts, or GPUs that cannot map each other's memory.

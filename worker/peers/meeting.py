@@ -21,13 +21,11 @@ TIMEOUT_S = 1800.0
 
 
 class Meeting:
-    """One rank's seat among the ranks of its worker; the one with rank 0 hosts it.
+    """One rank among the ranks of its worker; the one with rank 0 hosts the store.
 
     Every rank makes the same calls in one order. Alone (size 1) nothing is opened.
 
     Args:
-        rank: this process's.
-        size: number of ranks.
         rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
         worker: name and incarnation. Ranks of another that come to a port taken twice meet nobody.
 

@@ -128,10 +128,7 @@ class Requests:
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
         """End `req` without a reply. Its pages are freed once no pull writes to them.
 
-        Args:
-            req: the request.
-            reason: why it ends.
-            cut_off: the error that its trace records; None: it was not cut off.
+        cut_off: the error that its trace records; None: it was not cut off.
         """
         _end_timeline(req, cut_off)
         if req.phase is Phase.FETCHING:

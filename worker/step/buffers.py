@@ -35,13 +35,8 @@ MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 class BatchBuffers:
     """Builds batches of chunks for one runner from its step state.
 
-    Args:
-        state: of all rows.
-        page_size: tokens a page.
-        max_chunk_tokens: of one step.
-        drafts: batches of chunks have `DraftRows`.
-        all_hidden: the last layer's output is wanted for all tokens of a prompt, as a drafter
-            reads it; otherwise long steps compute it for last tokens alone.
+    drafts: batches have `DraftRows`. all_hidden: the last layer's output is wanted for all tokens
+    of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone.
     """
 
     def __init__(

@@ -67,11 +67,8 @@ def pack(
 ) -> tuple[list[int], SentChunks]:
     """What to upload to the beginning of `words`, and its description for the kernel.
 
-    Args:
-        words: i32, on the device.
-        chunks: one of each request.
-        new: pages by row, for those of the chunks' rows that get some.
-        num_lines: requests, padded ones included.
+    new: pages by row, for those of the chunks' rows that get some; num_lines: requests, padded ones
+    included.
     """
     num_reqs, width = len(chunks), line_width(num_lines)
     assert num_reqs <= num_lines

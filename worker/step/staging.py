@@ -51,7 +51,6 @@ class _Slot:
             self._copied = torch.cuda.Event()
 
     def upload(self, values: Sequence[int]) -> None:
-        """See Staging."""
         if self._copies:
             self._copied.synchronize()  # the copy DEPTH uploads ago must have left this buffer
         struct.pack_into(f"{len(values)}i", self._host, 0, *values)

@@ -96,12 +96,7 @@ class StateShape(NamedTuple):
 
 
 class StepState:
-    """What the device keeps of each row between steps: tensors [num_rows + 1, ...].
-
-    Args:
-        shape: of its tensors.
-        device: of all tensors.
-    """
+    """Tensors [num_rows + 1, ...] of a row's state, on one device."""
 
     def __init__(self, shape: StateShape, device: torch.device) -> None:
         num_rows, max_pages, eos_ids, num_penalty_slots, vocab_size, max_width, max_text = shape
@@ -188,7 +183,7 @@ class StepState:
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
     def _staged(self, num: int) -> Tensor:
-        """Allocate [num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
+        """[num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
 
         It may be freed at once: torch reuses pinned memory after the copies from it have ended.
         """

@@ -85,10 +85,7 @@ class PullState(Enum):
 
 
 class Pull(Protocol):
-    """One transfer into our memory.
-
-    No method raises: a failure is a state, its reason is in `error`.
-    """
+    """One transfer into our memory. No method raises: a failure is a state, with `error`."""
 
     num_bytes: int  # of all runs together
     error: str | None  # why the state is FAILED; None in the other two
@@ -184,11 +181,9 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
-    """Check that `local` can pull from `remote` in principle.
+    """Check that `local` can pull from `remote` in principle; same_host: only in one pid namespace.
 
     Regions pair up by position, so their names must be equal; their sizes need not be.
-
-    same_host: both processes have to share host and pid namespace.
 
     Raises:
         Incompatible: with the difference.

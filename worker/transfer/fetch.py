@@ -96,7 +96,6 @@ class _Pages:
         self._num_landed: Counter[int] = Counter()
 
     def announce(self, message: KVReady, wanted: range) -> None:
-        """Queue what `message` announces for the first time of the wanted pages of the prompt."""
         groups = _bits(range(message.first_group, message.first_group + message.num_groups))
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         for number, remote in enumerate(message.pages, message.first_page):
@@ -109,7 +108,6 @@ class _Pages:
             self.ready.extend(_Ready(numbers, pages, run) for run in bit_runs(new))
 
     def land(self, ready: _Ready) -> None:
-        """Record that a pull has landed."""
         for number in ready.numbers:
             self._num_landed[number] += len(ready.groups)
 

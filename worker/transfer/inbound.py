@@ -85,7 +85,7 @@ class Inbound:
         return fetch.req if fetch is not None and fetch.announced(message) else None
 
     def on_refused(self, message: PrefillRefused) -> None:
-        """End the attempt: the peer refused it, so the next candidate is tried."""
+        """End the attempt: the next candidate is tried."""
         if (fetch := self._find(message.xfer, "PrefillRefused")) is not None:
             fetch.fail(message.error.code, message.error.message)
 
@@ -130,10 +130,7 @@ class Inbound:
         return ended
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
-        """Start the next attempt at the next candidate with a link.
-
-        Returns False if no such candidate or no attempt (`transport.max_attempts`) is left.
-        """
+        """Start the next attempt at the next candidate with a link; False: nothing is left."""
         while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
             link = self.peers.link(fetch.candidates.popleft().peer)
             if link is not None:

@@ -73,11 +73,7 @@ def rank_plan(
     place among the ranks. So all regions of a rank come from the same ranks: max(1, remote_tp /
     local_tp) of them, where one of the two divides the other.
 
-    Args:
-        num_kv_heads: of the whole model, per region of the layout.
-
-    Raises:
-        ValueError: see `rank_heads`.
+    num_kv_heads: of the whole model, per region of the layout. Raises ValueError as `rank_heads`.
     """
     plan: dict[int, list[HeadRange | None]] = {}
     for region, total in enumerate(num_kv_heads):
@@ -121,10 +117,9 @@ class RankPair:
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.
 
-        Args:
-            pairs: (local page, remote page), each local page once.
-            groups: layer groups of the first region, None for all. The other regions, such as a
-                drafter's, go with the last group, so they must be final when that is announced.
+        pairs: each local page once. groups: layer groups of the first region, None for all. The
+        other regions, such as a drafter's, go with the last group, so they must be final when that
+        is announced.
         """
         num_groups = self.local.num_groups
         wanted = range(num_groups) if groups is None else groups

@@ -89,11 +89,7 @@ def configure(kind: str) -> dict[str, str]:
 
 
 def load() -> type[Any]:
-    """mooncake's TransferEngine class, imported on first use.
-
-    Raises:
-        MissingLibrary: the package or a system library is missing; says what to install.
-    """
+    """mooncake's TransferEngine class, imported on first use, or MissingLibrary with advice."""
     try:
         return import_module("mooncake.engine").TransferEngine
     except ImportError as e:
@@ -137,10 +133,7 @@ class Engine:
 
 
 class Engines:
-    """The engines of one process: one that serves, and one for each peer that is pulled from.
-
-    Thread-safe.
-    """
+    """The engines of one process: one that serves, one for each peer pulled from. Thread-safe."""
 
     def __init__(self, engine_class: type[Any], host: str, kind: str) -> None:
         self.host = host
@@ -156,11 +149,7 @@ class Engines:
         self._destroying: list[threading.Thread] = []
 
     def serve(self, regions: Sequence[MemoryRegion]) -> int:
-        """Register `regions` for good and start the serving engine; its port.
-
-        Raises:
-            Unsupported: see `make`.
-        """
+        """Register `regions` for good and start the serving engine; its port. Raises as `make`."""
         self._regions = tuple(regions)
         self._serving = self.make()
         return self._serving.raw.get_rpc_port()

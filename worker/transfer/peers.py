@@ -33,9 +33,7 @@ class _Known:
 
 
 class PrefillPeers:
-    """The live prefill workers.
-
-    Other threads may only read num_connected and call `measured`.
+    """The live prefill workers. Other threads may only read num_connected and call `measured`.
 
     Args:
         rank: of the leader, for `measured`.

@@ -162,7 +162,6 @@ class RankPulls:
                 self._close_unused()
 
     def poll(self) -> None:
-        """Move all pulls on, and report what has ended."""
         for number in list(self._pulls):
             self.poll_pull(number)
 
@@ -200,7 +199,6 @@ class RankPulls:
                 self._tell(PeerNotDialled(self._own.rank, link, error.code, str(error)))
 
     def _close_unused(self) -> None:
-        """Close the links that the leader has hung up and that no pull uses."""
         for link in self._leaving - {running.link for running in self._pulls.values()}:
             self._leaving.discard(link)
             if (source := self._links.pop(link, None)) is not None:

@@ -74,10 +74,7 @@ class Sources(PageSource):
         self._sources = tuple(sources)
 
     def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
-        """Begin to pull this rank's heads of pages as one pull; see `RankPair.runs`.
-
-        pairs: (local page, remote page), each local page once, but for page 0.
-        """
+        """Begin to pull this rank's heads of pages as one pull; see `RankPair.runs`."""
         pulls = [
             connection.pull(runs)
             for connection, pair in self._sources
@@ -86,7 +83,7 @@ class Sources(PageSource):
         return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
 
     def page_s(self) -> float:
-        """Measure the seconds in which this rank's share of one page arrives; overwrites page 0.
+        """Seconds in which this rank's share of one page arrives; overwrites page 0.
 
         Raises:
             Unreachable: a pull failed.
@@ -183,7 +180,6 @@ class LocalRank:
         return Link(member.peer, sources, self.model.page_bytes / page_s)
 
     def _plan(self, member: Member) -> dict[int, RegionHeads]:
-        """See `rank_plan`; raises Incompatible."""
         remote_tp = len(member.endpoints)
         if not remote_tp:
             raise Incompatible(f"{member.peer} does not say how to reach it")
@@ -235,11 +231,7 @@ class JoinedPull(Pull):
 
 
 def fastest_pull_s(begin: Callable[[], Pull], num_reads: int) -> float:
-    """Measure the least seconds of `num_reads` pulls that `begin` begins, one after another.
-
-    Raises:
-        Unreachable: a pull failed.
-    """
+    """The least seconds of `num_reads` pulls, one after another; Unreachable: one failed."""
     fastest_s = float("inf")
     for _ in range(num_reads):
         began_at = time.perf_counter()
