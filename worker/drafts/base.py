@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from worker.forward.batch import Batch
-from worker.step.state import SampledRows
+from worker.step.rows import SampledRows
 
 
 class Drafter(Protocol):

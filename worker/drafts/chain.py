@@ -25,7 +25,8 @@ from worker.drafts.draft_rows import DraftSteps, draft_rows
 from worker.drafts.features import Features, stored_tokens
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import SampledRows
+from worker.step.state import StepState
 
 
 class Chain(Drafter):
@@ -61,20 +62,16 @@ class Chain(Drafter):
         position = columns.seq_len.index_select(0, rows)
         one = torch.stack((columns.last_token.index_select(0, rows), active.long()), 1)
         drawn = torch.nn.functional.pad(one, (0, 1))  # as if each row had just drawn it
-        steps = draft_rows(rows, position, active, drawn, columns, self._page_size, 0)
+        steps = draft_rows(SampledRows(rows, position, active), drawn, columns, self._page_size)
         before = self._tails.index_select(0, steps.tail_pages)
         self._store(steps.tokens, before, steps.positions, steps.slots)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        columns, num_drafts = self._state.columns, sampled.width - 1
-        steps = draft_rows(
-            sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size,
-            num_drafts,
-        )  # fmt: skip
+        steps = draft_rows(sampled, drawn, self._state.columns, self._page_size)
         features = self._features.of(hidden, len(steps.tokens))
         self._store(steps.tokens, features, steps.positions, steps.slots)
         self._tails.index_copy_(0, steps.tail_pages, features)
-        if num_drafts:
+        if sampled.width > 1:
             self._propose(sampled, steps, features, greedy=greedy)
 
     def _propose(

@@ -26,8 +26,8 @@ from worker.drafts.kept_rows import kept_rows
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.ops.mask import KeyMask
-from worker.step.rows import read_rows
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import SampledRows, read_rows
+from worker.step.state import StepState
 
 
 class BlockLimits(NamedTuple):
@@ -72,9 +72,7 @@ class DFlash(Drafter):
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
         columns, width = self._state.columns, sampled.width
-        positions, slots = kept_rows(
-            sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size
-        )
+        positions, slots = kept_rows(sampled, drawn, columns, self._page_size)
         self._store(self._features.of(hidden, len(positions)), positions, slots)
         if width > 1:
             self._propose(sampled, max(width, self._min_block), greedy=greedy)

@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.drafts.draft_rows import DraftSteps
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 
 @triton.jit(do_not_specialize=["stride", "stride_rows"])
@@ -57,17 +57,11 @@ def _draft_rows_kernel(
 
 
 def draft_rows_triton(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
-    drawn: Tensor,
-    columns: RowColumns,
-    page_size: int,
-    num_drafts: int,
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> DraftSteps:
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
-    n, num_tokens = len(rows), len(position)
-    width = num_tokens // n
+    n, num_tokens, num_drafts = len(rows), len(position), width - 1
     stride, stride_rows = aligned(num_tokens), aligned(n)
     kept = torch.empty(4, stride, dtype=torch.int64, device=rows.device)
     last = torch.empty(n, dtype=torch.int64, device=rows.device)

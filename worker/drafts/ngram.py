@@ -12,7 +12,8 @@ from torch import Tensor
 from worker.drafts.base import Drafter
 from worker.drafts.ngram_drafts import ngram_drafts
 from worker.forward.batch import Batch
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import SampledRows
+from worker.step.state import StepState
 
 
 class Ngram(Drafter):
@@ -21,7 +22,7 @@ class Ngram(Drafter):
     def __init__(self, state: StepState, shortest: int, longest: int) -> None:
         assert state.text is not None
         self._columns, self._text = state.columns, state.text
-        self._shortest, self._longest = shortest, longest
+        self._lengths = range(shortest, longest + 1)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
         """Rows start with their text."""
@@ -36,7 +37,4 @@ class Ngram(Drafter):
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        ngram_drafts(
-            sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
-            sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,
-        )  # fmt: skip
+        ngram_drafts(sampled, drawn, self._columns, self._text, self._lengths)

@@ -1,6 +1,6 @@
 """What temperature, top_k, top_p and min_p leave of a block of logits; device functions of a draw.
 
-Logits are compared by keys, integers of the same order. `draw.py` fills `keys` and `sums`.
+Logits are compared by keys, integers of the same order. `sampler_triton` fills `keys` and `sums`.
 """
 
 from __future__ import annotations

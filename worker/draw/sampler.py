@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.draw.draw_triton import draw_triton
 from worker.forward.draws import Changes, DrawParams, Masks
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
+from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
 from worker.plan import Tail
 from worker.step.rows import gather_rows
@@ -46,7 +46,7 @@ class SamplingRows(DrawParams):
         )
 
 
-def sample(
+def draw_ref(
     logits: Tensor,
     rows: SamplingRows,
     tail: Tail,
@@ -65,22 +65,9 @@ def sample(
             filter nor `changes` is served; all ranks call, and draw the same.
 
     Returns:
-        [n] i64. A row's token is the same under every tail that serves it, and with `changes` that
-        do not concern it.
+        [n] i64; of equal values the lowest id. A row's token is the same under every tail that
+        serves it, and with `changes` that do not concern it.
     """
-    if logits.is_cuda:
-        return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes, part=part)
-    return draw_ref(logits, rows, tail, changes, part)
-
-
-def draw_ref(
-    logits: Tensor,
-    rows: SamplingRows,
-    tail: Tail,
-    changes: Changes | None = None,
-    part: VocabPart | None = None,
-) -> Tensor:
-    """The twin of draw_triton, which defines its result; see `sample`."""
     if part is None:
         return _perturbed(logits, rows, tail, changes).argmax(-1)
     assert tail != "filtered", "these need the logits of all tokens"
@@ -88,6 +75,9 @@ def draw_ref(
     ids = part.first + torch.arange(logits.shape[1], device=logits.device)
     pairs = best_pairs_ref(_perturbed(logits, rows, tail, None, part.first), ids)
     return best_ids_ref(part.gather(pairs))
+
+
+sample = op(draw_ref)
 
 
 def _perturbed(
@@ -106,7 +96,7 @@ def _perturbed(
 
 
 def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: int = 0) -> Tensor:
-    """What a draw sees of logits [n, vocab], in f32: the twin of `forward/draws.py`.
+    """What a draw sees of logits [n, vocab], in f32; kernels: `changes_triton.py`.
 
     first: token of the first column, 0 with changes.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.philox import philox_ref
-from worker.step.rows import NUM_COUNTS, accept_rows
+from worker.step.rows import NUM_COUNTS, SampledRows, accept_rows
 
 PERIOD = 4096  # positions after which the numbers repeat
 PRIME, STRIDE = 4093, 613  # requests begin elsewhere among them, by all bits of their seeds
@@ -46,13 +46,14 @@ class SimulatedAcceptance:
             least = int(kept) - 1
             self._num.copy_(least + (_uniform() < kept - 1 - least).long())
 
-    def __call__(self, rows: Tensor, position: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, sampled: SampledRows, *rest: Any) -> Tensor:
         """accept_rows, with its arguments but for `num_accepted`."""
-        width = len(position) // len(rows)
+        width = sampled.width
         if width == 1:
-            return accept_rows(rows, position, *rest)
-        seed = self._seed.index_select(0, rows).repeat_interleave(width)
-        drawn = accept_rows(rows, position, *rest, num_accepted=self.num_accepted(position, seed))
+            return accept_rows(sampled, *rest)
+        seed = self._seed.index_select(0, sampled.rows).repeat_interleave(width)
+        num_accepted = self.num_accepted(sampled.position, seed)
+        drawn = accept_rows(sampled, *rest, num_accepted=num_accepted)
         drawn[:, width + NUM_COUNTS :].clamp_(min=0)
         return drawn
 

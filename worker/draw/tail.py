@@ -14,8 +14,8 @@ from worker.draw.sampler import SamplingRows, sample
 from worker.forward.draws import Masks
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Drawn, Tail
-from worker.step.rows import NUM_COUNTS
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import NUM_COUNTS, SampledRows
+from worker.step.state import StepState
 
 
 class Head(Protocol):
@@ -124,9 +124,7 @@ def draw(
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
     ids = sample(logits, params, tail, changes, part)
-    drawn = state.accept(
-        sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len, state.columns
-    )  # fmt: skip
+    drawn = state.accept(sampled, ids, params.stop_ids, params.min_len, state.columns)
     if penalized:
         # No two rows share a slot but 0, whose counts are never read.
         kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]

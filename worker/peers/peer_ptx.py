@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from worker.ops.jit import tl, triton
 
 
-def _load(scope: str) -> str:
-    return f"""
+def _load(scope: str) -> Any:
+    return tl.constexpr(f"""
         {{
         .reg .pred wanted;
         setp.ne.s32 wanted, $5, 0;
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
         @wanted ld.{scope}global.v4.b32 {{$0, $1, $2, $3}}, [$4];
         }}
-        """
+        """)
 
 
-def _store(scope: str) -> str:
-    return f"""
+def _store(scope: str) -> Any:
+    return tl.constexpr(f"""
         {{
         .reg .pred wanted;
         setp.ne.s32 wanted, $6, 0;
         @wanted st.{scope}global.v4.b32 [$1], {{$2, $3, $4, $5}};
         mov.b32 $0, 0;
         }}
-        """
+        """)
 
 
-def _poll(mask: str, control: str, begin: str, look: str) -> str:
+def _poll(mask: str, control: str, begin: str, look: str) -> Any:
     """Where `mask`, run `look` until it leaves `again` false, or the fault or the limit ends it.
 
     begin: clears the outputs, and declares what `look` needs beside `low`.
     """
-    return f"""
+    return tl.constexpr(f"""
         {{
         .reg .pred again, other;
         .reg .b32 who, turns, low;
@@ -71,57 +73,51 @@ def _poll(mask: str, control: str, begin: str, look: str) -> str:
         st.relaxed.sys.global.b64 [{control}], word;
         LEFT:
         }}
-        """
+        """)
 
 
-LOAD, LOAD_PEER = tl.constexpr(_load("")), tl.constexpr(_load("relaxed.sys."))
-STORE, STORE_PEER = tl.constexpr(_store("")), tl.constexpr(_store("relaxed.sys."))
-POLL_CHUNKS = tl.constexpr(
-    _poll(
-        "$7",
-        "$6",
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        """
+LOAD, LOAD_PEER = _load(""), _load("relaxed.sys.")
+STORE, STORE_PEER = _store(""), _store("relaxed.sys.")
+POLL_CHUNKS = _poll(
+    "$7",
+    "$6",
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+    """
         ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
         setp.eq.s32 again, $0, $5;
         setp.eq.or.s32 again, $1, $5, again;
         setp.eq.or.s32 again, $2, $5, again;
         setp.eq.or.s32 again, $3, $5, again;
         """,
-    )
 )
-POLL_MARKED = tl.constexpr(
-    _poll(
-        "$5",
-        "$4",
-        """
+POLL_MARKED = _poll(
+    "$5",
+    "$4",
+    """
         .reg .b32 first_mark, second_mark;
         .reg .b64 first, second;
         mov.b32 $0, 0; mov.b32 $1, 0;
         """,
-        """
+    """
         ld.relaxed.sys.global.v2.b64 {first, second}, [$2];
         mov.b64 {$0, first_mark}, first;
         mov.b64 {$1, second_mark}, second;
         setp.ne.s32 again, first_mark, $3;
         setp.ne.or.s32 again, second_mark, $3, again;
         """,
-    )
 )
-POLL_FLAGS = tl.constexpr(
-    _poll(
-        "$4",
-        "$3",
-        """
+POLL_FLAGS = _poll(
+    "$4",
+    "$3",
+    """
         .reg .b32 found_mark;
         mov.b64 $0, 0;
         """,
-        """
+    """
         ld.acquire.sys.global.b64 $0, [$1];
         mov.b64 {low, found_mark}, $0;
         setp.ne.s32 again, found_mark, $2;
         """,
-    )
 )
 
 

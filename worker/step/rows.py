@@ -6,7 +6,7 @@ length: the last drawn token for j = 0, then its drafts. W = 1 is plain decode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,23 @@ class RowColumns:
     def of_rows(self) -> tuple[Tensor, ...]:
         """What steps change."""
         return self.active, self.seq_len, self.last_token, self.drafts
+
+
+@dataclass(slots=True, frozen=True)
+class SampledRows:
+    """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
+
+    rows: Tensor  # [n] i64; 0 = padding
+    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
+    position: Tensor
+    valid: Tensor  # [n] bool; False = padding
+    width: int = 1  # see Plan.width
+    max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
+
+    def first(self, n: int) -> SampledRows:
+        """The first n of them."""
+        position = self.position[: n * self.width]
+        return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,9 +98,7 @@ NUM_COUNTS = 2
 
 
 def accept_rows_ref(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
+    sampled: SampledRows,
     draws: Tensor,
     stop_ids: Tensor,
     min_len: Tensor,
@@ -97,9 +112,7 @@ def accept_rows_ref(
     The drafts are consumed: they are -1 afterwards.
 
     Args:
-        rows: [n] i64, distinct where valid.
-        position: [n * width] i64, of each draw.
-        valid: [n] bool.
+        sampled: n rows, distinct where valid.
         draws: [n * width] i64.
         stop_ids: [n * width, num] i64, -1 = unused. Of this and the next two, lines of one window
             are equal.
@@ -112,9 +125,9 @@ def accept_rows_ref(
         [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;
         whether the row has ended; the drafts that were verified.
     """
+    rows, valid, width = sampled.rows, sampled.valid, sampled.width
     n = len(rows)
-    width = len(draws) // n
-    first, draws = position[::width], draws.view(n, width)
+    first, draws = sampled.position[::width], draws.view(n, width)
     stop_ids, min_len = stop_ids[::width], min_len[::width]
     drafts = columns.drafts[rows, : width - 1]
     place = torch.arange(width, device=draws.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.rows import Floats, Gathered, Ints, RowColumns, StepRows
+from worker.step.rows import Floats, Gathered, Ints, RowColumns, SampledRows, StepRows
 
 BLOCK_PAGES = 256
 
@@ -131,9 +131,7 @@ def _accept_rows_kernel(
 
 
 def accept_rows_triton(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
+    sampled: SampledRows,
     draws: Tensor,
     stop_ids: Tensor,
     min_len: Tensor,
@@ -141,9 +139,9 @@ def accept_rows_triton(
     num_accepted: Tensor | None = None,
 ) -> Tensor:
     """One launch. Rows that are not valid are inactive already."""
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, draws, stop_ids, min_len))
     n, num_stops, num_drafts = len(rows), stop_ids.shape[1], columns.drafts.shape[1]
-    width = len(draws) // n
     result = torch.empty(n, 2 * width + 1, dtype=torch.int64, device=rows.device)
     _accept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), draws, stop_ids, min_len,

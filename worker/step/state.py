@@ -8,7 +8,6 @@ replaced by it, so whatever they write is harmless.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from worker.forward.batch import Batch, HostLengths
 from worker.forward.window import WindowShape
 from worker.plan import Plan, RowPages, RowStart
 from worker.step.penalties import PenaltyTables
-from worker.step.rows import RowColumns, accept_rows, read_rows
+from worker.step.rows import RowColumns, SampledRows, accept_rows, read_rows
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 
@@ -48,23 +47,6 @@ class FloatColumns(NamedTuple, Generic[T]):
     presence_penalty: T
     frequency_penalty: T
     repetition_penalty: T
-
-
-@dataclass(slots=True, frozen=True)
-class SampledRows:
-    """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
-
-    rows: Tensor  # [n] i64; 0 = padding
-    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
-    position: Tensor
-    valid: Tensor  # [n] bool; False = padding
-    width: int = 1  # see Plan.width
-    max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
-
-    def first(self, n: int) -> SampledRows:
-        """The first n of them."""
-        position = self.position[: n * self.width]
-        return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
 
 
 def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:

@@ -1,6 +1,6 @@
 """Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
 
-The torch twin is `worker.draw.sampler.draw_ref`, which defines the result. A row is cut into
+`sampler.draw_ref` defines the result. A row is cut into
 blocks of the vocabulary. Each pass runs over all blocks of all rows:
 
   best      the largest logit of each block
@@ -15,7 +15,7 @@ blocks of the vocabulary. Each pass runs over all blocks of all rows:
   ties      how many tokens of each block have exactly the threshold's logit
   draw      the largest perturbed logit among the tokens that are left, by block, then by row
 
-What logits are before all that (penalties, bias, masks) is in `step/logits.py`.
+What logits are before all that (penalties, bias, masks) is in `changes_triton.py`.
 
 The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
 passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without them
@@ -50,6 +50,7 @@ from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_block
+from worker.plan import Tail
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
@@ -521,13 +522,13 @@ class _Draw:
 
 def draw_triton(
     logits: Tensor,
-    params: DrawParams,
-    *,
-    filtered: bool,
+    rows: DrawParams,
+    tail: Tail,
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """No host sync, and fit for a CUDA graph."""
+    """No host sync, and fit for a CUDA graph. Rows of logits and each tensor are contiguous."""
+    filtered = tail == "filtered"
     assert logits.stride(1) == 1
     assert part is None or not (filtered or changes), "these need the logits of all tokens"
-    return _Draw(logits, params, changes, part).run(filtered=filtered)
+    return _Draw(logits, rows, changes, part).run(filtered=filtered)
