@@ -150,7 +150,6 @@ def _mask_token_id(file: DrafterFile) -> int:
     if token_id >= file.target.vocab_size:
         where, field = fields.place(*places)
         raise where.error(
-            field,
-            f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids",
+            field, f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids"
         )
     return token_id

@@ -399,11 +399,7 @@ class _Draw:
     """Scratch of one call, and the launches of its passes."""
 
     def __init__(
-        self,
-        logits: Tensor,
-        params: DrawParams,
-        changes: Changes | None,
-        part: VocabPart | None,
+        self, logits: Tensor, params: DrawParams, changes: Changes | None, part: VocabPart | None
     ) -> None:
         n, vocab = logits.shape
         self.part, self.first = part, 0 if part is None else part.first

@@ -99,11 +99,7 @@ def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ())
 
 
 def draw(
-    head: Head,
-    state: StepState,
-    sampled: SampledRows,
-    hidden: Tensor,
-    draws: Draws,
+    head: Head, state: StepState, sampled: SampledRows, hidden: Tensor, draws: Draws
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 

@@ -118,12 +118,7 @@ class Trace:
         return headers.get("traceparent", "") + headers.get("tracestate", "")
 
     def enter(
-        self,
-        stage: str,
-        at: float,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        asks: bool = False,
+        self, stage: str, at: float, attributes: Attributes = NO_ATTRIBUTES, *, asks: bool = False
     ) -> None:
         """Begin a stage; the present one ends at `at`. asks: it waits for another process.
 

@@ -44,12 +44,7 @@ class Collective(Protocol):
         ...
 
     def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """add_rms_norm(all_reduce(x), residual, weight, eps, total) -> (normed, new residual).
 

@@ -27,15 +27,7 @@ from worker.peers.peer_layout import (
 )
 from worker.peers.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
 from worker.peers.store import TIMEOUT_S, exchange, open_store
-from worker.peers.table import (
-    NCCL,
-    ONE_SHOT,
-    TWO_SHOT,
-    choose,
-    default_table,
-    measure,
-    table_of,
-)
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, measure, table_of
 
 log = logging.getLogger("kvlane.comm")
 
@@ -126,12 +118,7 @@ class CustomCollective(Collective):
         return self._nccl.all_reduce(x)
 
     def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
         fused = fits_fused(self.memory.layout, num_rows, row_bytes)

@@ -25,11 +25,7 @@ class Admission:
     """Checks and admits requests, and decides where each prompt is prefilled."""
 
     def __init__(
-        self,
-        me: PeerId,
-        engine: Engine,
-        scheduler: DecodeScheduler,
-        inbound: Inbound,
+        self, me: PeerId, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound
     ) -> None:
         self.draining = False
         self._me = me

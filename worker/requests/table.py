@@ -7,15 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from worker.api import (
-    AnyMessage,
-    Error,
-    FinishReason,
-    Generate,
-    PeerId,
-    Refused,
-    Stop,
-)
+from worker.api import AnyMessage, Error, FinishReason, Generate, PeerId, Refused, Stop
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.requests.admission import Admission
 from worker.requests.replies import Last, Replies

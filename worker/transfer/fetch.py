@@ -21,16 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker.api import (
-    AnyMessage,
-    Candidate,
-    FinishReason,
-    KVReady,
-    PeerId,
-    Prefill,
-    Release,
-    Xfer,
-)
+from worker.api import AnyMessage, Candidate, FinishReason, KVReady, PeerId, Prefill, Release, Xfer
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig

@@ -117,10 +117,7 @@ class RankPulls:
     """
 
     def __init__(
-        self,
-        own: LocalRank,
-        tell: Callable[[RankAnswer], None],
-        post: Callable[[OwnDialled], None],
+        self, own: LocalRank, tell: Callable[[RankAnswer], None], post: Callable[[OwnDialled], None]
     ) -> None:
         self._own = own
         self._tell = tell
