@@ -134,7 +134,6 @@ class FeatureNorms(nn.ModuleList):
     """A norm of its own for each of the hidden states that are fused."""
 
     def forward(self, taps: Tensor) -> Tensor:
-        """taps: [n, num_features · target_hidden_size] -> the same shape."""
         parts = taps.chunk(len(self), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 

@@ -82,18 +82,7 @@ class DFlash(Drafter):
         bound = sampled.max_seq_len_ub + block
         num_pages = min(-(-bound // self._page_size), self._blocks.page_table.shape[1])
         rows = read_rows(sampled.rows, self._blocks, self._page_size, num_pages, block)
-        batch = Batch(
-            input_ids=rows.input_ids,
-            positions=rows.positions,
-            slot_mapping=rows.slots,
-            query_start=self._starts[block][: n + 1],
-            seq_lens=rows.seq_lens,
-            page_table=rows.table,
-            num_reqs=n,
-            num_tokens=n * block,
-            max_query_len=block,
-            max_seq_len_ub=bound,
-        )
+        batch = rows.batch(self._starts[block], block, bound)
         model, residual = self._model, None
         part = model.embed(batch.input_ids, block)
         plans = {mask: attention.plan(batch) for mask, attention in self._attentions.items()}

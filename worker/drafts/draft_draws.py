@@ -62,7 +62,6 @@ def draw_drafts_ref(
 
 
 def _ids_of(logits: Tensor, ids: Tensor | None, part: VocabPart | None) -> Tensor | None:
-    """The target's ids of the columns of logits."""
     if ids is None or part is None:
         return ids
     return ids[part.first : part.first + logits.shape[1]]

@@ -172,7 +172,6 @@ class DrafterFile:
 
 
 def _check(where: Fields, rules: Rules) -> None:
-    """Refuse a field of another name, or of another value."""
     for field, value in where.values.items():
         if value is None:
             continue

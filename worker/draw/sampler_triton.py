@@ -1,32 +1,19 @@
 """Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
 
-`sampler.draw_ref` defines the result. A row is cut into
-blocks of the vocabulary. Each pass runs over all blocks of all rows:
+`sampler.draw_ref` defines the result, `changes_triton` the logits. A row is cut into blocks of the
+vocabulary; each pass runs over all blocks of all rows:
 
   best      the largest logit of each block
   try       the draw without top_p, for rows that have nothing else to search for
   tops      what the passes behind it need of a row: its largest logit, the token it tried
-  check     whether that token is one that top_p keeps. Then it is the row's, as the largest of all
-            is the largest of those kept; the passes until `winner` skip the row. For a row whose
-            top_p is p this is so with probability p or more
+  check     whether top_p keeps that token: then it is the row's, as the largest of all is the
+            largest of those kept, and the passes until `winner` skip the row. For a row whose top_p
+            is p this is so with probability p or more
   search    four bits of a threshold: the smallest logit such that all tokens above it weigh less
             than the target. First each token weighs 1 and the target is top_k. Then a token weighs
-            its probability and the target is top_p of their sum.
+            its probability and the target is top_p of their sum
   ties      how many tokens of each block have exactly the threshold's logit
   draw      the largest perturbed logit among the tokens that are left, by block, then by row
-
-What logits are before all that (penalties, bias, masks) is in `changes_triton.py`.
-
-The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
-passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without them
-needs no more than its first 4 passes. Of the tokens with the threshold's logit those with the
-lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a row's
-result depends on that row alone.
-
-The tokens kept may differ from the twin's in two cases. The probability before a token is within
-f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two logits differ
-but become equal when divided by the temperature: here the larger one comes first, there the lower
-id. top_k and min_p are exact.
 """
 
 from __future__ import annotations
@@ -395,6 +382,11 @@ def _winner_kernel(
 Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 
 
+# The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
+# passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without
+# them needs no more than its first 4 passes. Of the tokens with the threshold's logit those with
+# the lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a
+# row's result depends on that row alone.
 class _Draw:
     """Scratch of one call, and the launches of its passes."""
 
@@ -423,7 +415,6 @@ class _Draw:
         return torch.empty(shape, dtype=dtype, device=self.logits.device)
 
     def run(self, *, filtered: bool) -> Tensor:
-        """Launch every pass."""
         n, vocab, _ = self.sizes
         if filtered:
             self._filter()
@@ -523,7 +514,13 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """No host sync, and fit for a CUDA graph. Rows of logits and each tensor are contiguous."""
+    """No host sync, and fit for a CUDA graph. Rows of logits and each tensor are contiguous.
+
+    The tokens kept may differ from draw_ref's in two cases. The probability before a token is
+    within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two
+    logits differ but become equal when divided by the temperature: here the larger one comes first,
+    there the lower id. top_k and min_p are exact.
+    """
     filtered = tail == "filtered"
     assert logits.stride(1) == 1
     assert part is None or not (filtered or changes), "these need the logits of all tokens"

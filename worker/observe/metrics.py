@@ -116,7 +116,6 @@ class Families:
         series.set_function(value)
 
     def _make(self, family: Family) -> tuple[Any, Any]:
-        """What a family registers, and what stands for its series."""
         name, text, bound = f"kvlane_{family.name}", family.text, tuple(self.bound.values())
         labels = *self.bound, *family.labels
         if family.kind == "reading":

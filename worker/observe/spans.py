@@ -53,14 +53,11 @@ class Tracer:
     ) -> Span:
         """Begin a span; recorded only if the sampler says so."""
         return self._tracer.start_span(
-            name, parent, kind, attributes, start_time=self._wall_ns(at), record_exception=False
+            name, parent, kind, attributes, start_time=self.wall_ns(at), record_exception=False
         )
 
-    def end(self, span: Span, at: float) -> None:
-        """End a span."""
-        span.end(self._wall_ns(at))
-
-    def _wall_ns(self, at: float) -> int:
+    def wall_ns(self, at: float) -> int:
+        """The wall clock's reading at a monotonic time, in ns since the epoch."""
         if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
             self._offset_ns = _offset_ns()
         return int(at * 1e9) + self._offset_ns
@@ -166,7 +163,7 @@ class Trace:
             if error != ABORT:
                 span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
-        self._tracer.end(span, self.at)
+        span.end(self._tracer.wall_ns(self.at))
         self._span = None
 
     def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:

@@ -39,8 +39,6 @@ class StepLine(msgspec.Struct, omit_defaults=True):
 
 @dataclass(slots=True)
 class _Launched:
-    """Of a step that has not settled."""
-
     launch_s: float
     joined: bool
     late: bool

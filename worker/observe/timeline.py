@@ -79,7 +79,6 @@ class Timeline:
             self._spans.inner.enter("prefill_queue", now, cached)
 
     def chunk(self, began_at: float, now: float, num_tokens: int) -> None:
-        """A chunk of its prompt has been computed by this worker."""
         if self._spans is not None and self._spans.inner is not None:
             size = {"kvlane.prompt_tokens": num_tokens}
             self._spans.inner.add("prefill_chunk", began_at, now, size)

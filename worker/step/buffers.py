@@ -16,7 +16,6 @@ from worker.step.chunk_rows import (
     NUM_LINES,
     TOKEN_LINES,
     NewPages,
-    SentChunks,
     chunk_rows,
     line_width,
     pack,
@@ -84,7 +83,9 @@ class BatchBuffers:
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
-        sent = self._upload(plan, self.fixed_reqs if fixed_shape else num_reqs)
+        num_lines = self.fixed_reqs if fixed_shape else num_reqs
+        values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)
+        self._staging.upload(values)
         num_tokens = max(padded_tokens, sent.num_tokens)
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
@@ -168,13 +169,6 @@ class BatchBuffers:
         """Views of query_start and seq_lens in the uploaded words; layout: SentChunks."""
         words = self._staging.words
         return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
-
-    def _upload(self, plan: Plan, num_lines: int) -> SentChunks:
-        """Copy a prefill plan's tokens, lengths and pages to the device, padded to `num_lines`."""
-        new = self._new_pages(plan)
-        values, sent = pack(self._staging.words, plan.chunks, new, num_lines)
-        self._staging.upload(values)
-        return sent
 
     def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
         """Choose the new pages that go with the upload, by row; apply the others.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from worker.forward.batch import Batch, HostLengths
 from worker.ops.op import op
 
 
@@ -61,6 +62,25 @@ class StepRows:
     seq_lens: Tensor  # [n] i32; KV length with the whole window
     slots: Tensor  # [n * width] i64; where the tokens' KV goes
     table: Tensor  # [n, num_pages] i32
+
+    def batch(
+        self, query_start: Tensor, width: int, max_seq_len_ub: int, host: HostLengths | None = None
+    ) -> Batch:
+        """The windows as a batch; query_start: [n + 1] i32 or longer, multiples of `width`."""
+        n = len(self.live)
+        return Batch(
+            input_ids=self.input_ids,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            query_start=query_start[: n + 1],
+            seq_lens=self.seq_lens,
+            page_table=self.table,
+            num_reqs=n,
+            num_tokens=n * width,
+            max_query_len=width,
+            max_seq_len_ub=max_seq_len_ub,
+            host=host,
+        )
 
 
 def read_rows_ref(

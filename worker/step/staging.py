@@ -40,8 +40,6 @@ class Staging:
 
 
 class _Slot:
-    """A host buffer for one upload at a time, with the views that its copies need."""
-
     def __init__(self, host: Tensor, words: Tensor | None) -> None:
         self._host = host.numpy().data
         self._copies: list[tuple[Tensor, Tensor]] = []  # (from, to), by the number of grains

@@ -232,21 +232,9 @@ class Windows:
         Rows that are inactive on the device, and row 0, are padding.
         """
         width, max_seq_len_ub, host = window
-        num_rows, num_pages = len(rows), -(-max_seq_len_ub // self._page_size)
+        num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
-        batch = Batch(
-            input_ids=read.input_ids,
-            positions=read.positions,
-            slot_mapping=read.slots,
-            query_start=self._query_start[width][: num_rows + 1],
-            seq_lens=read.seq_lens,
-            page_table=read.table,
-            num_reqs=num_rows,
-            num_tokens=num_rows * width,
-            max_query_len=width,
-            max_seq_len_ub=max_seq_len_ub,
-            host=host,
-        )
+        batch = read.batch(self._query_start[width], width, max_seq_len_ub, host)
         sampled = SampledRows(
             read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
         )

@@ -243,7 +243,6 @@ class Fetch:
                 metrics.transfer_seconds(label).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
-        """Bind pages for what was announced and pull into them, in order."""
         book, link = self._context.book, self._link
         if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
             return  # the awaited token will end the request: pull the KV only if none comes

@@ -146,7 +146,6 @@ class Inbound:
         return fetch
 
     def _renew(self, now: float) -> None:
-        """Send one Renew to each peer with live fetches."""
         by_peer: dict[PeerId, list[Xfer]] = {}
         for fetch in self.fetches.values():
             if fetch.xfer is not None:

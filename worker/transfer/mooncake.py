@@ -308,7 +308,6 @@ class MooncakeTransport(KVTransport):
         return engine
 
     def release(self, peer: MooncakePeer, engine: Engine) -> None:
-        """Drop a peer that has closed, and its engine, which has nothing under way."""
         with self._lock:
             self._peers.discard(peer)
         self.engines.discard(engine)

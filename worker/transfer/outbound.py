@@ -47,8 +47,6 @@ log = logging.getLogger("kvlane.outbound")
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """One transfer of this prefill worker, with the lease that pins its pages."""
-
     xfer: Xfer
     peer: PeerId
     req: PrefillReq
@@ -178,7 +176,6 @@ class Outbound:
                 self._drop(outgoing, Revoked.code)
 
     def _all_groups_announced(self, req: PrefillReq) -> bool:
-        """Of the request's current chunk."""
         return req.num_announced_groups == self._context.num_groups
 
     def _announce(self, outgoing: _Outgoing, first_page: int, first_group: int = 0) -> None:

@@ -204,8 +204,6 @@ class RankPulls:
 
 @dataclass(slots=True)
 class _Dial:
-    """A link in the making."""
-
     member: Member
     waiting: set[int]  # ranks that have not answered
     bytes_per_s: float = math.inf  # of the slowest rank so far: a page needs all of its shares
@@ -272,7 +270,6 @@ class LeaderPulls:
                     del self._pulls[number]
 
     def pull(self, link: int, pairs: Pages, groups: range) -> Pull:
-        """Begin to pull at all ranks; see PageSource.pull."""
         number = next(self._numbers)
         poll_own = partial(self._rank.poll_pull, number)
         cancel = partial(self.order, CancelPull(number))
@@ -288,8 +285,6 @@ class LeaderPulls:
 
 
 class _RankedSource(PageSource):
-    """A prefill worker, as all ranks pull from it."""
-
     def __init__(self, leader: LeaderPulls, link: int) -> None:
         self._leader, self._link = leader, link
         self._closed = False

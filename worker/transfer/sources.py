@@ -61,8 +61,6 @@ class DialFailed:
 
 
 class _Source(NamedTuple):
-    """A remote rank that holds heads of ours."""
-
     connection: Peer
     pair: RankPair
 
@@ -74,7 +72,6 @@ class Sources(PageSource):
         self._sources = tuple(sources)
 
     def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
-        """Begin to pull this rank's heads of pages as one pull; see `RankPair.runs`."""
         pulls = [
             connection.pull(runs)
             for connection, pair in self._sources
