@@ -30,8 +30,7 @@ FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterShape | None:
     """The shape of the drafter that is configured; None: it has no weights.
 
-    Raises:
-        UserError: as its reader and `check_block`.
+    Raises UserError as its reader and `check_block`.
     """
     if not config.spec.has_weights:
         return None

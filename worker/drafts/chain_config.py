@@ -17,9 +17,9 @@ def read_chain_shape(path: Path, target: ModelSpec) -> ChainShape:
     """The drafter in directory `path`, which may be the target's own, for `target`.
 
     Raises:
-        UserError: a file is missing or broken, a field is missing or wrong, or the drafter is
-            another target's; the message names file and field. Unsupported (a UserError) if it
-            uses what we cannot compute, or a field has two readings or is unknown.
+        UserError: a file or a field is missing or wrong, or the drafter is another target's; the
+            message names file and field. Unsupported (a UserError): it uses what we cannot
+            compute, or a field has two readings or is unknown.
     """
     file = DrafterFile.open(path, "chain", target)
     fields, layer, kind = file.fields, file.layer, file.form.kind

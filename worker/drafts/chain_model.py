@@ -19,8 +19,7 @@ from worker.ops.pair_norm import pair_norm
 class ChainDrafter(DrafterModel):
     """One rank of a drafter. It reads and writes layer 0 of the attention's region.
 
-    Its row for slot t is made of token t and the feature g of token t - 1. `store` fills the slots
-    of tokens that are known; `forward` also says what the drafter makes of them.
+    Its row for slot t is made of token t and the feature g of token t - 1.
     """
 
     spec: ChainShape

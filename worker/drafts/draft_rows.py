@@ -40,16 +40,11 @@ class DraftSteps(NamedTuple):
 def draft_rows_ref(
     sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> DraftSteps:
-    """Place the draft rows of a step.
+    """Place the draft rows of a step, whose `sampled` accept_rows had and `drawn` it returned.
 
     Rows are kept of those that were live when the step began, whether it ended them or not: their
     pages may serve others. Nothing is proposed for rows that ended, nor for positions at or beyond
     a row's maximum; what would be goes to the sink. Position 0 has no row.
-
-    Args:
-        sampled: n rows, as accept_rows had them.
-        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
-        columns: after accept_rows.
     """
     rows, width, n = sampled.rows, sampled.width, len(sampled.rows)
     place = torch.arange(width, device=rows.device)

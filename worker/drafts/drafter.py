@@ -28,10 +28,8 @@ class DrafterModel(nn.Module):
     """One rank of a drafter, on the device of its target, in its dtype, divided as it is.
 
     It uses the target's embedding and head unless it has its own. `max_positions` is of the served
-    length, whatever the drafter was trained for.
-
-    Raises:
-        Unsupported: the drafter cannot be divided among the target's ranks.
+    length, whatever the drafter was trained for. Raises Unsupported if it cannot be divided among
+    the target's ranks.
     """
 
     spec: DrafterShape
@@ -73,10 +71,8 @@ class DrafterModel(nn.Module):
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
         """Fill the weights from directory `path`, in eval mode; see load_model.
 
-        "dummy" gives a reduced vocabulary evenly spread ids.
-
-        Raises:
-            ValueError: as load_model; or the drafter's ids do not fit the target's.
+        "dummy" gives a reduced vocabulary evenly spread ids. Raises ValueError as load_model, or
+        if the drafter's ids do not fit the target's.
         """
         check_format(load_format)
         if load_format == "dummy":

@@ -19,15 +19,9 @@ def kept_rows_ref(
     """Place the tokens of a step's windows; those that are not kept go to the sink.
 
     Tokens are kept of rows that were live when the step began, whether it ended them or not: their
-    pages may serve others.
+    pages may serve others. sampled: as accept_rows had them; drawn: what it returned.
 
-    Args:
-        sampled: n rows, as accept_rows had them.
-        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
-        columns: of the rows' pages.
-
-    Returns:
-        Position (0 of what is not kept) and slot (0 likewise) of each, [n * width] i64 both.
+    Returns position and slot of each token, [n * width] i64 both, 0 for those not kept.
     """
     rows, width = sampled.rows, sampled.width
     at = sampled.position.view(-1, width) - 1

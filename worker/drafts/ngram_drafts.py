@@ -22,9 +22,7 @@ def ngram_drafts_ref(
     -1 stands for no draft: nothing is found again, the row has ended, or its maximum is reached.
 
     Args:
-        sampled: n rows, as accept_rows had them.
-        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
-        columns: after accept_rows.
+        sampled: as accept_rows had them; drawn is what it returned.
         text: [number of rows, length] i32, the tokens of each row by position, the last included.
         lengths: of a run in tokens, from 1 on.
     """

@@ -84,12 +84,11 @@ def list_rows(
         limits: temperature, top_k and top_p of the n rows.
         kept: [n] u8, whether the row has its token; read with `checked` only.
         long_slots: [n] i64 or None; rows with one are in the last two lists as well.
-        lists: of `new_lists`, each its length and then its rows, ascending: rows that try;
-            all without a token; those of them that are sampled; of these those with top_k; with
-            top_p; with top_k and a long slot; with top_p and a long slot.
-        vocab: number of token ids.
+        lists: of `new_lists`, each its length and then its rows, ascending: rows that try (without
+            `checked` this alone is written); all without a token; those of them that are sampled;
+            of these those with top_k; with top_p; with top_k and a long slot; with top_p and a
+            long slot.
         least: see `tries`.
-        checked: write all lists but the first, else the first.
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,

@@ -57,9 +57,7 @@ def draw_ref(
 
     Args:
         logits: [n, vocab], of the model's dtype; not written.
-        rows: parameters of the n rows.
-        tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered"; not
-            "none".
+        tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered".
         changes: penalties, biases and masks; None when no row has any.
         part: which tokens the columns of logits are, if other ranks have others. Then neither a
             filter nor `changes` is served; all ranks call, and draw the same.

@@ -47,11 +47,7 @@ class _Launched:
 
 
 class StepLog:
-    """The log of the worker `name`: <directory>/<name>.jsonl, begun anew.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """The log of the worker `name`: <directory>/<name>.jsonl, begun anew, or a UserError."""
 
     def __init__(self, directory: str, name: str, device: torch.device) -> None:
         path = Path(directory).expanduser() / f"{name}.jsonl"

@@ -92,8 +92,7 @@ class Timeline:
     def token(self, now: float, *, in_row: bool) -> Stages | None:
         """A token goes to the router; with the first one its stages.
 
-        in_row: a step of its row drew it. The step may have been launched before the request was
-        preempted.
+        in_row: a step of its row drew it, maybe launched before the request was preempted.
         """
         if in_row and self.stage != "preempted":
             self.enter("decode", now)

@@ -23,9 +23,7 @@ SAMPLERS = (
 def check_tracing(config: TracingConfig) -> None:
     """Whether this machine can trace, if it is to.
 
-    Raises:
-        MissingLibrary: OpenTelemetry is not installed.
-        UserError: the environment asks for a sampler that there is not.
+    Raises MissingLibrary without OpenTelemetry, UserError if the environment's sampler is unknown.
     """
     if not config.endpoint:
         return

@@ -22,13 +22,10 @@ COLLECTIVES: Mapping[str, str] = {
 class Collective(Protocol):
     """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
 
-    What a body here does is right for a group that has nothing of its own to do there.
-
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
-    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet.
-
-    A call that cannot end because a peer is gone raises PeerLost; the group is then of no use
-    and the worker ends.
+    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. A call that
+    cannot end because a peer is gone raises PeerLost; the group is then of no use and the worker
+    ends. What a body here does is right for a group that has nothing of its own to do there.
     """
 
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?

@@ -49,11 +49,9 @@ class CustomCollective(Collective):
     """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (all_reduce_triton.py).
 
     All calls go to the current stream of the current device; a rank has one stream. Launched by
-    themselves and in graphs of any kind they are the same kernels with the same arguments: nothing
-    is registered.
-
-    One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
-    in one of `buffer` is copied into the next, and the sum is returned there.
+    themselves and in graphs of any kind they are the same kernels with the same arguments. One shot
+    reads its input wherever it lies. For two shots an input that is not in one of `buffer` is
+    copied into the next, and the sum is returned there.
 
     Raises:
         Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's

@@ -18,9 +18,7 @@ from worker.peers.store import TIMEOUT_S, open_store
 class GlooCollective(Collective):
     """A gloo group of its own; torch.distributed's default group is neither used nor needed.
 
-    Raises:
-        UserError: the device is not the CPU.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises UserError if the device is not the CPU, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = False

@@ -70,9 +70,8 @@ class _Memory:
 class PeerRegions:
     """This rank's region, cleared before peers can write, and where those of peers are mapped.
 
-    Raises, at all ranks together:
-        Unsupported: ranks on different hosts, or GPUs that cannot map each other's memory.
-        PeerLost: a rank did not come in time.
+    Raises, at all ranks together, Unsupported if ranks are on different hosts or GPUs cannot map
+    each other's memory, PeerLost if a rank did not come in time.
     """
 
     def __init__(

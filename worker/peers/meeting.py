@@ -23,14 +23,10 @@ TIMEOUT_S = 1800.0
 class Meeting:
     """One rank among the ranks of its worker; the one with rank 0 hosts the store.
 
-    Every rank makes the same calls in one order. Alone (size 1) nothing is opened.
-
-    Args:
-        rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
-        worker: name and incarnation. Ranks of another that come to a port taken twice meet nobody.
-
-    Raises:
-        PeerLost: rank 0 does not listen there in time, or the port is taken.
+    Every rank makes the same calls in one order. Alone (size 1) nothing is opened. Raises PeerLost
+    if rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time,
+    or the port is taken. worker: name and incarnation, so that ranks of another that come to a port
+    taken twice meet nobody.
     """
 
     def __init__(
@@ -56,8 +52,7 @@ class Meeting:
     def tell(self, value: bytes) -> list[bytes]:
         """Hand `value` to all ranks; returns what each has handed over, in rank order. Blocks.
 
-        Raises:
-            PeerLost: a rank did not come in time, or rank 0 is gone.
+        Raises PeerLost if a rank did not come in time, or rank 0 is gone.
         """
         if self._store is None:
             return [value]

@@ -39,9 +39,7 @@ class NcclCollective(Collective):
     those of a replayed graph are not watched: the process has to end. `check` tells what torch's
     watchdog thread has found by then: a peer that is gone or late, or an abort.
 
-    Raises:
-        UserError: the device is not a GPU, or torch has no NCCL.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises UserError without a GPU or NCCL, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True

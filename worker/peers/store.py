@@ -15,8 +15,7 @@ TIMEOUT_S = 60.0  # of the rendezvous and of each call: a peer this late is gone
 def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
     """Open the store of a group that alone uses `init_method`; keys stay until the group is gone.
 
-    Raises:
-        PeerLost: the rank that keeps the store did not come in time.
+    Raises PeerLost if the rank that keeps the store did not come in time.
     """
     try:
         found = rendezvous(init_method, rank, size, timeout=timedelta(seconds=TIMEOUT_S))
@@ -27,11 +26,7 @@ def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
 
 
 def exchange(store: Store, what: str, rank: int, size: int, value: str) -> list[str]:
-    """Every rank's `value`, in their order; all ranks call once with each `what`.
-
-    Raises:
-        PeerLost: a rank did not say its own in time.
-    """
+    """Every rank's `value`, in their order; all ranks call once with each `what`, or PeerLost."""
     try:
         store.set(f"{what}/{rank}", value)
         return [store.get(f"{what}/{each}").decode() for each in range(size)]

@@ -114,8 +114,7 @@ class Peer(Protocol):
     def pull(self, runs: Sequence[Run]) -> Pull:
         """Begin to copy `runs` from the peer; an empty list is OK at the first poll.
 
-        Raises:
-            ValueError: a run leaves a region on either side (our own bug; nothing was issued).
+        Raises ValueError if a run leaves a region on either side: our own bug, nothing was issued.
         """
         ...
 
@@ -140,10 +139,8 @@ class KVTransport(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Take the memory that may be pulled from and into: once, before anything else.
 
-        The caller keeps the memory alive until `close` has returned.
-
-        Raises:
-            Unsupported: this transport cannot serve such memory.
+        The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
+        transport cannot serve such memory.
         """
         ...
 
@@ -181,12 +178,10 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
-    """Check that `local` can pull from `remote` in principle; same_host: only in one pid namespace.
+    """Check that `local` can pull from `remote` in principle; Incompatible says what differs.
 
     Regions pair up by position, so their names must be equal; their sizes need not be.
-
-    Raises:
-        Incompatible: with the difference.
+    same_host: only processes of one host and pid namespace can.
     """
     if (remote.transport, remote.kind) != (local.transport, local.kind):
         raise Incompatible(

@@ -146,10 +146,9 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether every page of tokens[:-1] has landed under a lease.
+        """Whether all pages of tokens[:-1] have landed under a lease; not while a token is awaited.
 
-        False while a token is awaited: it will be the last one, so the KV of all present tokens is
-        wanted.
+        That token will be the last one, so the KV of all present tokens is wanted.
         """
         return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
 

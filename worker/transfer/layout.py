@@ -40,8 +40,7 @@ RegionHeads = tuple[HeadRange | None, ...]  # of each region; None: no head of i
 def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
     """How many pages of `layout` the owner of `endpoint` has registered.
 
-    Raises:
-        Incompatible: no whole number, or not the same number in every region.
+    Raises Incompatible if that is no whole number, or not the same in every region.
     """
     sizes = [region.num_bytes for region in endpoint.regions]
     num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0

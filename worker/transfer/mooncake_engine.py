@@ -69,10 +69,8 @@ def configure(kind: str) -> dict[str, str]:
     """Set mooncake's environment for `kind`, before its first import. Returns what it set.
 
     A value that the user's environment already holds wins, except for the choice of transport.
-    The library reads most of it once, so a process has one kind for all its life.
-
-    Raises:
-        Unsupported: unknown kind, or this process already uses another one.
+    The library reads most of it once, so a process has one kind for all its life: Unsupported if
+    this one has another, or the kind is unknown.
     """
     global _chosen
     if kind not in SELECTION:
@@ -165,8 +163,7 @@ class Engines:
     def make(self) -> Engine:
         """A new engine: a few milliseconds, registration of large memory for RDMA aside.
 
-        Raises:
-            Unsupported: it does not start (no card, no port) or refuses the memory.
+        Raises Unsupported if it does not start (no card, no port) or refuses the memory.
         """
         self._set_device()
         raw = self._class()

@@ -27,7 +27,7 @@ from worker.errors import Incompatible, Unreachable
 from worker.transfer.base import Pull, PullState
 from worker.transfer.inbound import poll_after_s
 from worker.transfer.layout import Pages
-from worker.transfer.sources import DialFailed, Link, LocalRank, PageSource
+from worker.transfer.sources import DialFailed, Link, LocalRank, PageSource, PartedPull
 
 log = logging.getLogger("kvlane.rank")
 
@@ -299,29 +299,18 @@ class _RankedSource(PageSource):
             self._leader.order(HangUp(self._link))
 
 
-class _RankedPull(Pull):
-    """One pull at all ranks. It ends by their reports."""
+class _RankedPull(PartedPull):
+    """One pull at all ranks, which ends by their reports; `num_bytes` grows as they come."""
 
     def __init__(
         self, ranks: set[int], poll_own: Callable[[], None], cancel: Callable[[], None]
     ) -> None:
-        self.num_bytes = 0  # grows as they report
-        self.error: str | None = None
-        self._running = ranks
-        self._poll_own = poll_own
-        self._cancel = cancel
-        self._failure = ""  # the first one; it is the error once no rank pulls any more
+        super().__init__(0, cancel)
+        self._running, self._poll_own = ranks, poll_own
 
     def poll(self) -> PullState:
         self._poll_own()
-        if self._running:
-            return PullState.RUNNING
-        self.error = self._failure or None
-        return PullState.FAILED if self._failure else PullState.OK
-
-    def cancel(self) -> None:
-        if self._running:
-            self._fail("cancelled")
+        return self._state()
 
     def ended(self, event: PullEnded) -> bool:
         """Record that a rank's part is over; returns whether all are."""
@@ -330,11 +319,6 @@ class _RankedPull(Pull):
         if event.error:
             self._fail(_at(event.rank, event.error))
         return not self._running
-
-    def _fail(self, why: str) -> None:
-        if not self._failure:
-            self._failure = why
-            self._cancel()
 
 
 def _at(rank: int, text: str) -> str:
