@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from worker.drafts.draft_rows import DraftSteps
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
 from worker.step.rows import RowColumns, SampledRows
 
@@ -19,9 +19,7 @@ def _draft_rows_kernel(
     PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). kept: i64 [4, stride], the first four fields; ahead: i64 [2, NUM, stride_rows]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     table, longest = page_table + row * stride_table, tl.load(max_len + row)

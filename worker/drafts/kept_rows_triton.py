@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
 from worker.step.rows import RowColumns, SampledRows
 
@@ -17,9 +17,7 @@ def _kept_rows_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). out: i64 [2, stride]: positions, slots, each [n, WIDTH]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     place = tl.arange(0, WIDTH_2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.step.rows import RowColumns, SampledRows
 
@@ -21,9 +21,7 @@ def _ngram_drafts_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     line, place = text + row * stride_text, tl.arange(0, WIDTH_2)

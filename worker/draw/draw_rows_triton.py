@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap
 
 BLOCK, WARPS = 1024, 4
@@ -38,9 +38,7 @@ def _list_rows_kernel(
     CHECKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     start, num, num_all, num_k, num_p, long_k, long_p = 0, 0, 0, 0, 0, 0, 0
     while start < n:
         row = start + tl.arange(0, BLOCK)

@@ -34,7 +34,7 @@ from worker.draw.filters_triton import (
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_block
 from worker.plan import Tail
@@ -69,9 +69,7 @@ def _best_kernel(
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if block == 0:
         lowest = -32768 if BITS == 16 else -2147483648
@@ -98,9 +96,7 @@ def _tops_kernel(
     So the passes behind it read three numbers, where each of their programs would reduce a row of
     blocks before it can begin.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature == 0.0:
@@ -126,9 +122,7 @@ def _check_kernel(
 
     The last block compares them.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -208,9 +202,7 @@ def _search_kernel(
 
     The last block runs _narrow. PROBABLE: the search for top_p; else for top_k.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -250,9 +242,7 @@ def _ties_kernel(
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -337,9 +327,7 @@ def _draw_kernel(
 
     The tokens are first … vocab - 1; not FILTERED these may be those of one rank.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     if FILTERED and not TRY:
         i, num = tl.program_id(1), tl.load(rows)
         while i < num:
@@ -371,9 +359,7 @@ def _winner_kernel(
     values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One program a row."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = winner_of(values, ids, row, vocab, BLOCKS, BLOCKS_2)
     tl.store(out + row, token.to(tl.int64))

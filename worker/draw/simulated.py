@@ -20,11 +20,7 @@ class SimulatedAcceptance:
 
     Counter-based, so that runs repeat: the number depends on seed and position alone. A window that
     is too narrow, a stop token or the request's end still cut it. Places without a draft count as
-    drafts: token 0 stands for these.
-
-    Args:
-        seed: [num_rows + 1] i64, a column of the step state.
-        kept: see `change`.
+    drafts: token 0 stands for these. seed: [num_rows + 1] i64, a column of the step state.
     """
 
     def __init__(self, seed: Tensor, kept: float) -> None:
@@ -58,8 +54,7 @@ class SimulatedAcceptance:
         return drawn
 
     def num_accepted(self, position: Tensor, seed: Tensor) -> Tensor:
-        """Drafts that are accepted in a window that draws at `position` first, of a request of
-        `seed`; all [n] i64."""
+        """Drafts accepted in a window that draws at `position` first, by seed; all [n] i64."""
         return self._num[(position + seed % PRIME * STRIDE) % PERIOD]
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+    enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
 elif HAS_TRITON:
@@ -26,6 +27,13 @@ elif HAS_TRITON:
     # kernel before.
     gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
     gdc_wait = tl.extra.cuda.gdc_wait
+
+    @triton.jit
+    def enter(PDL: tl.constexpr):
+        """What a kernel begins with that may be resident before the one before it has ended."""
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
 else:
 
     class _Absent:
@@ -40,4 +48,4 @@ else:
             return value
 
     triton = tl = _Absent()
-    gdc_launch_dependents = gdc_wait = None
+    enter = gdc_launch_dependents = gdc_wait = None

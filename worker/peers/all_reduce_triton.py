@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.peers.peer_layout import (
     CHANNELS,
@@ -214,9 +214,7 @@ def _one_shot_kernel(
     x, out: num_chunks chunks; may be the same. First everything is pushed, then everything is
     summed, so that all of a large message is under way together.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dtype: tl.constexpr = out.dtype.element_ty
     turn_at = _turn(own, 0, CHANNELS)
@@ -256,9 +254,7 @@ def _one_shot_rms_norm_kernel(
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     in_row = lanes < ROW
     scale = _values(load_chunks(weight.to(tl.int64) + lanes * 16, in_row), dtype)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     turn_at = _turn(own, 0, CHANNELS)
     turn = tl.load(turn_at)
@@ -333,9 +329,7 @@ def _two_shot_kernel(
 
     x: num_chunks chunks in this rank's region; afterwards the sum.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dtype: tl.constexpr = x.dtype.element_ty
     turn_at = _turn(own, 1, CHANNELS)
@@ -379,9 +373,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x of rank r. x: i32 [num_pairs, 2]; out: i32 [WORLD, num_pairs, 2]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     turn_at = _turn(own, 2, CHANNELS)
     turn = tl.load(turn_at) + 1

@@ -77,9 +77,8 @@ class BatchBuffers:
             plan: has chunks, no more than the state has rows.
             padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
                 of two, so that few kernel variants are compiled. 0: do neither.
-            fixed_shape: with `padded_tokens` only. Pad the number of requests to `fixed_reqs` too.
-                Shapes and host bounds then depend on `padded_tokens` alone, and `host` is None.
-                Each request may have up to `max_fixed_len` tokens.
+            fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
+                tokens. Shapes and host bounds then depend on `padded_tokens` alone; `host` is None.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table

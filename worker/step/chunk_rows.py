@@ -101,9 +101,7 @@ def chunk_rows_ref(
     Requests that share a row bring the same new pages.
 
     Args:
-        sent: the chunks.
         page_table: [rows, max_pages] i32, rows contiguous; row 0 gets no pages.
-        page_size: tokens a page.
         out: [3 or 6, capacity] i64, contiguous: token ids, positions, slots (page * page_size +
             offset) fill the first `num_rows` columns; those beyond the tokens are padding, all
             zero. The other three are the fields of `forward.batch.DraftRows`.

@@ -139,7 +139,6 @@ def accept_rows_ref(
         min_len: [n * width] i64; no stop id counts below it.
         columns: changed.
         num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever they are.
-            None: as they are.
 
     Returns:
         [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;

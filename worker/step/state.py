@@ -49,22 +49,6 @@ class FloatColumns(NamedTuple, Generic[T]):
     repetition_penalty: T
 
 
-def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
-    """The column values of a row that starts."""
-    sampling = start.sampling
-    ints = IntColumns(
-        seq_len=start.seq_len,
-        last_token=start.last_token,
-        max_len=start.max_len,
-        min_len=start.min_len,
-        seed=sampling.seed,
-        top_k=sampling.top_k,
-        penalty_slot=start.penalty_slot,
-    )
-    floats = FloatColumns(*(getattr(sampling, name) for name in FloatColumns._fields))
-    return ints, floats
-
-
 class StateShape(NamedTuple):
     """Of a step state."""
 
@@ -134,10 +118,6 @@ class StepState:
         host = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
         return host.to(self.device, non_blocking=True)
 
-    def upload_tensor(self, host: Tensor) -> Tensor:
-        """Copy a host tensor to the device, without a host sync."""
-        return self.pinned(host).to(self.device, non_blocking=True)
-
     def pinned(self, host: Tensor) -> Tensor:
         """On CUDA, a copy in pinned memory, from which copies to the device do not wait."""
         return host.pin_memory() if self._pin else host
@@ -185,7 +165,14 @@ class StepState:
             self.seq_len_ub[row] += plan.width
 
     def _start(self, starts: Sequence[RowStart]) -> None:
-        ints, floats = zip(*map(column_values, starts), strict=True)
+        ints = [
+            IntColumns(
+                x.seq_len, x.last_token, x.max_len, x.min_len,
+                x.sampling.seed, x.sampling.top_k, x.penalty_slot,
+            )
+            for x in starts
+        ]  # fmt: skip
+        floats = [[getattr(x.sampling, name) for name in FloatColumns._fields] for x in starts]
         rows_active = [(start.row, start.active) for start in starts]
         stops = [self._stop_ids(start.sampling) for start in starts]
         parts = (
