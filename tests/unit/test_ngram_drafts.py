@@ -11,7 +11,7 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.ngram_reference import ngram_reference
-from worker.drafts import ngram_drafts, ngram_drafts_triton
+from worker.drafts import ngram, ngram_triton
 from worker.ops.jit import HAS_TRITON
 from worker.step.rows import RowColumns, SampledRows
 
@@ -67,10 +67,10 @@ def check(op: Any, width: int, seed: int) -> int:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 def test_drafts_are_those_of_a_plain_loop(width: int) -> None:
-    ops: list[Any] = [ngram_drafts.ngram_drafts_ref]
+    ops: list[Any] = [ngram.ngram_drafts_ref]
     if INTERPRETED:
-        ops = [ngram_drafts_triton.ngram_drafts_triton]
-    with mock.patch.object(ngram_drafts_triton, "BLOCK", 16):
+        ops = [ngram_triton.ngram_drafts_triton]
+    with mock.patch.object(ngram_triton, "BLOCK", 16):
         found = [check(op, width, seed) for op in ops for seed in range(12)]
     assert (sum(found) > 20) == (width > 1)
 
@@ -84,6 +84,6 @@ def test_the_kernel_compiles() -> None:
         LENGTH=40961, WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, SHORTEST=2, LONGEST=4, BLOCK=2048,
         PDL=True,
     )  # fmt: skip
-    kernel = ngram_drafts_triton._ngram_drafts_kernel
+    kernel = ngram_triton._ngram_drafts_kernel
     ptx = ptx_of(kernel, types, constants, num_warps=4, launch_pdl=True)
     assert "griddepcontrol.wait" in ptx

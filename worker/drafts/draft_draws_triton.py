@@ -13,8 +13,6 @@ from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_at, gumbel_block
 
 BLOCK, WARPS = 1024, 4
-
-
 NO_ID = 1 << 30
 
 

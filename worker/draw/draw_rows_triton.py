@@ -7,11 +7,10 @@ programs as run at once, and each walks down a list.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.launch import overlap
 
 BLOCK, WARPS = 1024, 4
 NUM_PROGRAMS = 396  # of a pass, as many as run at once: three on each of 132 multiprocessors
@@ -82,21 +81,16 @@ def list_rows(
         limits: temperature, top_k and top_p of the n rows.
         kept: [n] u8, whether the row has its token; read with `checked` only.
         long_slots: [n] i64 or None; rows with one are in the last two lists as well.
-        lists: of `new_lists`, each its length and then its rows, ascending: rows that try (without
-            `checked` this alone is written); all without a token; those of them that are sampled;
-            of these those with top_k; with top_p; with top_k and a long slot; with top_p and a
-            long slot.
+        lists: i32 [NUM_LISTS, n + 1 or more], each its length and then its rows, ascending: rows
+            that try (without `checked` this alone is written); all without a token; those of
+            them that are sampled; of these those with top_k; with top_p; with top_k and a long
+            slot; with top_p and a long slot.
         least: see `tries`.
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,
         **overlap(lists, CHECKED=checked, BLOCK=BLOCK, num_warps=WARPS),
     )  # fmt: skip
-
-
-def new_lists(num_rows: int, device: torch.device) -> Tensor:
-    """Room for NUM_LISTS lists, i32."""
-    return torch.empty(NUM_LISTS, aligned(num_rows + 1), dtype=torch.int32, device=device)
 
 
 def rows_at_once(num_rows: int, num_blocks: int, num_programs: int | None = None) -> int:

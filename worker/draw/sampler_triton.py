@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from worker.draw.changes_triton import changed_logits, rules_of
-from worker.draw.draw_rows_triton import list_rows, new_lists, rows_at_once, tries
+from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tries
 from worker.draw.filters_triton import (
     best_of,
     is_likely,
@@ -35,7 +35,7 @@ from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import aligned, overlap, power_of_two
 from worker.ops.philox_triton import gumbel_block
 from worker.plan import Tail
 
@@ -444,7 +444,7 @@ class _Draw:
         kept = self._scratch(n, dtype=torch.uint8)
         ties = self._scratch(n, self.blocks, dtype=torch.int32)
         tops, tried = self._scratch(2, n, dtype=torch.float32), self._scratch(n, dtype=torch.int32)
-        lists = new_lists(n, logits.device)
+        lists = self._scratch(NUM_LISTS, aligned(n + 1), dtype=torch.int32)
         try_rows, undrawn, rows_left, *search_rows = lists
         found = best, tops, keys, sums, ties
         grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)

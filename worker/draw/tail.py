@@ -70,32 +70,25 @@ class Result:
     def read(self) -> list[Drawn]:
         """Read one entry for each sampled row; only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
-        if self.values is not None and self.ids is not None:
-            return self._with_logprobs(lines, width)
-        if width == 1:
-            return [
-                Drawn((token,) if is_valid else (), bool(ended)) for token, is_valid, ended in lines
+        if self.values is None or self.ids is None:
+            if width == 1:  # what nearly every step of a large batch is
+                return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
+            told: list[TokenLogprob] = []
+        else:
+            draws = zip(self.values.tolist(), self.ids.tolist(), strict=True)
+            told = [
+                TokenLogprob(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+                for values, ids in draws
             ]
-        return [_drawn(line, width) for line in lines]
-
-    def _with_logprobs(self, lines: list[list[int]], width: int) -> list[Drawn]:
-        assert self.values is not None
-        assert self.ids is not None
-        values, ids = self.values.tolist(), self.ids.tolist()
-        found = []
-        for i, line in enumerate(lines):
-            kept = range(i * width, i * width + line[width])
-            told = tuple(
-                TokenLogprob(values[j][0], tuple(zip(ids[j][1:], values[j][1:], strict=True)))
-                for j in kept
+        return [
+            Drawn(
+                tuple(line[: line[width]]),
+                bool(line[width + 1]),
+                tuple(told[i * width : i * width + line[width]]),
+                tuple(line[width + NUM_COUNTS :]),
             )
-            found.append(_drawn(line, width, told))
-        return found
-
-
-def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ()) -> Drawn:
-    num, ended = line[width], line[width + 1]
-    return Drawn(tuple(line[:num]), bool(ended), logprobs, tuple(line[width + NUM_COUNTS :]))
+            for i, line in enumerate(lines)
+        ]
 
 
 def draw(

@@ -14,8 +14,6 @@ from worker.ops.op import op
 from worker.plan import Chunk
 
 NUM_LINES = 6
-
-
 TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
 
 

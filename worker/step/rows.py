@@ -111,8 +111,6 @@ def read_rows_ref(
 
 
 read_rows = op(read_rows_ref)
-
-
 # Of a row's result, behind its draws: how many of them count, whether the row has ended.
 NUM_COUNTS = 2
 
@@ -170,14 +168,8 @@ def accept_rows_ref(
 
 
 accept_rows = op(accept_rows_ref)
-
-
 Ints = tuple[Tensor, Tensor, Tensor, Tensor]  # each [num_rows] i64
-
-
 Floats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # each [num_rows] f32
-
-
 Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 

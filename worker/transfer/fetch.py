@@ -87,7 +87,7 @@ class _Pages:
         self._num_landed: Counter[int] = Counter()
 
     def announce(self, message: KVReady, wanted: range) -> None:
-        groups = _bits(range(message.first_group, message.first_group + message.num_groups))
+        groups = ((1 << message.num_groups) - 1) << message.first_group
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         for number, remote in enumerate(message.pages, message.first_page):
             if number in wanted:
@@ -279,10 +279,6 @@ class Fetch:
             self._pages.land(running.ready)
             while self._pages.has_landed(self.num_landed_pages):
                 self.num_landed_pages += 1
-
-
-def _bits(groups: range) -> int:
-    return (1 << groups.stop) - (1 << groups.start)
 
 
 def bit_runs(bits: int) -> Iterator[range]:

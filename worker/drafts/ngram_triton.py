@@ -1,4 +1,4 @@
-"""Kernels of ngram_drafts.py."""
+"""Kernels of ngram.py."""
 
 from __future__ import annotations
 
