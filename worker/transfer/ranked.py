@@ -299,14 +299,14 @@ class _RankedSource(PageSource):
             self._leader.order(HangUp(self._link))
 
 
-class _RankedPull(PartedPull):
+class _RankedPull(PartedPull[set[int]]):
     """One pull at all ranks, which ends by their reports; `num_bytes` grows as they come."""
 
     def __init__(
         self, ranks: set[int], poll_own: Callable[[], None], cancel: Callable[[], None]
     ) -> None:
-        super().__init__(0, cancel)
-        self._running, self._poll_own = ranks, poll_own
+        super().__init__(ranks, 0, cancel)
+        self._poll_own = poll_own
 
     def poll(self) -> PullState:
         self._poll_own()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ SMALL_BYTES, NUM_SMALL = 64, 20
 MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
 SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
 SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
+
+Parts = TypeVar("Parts", bound=Sized)
 
 
 class PageSource(Protocol):
@@ -179,17 +181,16 @@ class LocalRank:
             raise Incompatible(f"{member.peer} has {remote_tp} ranks: {error}") from error
 
 
-class PartedPull(Pull):
+class PartedPull(Pull, Generic[Parts]):
     """Several pulls as one: OK when all are. When one fails, those that run are cancelled.
 
     FAILED only once none of them runs any more: until then they may write to our pages.
     """
 
-    _running: Sized  # parts
-
-    def __init__(self, num_bytes: int, cancel_parts: Callable[[], None]) -> None:
+    def __init__(self, running: Parts, num_bytes: int, cancel_parts: Callable[[], None]) -> None:
         self.num_bytes = num_bytes
         self.error: str | None = None
+        self._running = running
         self._cancel_parts = cancel_parts
         self._failure = ""  # the first one; it is the error once no part runs
 
@@ -209,12 +210,11 @@ class PartedPull(Pull):
         return PullState.FAILED if self._failure else PullState.OK
 
 
-class JoinedPull(PartedPull):
+class JoinedPull(PartedPull[deque[Pull]]):
     """Pulls over several connections, polled one after another."""
 
     def __init__(self, parts: Sequence[Pull]) -> None:
-        super().__init__(sum(part.num_bytes for part in parts), self._cancel_running)
-        self._running = deque(parts)
+        super().__init__(deque(parts), sum(part.num_bytes for part in parts), self._cancel_running)
 
     def poll(self) -> PullState:
         deadline = time.perf_counter() + POLL_BUDGET_S
