@@ -365,7 +365,7 @@ def _winner_kernel(
     tl.store(out + row, token.to(tl.int64))
 
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
+Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 
 
 # The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
@@ -406,8 +406,8 @@ class _Draw:
             self._filter()
         else:  # no tensor of the filters is read
             unread = self.values
-            found = unread, unread, unread, unread, unread
-            self._draw(unread, found, n, FILTERED=False, TRY=False)
+            searched = unread, unread, unread, unread, unread
+            self._draw(unread, searched, n, FILTERED=False, TRY=False)
         if self.part is not None:
             pairs = best_pairs_triton(self.values, self.ids, self.part.vocab_size - 1)
             return best_ids_triton(self.part.gather(pairs))
@@ -420,10 +420,10 @@ class _Draw:
         )  # fmt: skip
         return out
 
-    def _draw(self, rows: Tensor, found: Found, num: int, **constants: int) -> None:
+    def _draw(self, rows: Tensor, searched: Searched, num: int, **constants: int) -> None:
         n, vocab, stride = self.sizes
         _draw_kernel[(self.blocks, num)](
-            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
+            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *searched,
             self.values, self.ids, n, self.first, self.first + vocab, stride,
             **overlap(
                 self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
@@ -446,7 +446,7 @@ class _Draw:
         tops, tried = self._scratch(2, n, dtype=torch.float32), self._scratch(n, dtype=torch.int32)
         lists = self._scratch(NUM_LISTS, aligned(n + 1), dtype=torch.int32)
         try_rows, undrawn, rows_left, *search_rows = lists
-        found = best, tops, keys, sums, ties
+        searched = best, tops, keys, sums, ties
         grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
         common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
         walks = common | {"maxnreg": WALK_REGISTERS}
@@ -454,7 +454,7 @@ class _Draw:
             logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
             **overlap(logits, maxnreg=BEST_REGISTERS, **common),
         )  # fmt: skip
-        self._draw(try_rows, found, n, FILTERED=True, TRY=True)
+        self._draw(try_rows, searched, n, FILTERED=True, TRY=True)
         _tops_kernel[(n,)](
             logits, rules, *limits[:3], TRY_FROM, best, self.values, self.ids, tops, tried,
             n, vocab, stride,
@@ -490,7 +490,7 @@ class _Draw:
             ),
         )  # fmt: skip
         at_once = rows_at_once(n, self.blocks, NUM_DRAWING)
-        self._draw(undrawn, found, at_once, FILTERED=True, TRY=False)
+        self._draw(undrawn, searched, at_once, FILTERED=True, TRY=False)
 
 
 def draw_triton(

@@ -73,10 +73,10 @@ class Result:
         if self.values is None or self.ids is None:
             if width == 1:  # what nearly every step of a large batch is
                 return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
-            told: list[TokenLogprob] = []
+            tokens: list[TokenLogprob] = []
         else:
             draws = zip(self.values.tolist(), self.ids.tolist(), strict=True)
-            told = [
+            tokens = [
                 TokenLogprob(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
                 for values, ids in draws
             ]
@@ -84,7 +84,7 @@ class Result:
             Drawn(
                 tuple(line[: line[width]]),
                 bool(line[width + 1]),
-                tuple(told[i * width : i * width + line[width]]),
+                tuple(tokens[i * width : i * width + line[width]]),
                 tuple(line[width + NUM_COUNTS :]),
             )
             for i, line in enumerate(lines)

@@ -95,12 +95,12 @@ class CustomCollective(Collective):
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
-        found = choose(self.table, num_bytes)
-        if found == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
-            found = TWO_SHOT
-        if found == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
-            found = NCCL
-        return found
+        chosen = choose(self.table, num_bytes)
+        if chosen == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+            chosen = TWO_SHOT
+        if chosen == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
+            chosen = NCCL
+        return chosen
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_reduce_by(self.algorithm(x.nbytes, x.dtype), x) if x.nbytes else x

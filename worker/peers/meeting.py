@@ -72,10 +72,10 @@ class Meeting:
         """The least of all ranks' values."""
         return min(int(each) for each in self.tell(str(value).encode()))
 
-    def agree(self, what: str, value: bytes) -> None:
-        """Assert that all ranks hand over the same; `what` is for the message."""
+    def agree(self, subject: str, value: bytes) -> None:
+        """Assert that all ranks hand over the same; `subject` is for the message."""
         values = self.tell(value)
-        assert len(set(values)) == 1, f"ranks have come to different {what}: {values}"
+        assert len(set(values)) == 1, f"ranks have come to different {subject}: {values}"
 
     def close(self) -> None:
         """Leave; nothing can be told to ranks that have not heard rank 0's last value."""

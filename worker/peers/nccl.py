@@ -92,9 +92,9 @@ class NcclCollective(Collective):
 
     def check(self) -> None:
         if not self._lost and self._group is not None:
-            found = self._group.get_error()
-            if found != ErrorType.SUCCESS:
-                self._lost = f"torch's watchdog has found {found.name}"
+            status = self._group.get_error()
+            if status != ErrorType.SUCCESS:
+                self._lost = f"torch's watchdog has found {status.name}"
         if self._lost:
             raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
 
