@@ -1,7 +1,7 @@
 """Pulls of all ranks of a decode worker, led by rank 0. Workers of one rank do without.
 
     leader -> ranks    DialPeer, PullPages, CancelPull, HangUp
-    rank -> leader     PeerDialled, PeerNotDialled, PullEnded
+    rank -> leader     PeerDialled, PullEnded
 
 Every rank, the leader's own among them, pulls its own heads. The leader alone talks to prefill
 workers, and holds the one lease. A link is there when all ranks have dialled. A pull is OK when it
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from worker.api import Member, Message
+from worker.api import Error, Member, Message
 from worker.errors import Incompatible, Unreachable
 from worker.transfer.base import Pull, PullState
 from worker.transfer.inbound import poll_after_s
@@ -65,20 +65,12 @@ class HangUp(Message, frozen=True):
 
 
 class PeerDialled(Message, frozen=True):
-    """A rank can pull over the link."""
+    """A rank can pull over the link, or cannot."""
 
     rank: int
     link: int
-    bytes_per_s: float  # of the whole model's KV, if every rank were as fast
-
-
-class PeerNotDialled(Message, frozen=True):
-    """A rank cannot pull over the link; `code` is the error's."""
-
-    rank: int
-    link: int
-    code: str
-    text: str
+    bytes_per_s: float = 0.0  # of the whole model's KV, if every rank were as fast
+    error: Error | None = None
 
 
 class PullEnded(Message, frozen=True):
@@ -91,7 +83,7 @@ class PullEnded(Message, frozen=True):
 
 
 RankOrder = DialPeer | PullPages | CancelPull | HangUp
-RankAnswer = PeerDialled | PeerNotDialled | PullEnded
+RankAnswer = PeerDialled | PullEnded
 
 
 class OwnDialled(NamedTuple):
@@ -193,7 +185,8 @@ class RankPulls:
             case DialFailed(_, error) if wanted:
                 log.debug("link %d: %s", link, error)
                 del self._links[link]
-                self._tell(PeerNotDialled(self._own.rank, link, error.code, str(error)))
+                why = Error(error.code, str(error))
+                self._tell(PeerDialled(self._own.rank, link, error=why))
 
     def _close_unused(self) -> None:
         for link in self._leaving - {running.link for running in self._pulls.values()}:
@@ -251,20 +244,21 @@ class LeaderPulls:
         match event:
             case OwnDialled():
                 self._rank.on(event)
-            case PeerDialled(rank, link, bytes_per_s):
+            case PeerDialled(rank, link, bytes_per_s, error):
                 if (dial := self._dials.get(link)) is None:
                     return  # another rank has failed meanwhile
                 dial.waiting.discard(rank)
                 dial.bytes_per_s = min(dial.bytes_per_s, bytes_per_s)
-                if not dial.waiting:
-                    del self._dials[link]
+                if error is None and dial.waiting:
+                    return
+                del self._dials[link]
+                if error is None:
                     source = _RankedSource(self, link)
                     self._post(Link(dial.member.peer, source, dial.bytes_per_s))
-            case PeerNotDialled(rank, link, code, text):
-                if (dial := self._dials.pop(link, None)) is not None:
+                else:
                     self.order(HangUp(link))
-                    kind = Incompatible if code == Incompatible.code else Unreachable
-                    self._post(DialFailed(dial.member.peer, kind(_at(rank, text))))
+                    kind = Incompatible if error.code == Incompatible.code else Unreachable
+                    self._post(DialFailed(dial.member.peer, kind(_at(rank, error.message))))
             case PullEnded(_, number):
                 if self._pulls[number].ended(event):
                     del self._pulls[number]
