@@ -71,7 +71,7 @@ class Result:
         """Read one entry for each sampled row; only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
         if self.values is None or self.ids is None:
-            if width == 1:  # what nearly every step of a large batch is
+            if width == 1:  # the common case, quick for hundreds of rows
                 return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
             tokens: list[TokenLogprob] = []
         else:

@@ -46,7 +46,7 @@ class Tracer:
     def carried(self, text: str, at: float) -> Trace:
         """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
-        return Trace(self, W3C.extract(parent, Context()), at, serves=True)
+        return self.of_headers(parent, at)
 
     def begin(
         self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
