@@ -102,7 +102,7 @@ class Chain(Drafter):
             with forward_context(batch, self._attention, self._attention.plan(batch)):
                 feature, output = model(token, feature, position)
             token = draw_drafts(
-                model.logits(output, whole=False), sampled.rows, position, slots,
+                model.head.logits(output, whole=False), sampled.rows, position, slots,
                 seed, state.floats.temperature, model.id_map, columns.drafts[:, k : k + 1],
                 model.head.part,
             )  # fmt: skip

@@ -81,7 +81,7 @@ class ChainDrafter(DrafterModel):
     def forward(self, input_ids: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Store the rows and let them attend, within a forward_context(); see `store`.
 
-        Returns (g of these tokens as the drafter makes it, what `logits` takes), both
+        Returns (g of these tokens as the drafter makes it, what the head takes), both
         [n, hidden_size], maybe one tensor. No argument is changed.
         """
         layer_input, residual = self._layer_input(input_ids, g)
@@ -94,10 +94,6 @@ class ChainDrafter(DrafterModel):
             return output, output
         normed, output = self.final_norm.reduce_add(part, residual)
         return (normed if self.spec.norm_output else output), normed
-
-    def logits(self, head_input: Tensor, *, whole: bool = True) -> Tensor:
-        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`."""
-        return self.head.logits(head_input, whole=whole)
 
     def _layer_input(self, input_ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """(what q, k and v are made of, the residual that attention is added to)."""

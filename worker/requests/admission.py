@@ -88,7 +88,7 @@ class Admission:
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
-            pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
+            pull_bytes_per_s=self._inbound.context.bytes_per_s or config.pull_bytes_per_s,
         )
         # A sibling has matched its parent's whole pages: less than a page is not worth a pull.
         is_short = req.is_sibling and num_uncached < self._engine.book.page_size

@@ -133,7 +133,7 @@ class Fetch:
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
-        self._lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
+        self.lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._num_bytes = 0  # pulled
         self._pages = _Pages(context.layout.num_groups)  # of the last attempt
@@ -167,7 +167,7 @@ class Fetch:
         self.attempt += 1
         self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
-        self._lease = Lease(self._context.lease.decode_window_s, now)
+        self.lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
         self._pages = _Pages(self._context.layout.num_groups)
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
@@ -199,15 +199,11 @@ class Fetch:
             req.tokens.append(token)
         return token is not None
 
-    def renewed(self, sent_at: float) -> None:
-        """Extend the lease: the renewal that we sent at `sent_at` was acknowledged."""
-        self._lease.renewed(sent_at)
-
     def advance(self, now: float) -> None:
         """Start the pulls that can start, poll those that run, and notice what has failed."""
         if self.xfer is not None:
             self._start_pulls(now)
-            if self._lease.expired(now):
+            if self.lease.expired(now):
                 self.fail(Revoked.code, "its lease ended")
         for running in list(self._running):
             self._poll(running)
@@ -270,7 +266,7 @@ class Fetch:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:
             self.fail(TransferError.code, running.pull.error or "pull failed")
-        elif not self._lease.covers(now):
+        elif not self.lease.covers(now):
             self.fail(Revoked.code, "a pull ended outside its lease")
         else:
             num_bytes = running.pull.num_bytes
