@@ -26,12 +26,8 @@ class ChainDrafter(DrafterModel):
 
     def __init__(self, spec: ChainShape, target: Decoder, max_positions: int) -> None:
         super().__init__(spec, target, max_positions)
-        size, eps, collective, kind = (
-            spec.hidden_size,
-            spec.rms_norm_eps,
-            self.collective,
-            self.kind,
-        )
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        collective, kind = self.collective, self.kind
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
             return RMSNorm(width, eps, collective, **kind) if part in spec.names else None

@@ -58,12 +58,8 @@ class DFlashDrafter(DrafterModel):
     def __init__(self, spec: DFlashShape, target: Decoder, max_positions: int) -> None:
         """The last block may pass `max_positions`."""
         super().__init__(spec, target, max_positions + spec.block_size)
-        size, eps, collective, kind = (
-            spec.hidden_size,
-            spec.rms_norm_eps,
-            self.collective,
-            self.kind,
-        )
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        collective, kind = self.collective, self.kind
         tapped = spec.num_features * spec.target_hidden_size
         self.fc = ReplicatedLinear(tapped, size, bias=False, **kind)
         self.hidden_norm = RMSNorm(size, eps, collective, **kind)
