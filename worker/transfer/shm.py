@@ -104,7 +104,7 @@ class ShmPeer(Peer):
         self._pulls.clear()
         self._remote.clear()  # an mmap with a view on it cannot be closed
         self._opened.close()
-        self._transport.forget(self)
+        self._transport.peers.discard(self)
 
 
 class ShmTransport(KVTransport):
@@ -121,7 +121,7 @@ class ShmTransport(KVTransport):
         self.kind = kind
         self.local: list[NDArray[np.uint8]] = []
         self._endpoint: Endpoint | None = None
-        self._peers: set[ShmPeer] = set()
+        self.peers: set[ShmPeer] = set()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         assert self._endpoint is None, "register is called once"
@@ -146,15 +146,11 @@ class ShmTransport(KVTransport):
             maps = [opened.enter_context(_map(endpoint.pid, region)) for region in endpoint.regions]
             _check_process(endpoint)
             peer = ShmPeer(self, endpoint, maps, opened.pop_all())
-        self._peers.add(peer)
+        self.peers.add(peer)
         return peer
 
-    def forget(self, peer: ShmPeer) -> None:
-        """Drop a peer that has closed."""
-        self._peers.discard(peer)
-
     def close(self) -> None:
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             peer.close()
         self.local.clear()
 
