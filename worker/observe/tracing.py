@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,14 +35,12 @@ def check_tracing(config: TracingConfig) -> None:
 
 def _check_libraries() -> None:
     for package in PACKAGES:
-        try:
-            spec = find_spec(package)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is None:
-            path = "tracing.endpoint"
-            message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
-            raise MissingLibrary(message, path)
+        with suppress(ModuleNotFoundError):  # its parent is not installed
+            if find_spec(package) is not None:
+                continue
+        path = "tracing.endpoint"
+        message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
+        raise MissingLibrary(message, path)
 
 
 def _check_sampler() -> None:
