@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from worker.ops.jit import tl, triton
 
 
-def _poll(load, is_late, control):
+def _poll(load: Any, is_late: Any, control: Any) -> Any:
     """What `load` gives once nothing of it `is_late`, or the fault or the limit ends the poll."""
     since, at = time.monotonic_ns(), control.to(tl.pointer_type(tl.int64))
     loaded = load()
