@@ -21,18 +21,12 @@ TIMEOUT_S = 1800.0
 
 
 class Meeting:
-    """One rank's seat among the ranks of its worker; the one with rank 0 hosts it.
+    """One rank among the ranks of its worker; the one with rank 0 hosts the store.
 
-    Every rank makes the same calls in one order. Alone (size 1) nothing is opened.
-
-    Args:
-        rank: this process's.
-        size: number of ranks.
-        rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
-        worker: name and incarnation. Ranks of another that come to a port taken twice meet nobody.
-
-    Raises:
-        PeerLost: rank 0 does not listen there in time, or the port is taken.
+    Every rank makes the same calls in one order. Alone (size 1) nothing is opened. Raises PeerLost
+    if rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time,
+    or the port is taken. worker: name and incarnation, so that ranks of another that come to a port
+    taken twice meet nobody.
     """
 
     def __init__(
@@ -58,8 +52,7 @@ class Meeting:
     def tell(self, value: bytes) -> list[bytes]:
         """Hand `value` to all ranks; returns what each has handed over, in rank order. Blocks.
 
-        Raises:
-            PeerLost: a rank did not come in time, or rank 0 is gone.
+        Raises PeerLost if a rank did not come in time, or rank 0 is gone.
         """
         if self._store is None:
             return [value]
@@ -79,10 +72,10 @@ class Meeting:
         """The least of all ranks' values."""
         return min(int(each) for each in self.tell(str(value).encode()))
 
-    def agree(self, what: str, value: bytes) -> None:
-        """Assert that all ranks hand over the same; `what` is for the message."""
+    def agree(self, subject: str, value: bytes) -> None:
+        """Assert that all ranks hand over the same; `subject` is for the message."""
         values = self.tell(value)
-        assert len(set(values)) == 1, f"ranks have come to different {what}: {values}"
+        assert len(set(values)) == 1, f"ranks have come to different {subject}: {values}"
 
     def close(self) -> None:
         """Leave; nothing can be told to ranks that have not heard rank 0's last value."""
