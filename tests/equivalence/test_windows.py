@@ -304,7 +304,7 @@ def masks_of_the_first_row_only(real: Any) -> Any:
 ACCEPT = "accept"  # of the step state
 SLOTS = "worker.schedule.decode._num_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
+    "noise": ("worker.draw.sampler.SamplingRows.gather", same_noise_in_the_whole_window),
     "accept all": (ACCEPT, accepts_without_comparing),
     "one too many": (ACCEPT, one_token_too_many),
     "stops": (ACCEPT, stops_count_in_the_first_row_only),

@@ -82,7 +82,7 @@ def early_rows(runner: Any) -> None:
 
 def early_results(runner: Any) -> None:
     """One pinned buffer a length: the tokens of step n + 1 overwrite those of step n."""
-    from worker.draw.tail import Result
+    from worker.draw.sampler import Result
 
     pinned: dict[tuple[int, ...], Any] = {}
     run = runner.run

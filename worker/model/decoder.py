@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from worker.model.attention import SelfAttention
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
     RMSNorm,
     RowParallelLinear,
+    SelfAttention,
     VocabParallelEmbedding,
     gate_up_rows,
     selected,

@@ -12,13 +12,13 @@ from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.observe.metrics import Progress, untold
-from worker.plan import Plan
+from worker.plan import Plan, Tail
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState, Windows
 
@@ -128,10 +128,10 @@ class ChunkGraphs(StepGraphs, Protocol):
 class DecodeGraphs(StepGraphs, Protocol):
     """Launches decode steps."""
 
-    def launch(self, plan: Plan) -> Decoded:
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
         """Enqueue one decode step; its row changes are applied already.
 
-        With `plan.draws_apart` this is the forward only, and `draw` follows.
+        tail: of its draws; "none": the forward alone, and `draw` follows.
         """
         ...
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.api import Sampling
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.draws import Masks
 from worker.plan import TAILS, Chunk, Plan, RowPages, RowStart, Tail

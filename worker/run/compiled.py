@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
 
 from worker.errors import Unsupported
-from worker.model.attention import attend
 from worker.model.decoder import Decoder
+from worker.model.layers import attend
 from worker.run.base import LoadedModel
 from worker.run.opaque import ATTEND, TWINS, substitute
 from worker.run.piecewise import PiecewiseChunks

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.observe.meter import StepMeter
 from worker.plan import Drawn, Plan
 from worker.run.base import PaddedShape

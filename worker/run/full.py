@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_LOGPROBS
-from worker.draw.tail import Draws, Result
+from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
@@ -122,11 +122,10 @@ class FullDecode:
         ]
         return [check for check in found if check is not None]
 
-    def launch(self, plan: Plan) -> Decoded:
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
         num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
         padded = torch.zeros(bucket, dtype=torch.int64)
         padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
-        tail = "none" if plan.draws_apart else plan.tail
         replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
         hidden, sampled, result, path, num_tokens = replayed
         return Decoded(

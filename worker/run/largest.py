@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from worker.api import MAX_LOGPROBS
-from worker.draw.tail import Draws
+from worker.draw.sampler import Draws
 from worker.forward.batch import HostLengths
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape

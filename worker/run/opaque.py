@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from worker.model.attention import attend
+from worker.model.layers import attend
+from worker.ops.norms import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.ops.product import gated_product, product
-from worker.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 
 _OPS: list[tuple[Callable[..., Any], Any]] = []  # our function, the op in its place
 
