@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from worker.config import WorkerConfig
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
@@ -49,12 +49,12 @@ def led_engine(config: WorkerConfig) -> Engine:
         with environment(CUDA_VISIBLE_DEVICES=str(rank)):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
-    meeting = Meeting(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
-    engine = build_engine(config, name=NAME, host=HOST, meeting=meeting)
-    meeting.tell(engine.endpoint())
+    rank_group = RankGroup(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
+    engine = build_engine(config, name=NAME, host=HOST, rank_group=rank_group)
+    rank_group.gather(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    found = others(meeting, NAME, INCARNATION)
+    found = others(rank_group, NAME, INCARNATION)
     engine.ranks = Ranks(tuple(found), wire.send, compared=False)
     for peer, address in found.items():
         wire.connect(peer, address)

@@ -18,7 +18,7 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.observe.metrics import Progress, untold
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.base import PaddedShape
 from worker.run.engine import Engine
@@ -152,9 +152,9 @@ class Rank:
     ) -> None:
         assert 0 < rank < config.tp
         self._host = host
-        self._meeting = Meeting(rank, config.tp, rendezvous, f"{name}/{incarnation}")
+        self._rank_group = RankGroup(rank, config.tp, rendezvous, f"{name}/{incarnation}")
         self._engine = build_engine(
-            config, name=name, host=host, meeting=self._meeting, progress=progress
+            config, name=name, host=host, rank_group=self._rank_group, progress=progress
         )
         me = rank_peer(name, incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
@@ -163,8 +163,8 @@ class Rank:
     def start(self) -> None:
         """Begin to serve the leader; returns once it knows this rank."""
         address = self._thread.start(self._host, self._loop.turn)
-        self._meeting.tell(self._engine.endpoint())
-        self._meeting.tell(address.encode())
+        self._rank_group.gather(self._engine.endpoint())
+        self._rank_group.gather(address.encode())
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""

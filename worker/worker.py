@@ -9,7 +9,7 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.metrics import Progress, untold
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launched
 from worker.registry import resolve
 from worker.run.ranks import Ranks, from_rank, others
@@ -40,9 +40,9 @@ class Worker:
     ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host
         self._metrics_port = metrics_port
-        self._meeting = Meeting(0, config.tp, rendezvous, f"{name}/{incarnation}")
+        self._rank_group = RankGroup(0, config.tp, rendezvous, f"{name}/{incarnation}")
         self.engine = build_engine(
-            config, name=name, host=host, meeting=self._meeting, progress=progress
+            config, name=name, host=host, rank_group=self._rank_group, progress=progress
         )
         self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
@@ -53,10 +53,10 @@ class Worker:
         metrics_address = self.engine.metrics.serve(
             self._host, self._metrics_port, self._thread.stalled
         )
-        endpoints = tuple(self._meeting.tell(self.engine.endpoint()))
+        endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
         address = self._thread.start(self._host, self._turn)
-        if self._meeting.size > 1:
-            found = others(self._meeting, self._name, self._incarnation)
+        if self._rank_group.size > 1:
+            found = others(self._rank_group, self._name, self._incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
             self.engine.runner.ranks = Ranks(tuple(found), self._thread.send, compared=strict)

@@ -21,7 +21,7 @@ from worker.api import Member
 from worker.errors import PeerLost, UserError, WorldError
 
 CONFIG = ClusterConfig(restart_backoff_s=0.01, max_restart_backoff_s=0.05, stop_timeout_s=0.3)
-MEETING = "tcp://10.0.0.1:5000"
+RENDEZVOUS = "tcp://10.0.0.1:5000"
 
 
 class Call(Protocol):
@@ -51,21 +51,21 @@ class Actor:
 
     rank: int
     log: list[str]
-    meeting: asyncio.Barrier
+    all_ranks: asyncio.Barrier
     fails: Exception | None = None  # of start
     over: asyncio.Event = field(default_factory=asyncio.Event)
     death: Exception | None = None
 
     async def rendezvous(self) -> str:
         assert self.rank == 0
-        return MEETING
+        return RENDEZVOUS
 
     async def start(self, rendezvous: str) -> Member | None:
-        assert rendezvous == MEETING
+        assert rendezvous == RENDEZVOUS
         self.log.append(f"start {self.rank}")
         if self.fails:
             raise self.fails
-        await self.alive(self.meeting.wait())  # as weights are compared: all have to be there
+        await self.alive(self.all_ranks.wait())  # as weights are compared: all have to be there
         return Member("decode-0", "decode", "x", "tcp://a") if self.rank == 0 else None
 
     async def run(self) -> None:
@@ -113,8 +113,8 @@ class Part(RayProcess):
 
 
 def worker(num: int, log: list[str], fails: dict[int, Exception] | None = None) -> RankedProcess:
-    meeting = asyncio.Barrier(num)
-    actors = [Actor(rank, log, meeting, (fails or {}).get(rank)) for rank in range(num)]
+    all_ranks = asyncio.Barrier(num)
+    actors = [Actor(rank, log, all_ranks, (fails or {}).get(rank)) for rank in range(num)]
     return RankedProcess([Part(actor) for actor in actors])
 
 

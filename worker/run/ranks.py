@@ -16,7 +16,7 @@ import torch
 
 from worker.api import AnyMessage, Between, PeerId
 from worker.forward.draws import Masks
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, Plan
 from worker.run.base import PaddedShape
 from worker.run.flight import Step
@@ -86,13 +86,13 @@ class Ranks:
             del self._found[what.step]
 
 
-def others(meeting: Meeting, name: str, incarnation: str) -> dict[PeerId, str]:
+def others(rank_group: RankGroup, name: str, incarnation: str) -> dict[PeerId, str]:
     """Where the ranks beside the leader listen, as they tell it; in their order.
 
     Raises:
         PeerLost: one of them is gone.
     """
-    addresses = enumerate(meeting.tell(b""))
+    addresses = enumerate(rank_group.gather(b""))
     return {rank_peer(name, incarnation, i): told.decode() for i, told in addresses if i}
 
 

@@ -17,7 +17,7 @@ from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, untold
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
@@ -36,7 +36,7 @@ def build_engine(
     *,
     name: str,
     host: str,
-    meeting: Meeting | None = None,
+    rank_group: RankGroup | None = None,
     progress: Progress = untold,
 ) -> Engine:
     """Load the model and build everything around it; may take minutes.
@@ -47,16 +47,16 @@ def build_engine(
         config: of the worker.
         name: of the worker, for logs and metrics.
         host: address for its transport.
-        meeting: of its ranks; None: the worker has a single rank.
+        rank_group: of its ranks; None: the worker has a single rank.
         progress: told how far it is.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
     """
-    meeting = meeting or Meeting()
-    assert meeting.size == config.tp
-    leads = meeting.rank == 0  # and alone knows of requests
+    rank_group = rank_group or RankGroup()
+    assert rank_group.size == config.tp
+    leads = rank_group.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
     spec = read_model_spec(config.model.directory)
     drafter = read_drafter(config, spec)
@@ -68,11 +68,13 @@ def build_engine(
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     whole = _model_layout(config, spec, drafter)
-    layout = whole.share(meeting.size, meeting.rank)
+    layout = whole.share(rank_group.size, rank_group.rank)
     engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
-    meeting.agree("configurations", config.model_dump_json(exclude=engine_threads).encode())
+    rank_group.check_equal(
+        "configurations", config.model_dump_json(exclude=engine_threads).encode()
+    )
     config, loaded, graphs, checks, digest = load(
-        config, spec, drafter, layout, configured_len, meeting, progress
+        config, spec, drafter, layout, configured_len, rank_group, progress
     )
     identity = whole.identity(config.model.name, digest)
     pool = loaded.pool
@@ -85,11 +87,11 @@ def build_engine(
     )
     _watch(metrics, book)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model, metrics) if meeting.size > 1 else None
+    sums = Sums(loaded.model, metrics) if rank_group.size > 1 else None
     runner = ModelRunner(loaded, graphs, meter, _step_log(config, name) if leads else None, sums)
     return Engine(
         config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
-        checks, tracer, meeting,
+        checks, tracer, rank_group,
     )  # fmt: skip
 
 

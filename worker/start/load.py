@@ -23,7 +23,7 @@ from worker.model.loader import load_model
 from worker.model.shape import ModelSpec
 from worker.observe.metrics import Progress, untold
 from worker.peers.base import COLLECTIVES, Collective
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
@@ -52,7 +52,7 @@ def load(
     drafter_spec: DrafterShape | None,
     layout: KVLayout,
     configured_len: int | str,
-    meeting: Meeting,
+    rank_group: RankGroup,
     progress: Progress = untold,
 ) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck], str]:
     """Load everything that `config` names. Workers that share a GPU load one after the other.
@@ -63,7 +63,7 @@ def load(
         drafter_spec: its drafter's; None: it has none.
         layout: how a KV page is laid out.
         configured_len: model.max_model_len as configured, maybe "auto".
-        meeting: of the worker's ranks, which all load at once.
+        rank_group: of the worker's ranks, which all load at once.
         progress: told how far it is.
 
     Returns:
@@ -79,10 +79,10 @@ def load(
         memory.wait_for_share(config, device)
         took.ended("waiting for the device")
         with memory.explain_shortage("loading the weights", device):
-            model, drafter = _load_models(config, spec, drafter_spec, meeting, device, progress)
-            digest = _digest(config, model, drafter, meeting)
+            model, drafter = _load_models(config, spec, drafter_spec, rank_group, device, progress)
+            digest = _digest(config, model, drafter, rank_group)
         took.ended("weights")
-        config = memory.with_max_num_reqs(config, layout, device, meeting.least)
+        config = memory.with_max_num_reqs(config, layout, device, rank_group.minimum)
         config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
         with memory.explain_shortage("running the largest steps", device):
             reserve_bytes = memory.peak_bytes(
@@ -90,7 +90,7 @@ def load(
             )
             model.taps = None  # those of that run
         took.ended("largest steps")
-        num_pages = meeting.least(memory.num_pages(config, layout, device, reserve_bytes))
+        num_pages = rank_group.minimum(memory.num_pages(config, layout, device, reserve_bytes))
         config = memory.fit(config, configured_len, num_pages)
         with memory.explain_shortage("allocating the KV pool and the graphs", device):
             pool = KVPool(layout, num_pages, device)
@@ -125,15 +125,15 @@ class _Took:
         return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
 
 
-def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) -> Collective:
-    """What `engine.collective` names, over the ranks of `meeting`; "single" for one rank."""
-    if meeting.size == 1:
+def _collective(config: WorkerConfig, device: torch.device, rank_group: RankGroup) -> Collective:
+    """What `engine.collective` names, over the ranks of `rank_group`; "single" for one rank."""
+    if rank_group.size == 1:
         return resolve("collective", "single", COLLECTIVES)(device=device)
     # Rank 0 picks the port: only it is sure to run on that host.
-    address = free_rendezvous(meeting.host) if meeting.rank == 0 else ""
-    address = meeting.first(address.encode()).decode()
+    address = free_rendezvous(rank_group.host) if rank_group.rank == 0 else ""
+    address = rank_group.broadcast(address.encode()).decode()
     cls = resolve("collective", config.engine.collective, COLLECTIVES)
-    collective = cls(meeting.rank, meeting.size, device, address)
+    collective = cls(rank_group.rank, rank_group.size, device, address)
     collective.calibrate()
     return collective
 
@@ -142,11 +142,11 @@ def _load_models(
     config: WorkerConfig,
     spec: ModelSpec,
     drafter_spec: DrafterShape | None,
-    meeting: Meeting,
+    rank_group: RankGroup,
     device: torch.device,
     progress: Progress,
 ) -> tuple[Decoder, DrafterModel | None]:
-    collective = _collective(config, device, meeting)
+    collective = _collective(config, device, rank_group)
     model = load_model(
         config.model.directory,
         spec,
@@ -163,7 +163,7 @@ def _load_models(
 
 
 def _digest(
-    config: WorkerConfig, model: Decoder, drafter: DrafterModel | None, meeting: Meeting
+    config: WorkerConfig, model: Decoder, drafter: DrafterModel | None, rank_group: RankGroup
 ) -> str:
     """Digest all that a page's bytes depend on; equal for any number of ranks."""
 
@@ -171,7 +171,7 @@ def _digest(
         if config.model.load_format == "dummy":
             dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
             return dummy_digest(config.model.seed, dtype, device)
-        told = meeting.tell(msgspec.msgpack.encode(part_sums(part.shards())))
+        told = rank_group.gather(msgspec.msgpack.encode(part_sums(part.shards())))
         return weights_digest(
             each for ranks in told for each in msgspec.msgpack.decode(ranks, type=list[PartSum])
         )

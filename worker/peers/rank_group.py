@@ -1,8 +1,7 @@
-"""Where the ranks of one worker meet at the start, and tell each other what each has found.
+"""RankGroup: how the ranks of one worker agree on everything by which they could come to differ.
 
-Everything by which ranks could come to differ is decided here together: what memory holds, what the
-weights are, who listens where. A rank that decided by itself would enter other collectives than its
-peers, and all of them would wait for ever.
+What memory holds, what the weights are, who listens where: a rank that decided by itself would
+enter other collectives than its peers, and all of them would wait for ever.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from torch._C._distributed_c10d import TCPStore
 
 from worker.errors import PeerLost
 
-# Ranks load weights and capture graphs between two meetings. Who dies meanwhile is noticed by the
-# control plane, which ends all of them (`cluster.start_timeout_s`), not by this.
+# Ranks load weights and capture graphs between two calls. The control plane notices a rank that dies
+# meanwhile, and ends all of them (`cluster.start_timeout_s`).
 TIMEOUT_S = 1800.0
 
 
-class Meeting:
-    """One rank's seat among the ranks of its worker; the one with rank 0 hosts it.
+class RankGroup:
+    """One rank's membership in the group of its worker; rank 0 hosts the store behind it.
 
-    Every rank makes the same calls in one order. Alone (size 1) nothing is opened.
+    Every rank makes the same calls in one order. A group of one opens nothing.
 
     Args:
         rank: this process's.
         size: number of ranks.
         rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
-        worker: name and incarnation. Ranks of another that come to a port taken twice meet nobody.
+        worker: name and incarnation. Ranks of another that come to the same port join nothing.
 
     Raises:
         PeerLost: rank 0 does not listen there in time, or the port is taken.
@@ -53,10 +52,12 @@ class Meeting:
                 timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False,
             )  # fmt: skip
         except RuntimeError as error:
-            raise PeerLost(f"rank {rank} of {size}: no meeting at {rendezvous}: {error}") from error
+            raise PeerLost(
+                f"rank {rank} of {size}: no rendezvous at {rendezvous}: {error}"
+            ) from error
 
-    def tell(self, value: bytes) -> list[bytes]:
-        """Hand `value` to all ranks; returns what each has handed over, in rank order. Blocks.
+    def gather(self, value: bytes) -> list[bytes]:
+        """Give `value` to all ranks; returns the values of all, in rank order. Blocks.
 
         Raises:
             PeerLost: a rank did not come in time, or rank 0 is gone.
@@ -71,19 +72,19 @@ class Meeting:
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} of {self.size}: a rank is gone: {error}") from error
 
-    def first(self, value: bytes) -> bytes:
-        """What rank 0 has handed over."""
-        return self.tell(value if self.rank == 0 else b"")[0]
+    def broadcast(self, value: bytes) -> bytes:
+        """Rank 0's value."""
+        return self.gather(value if self.rank == 0 else b"")[0]
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The least of all ranks' values."""
-        return min(int(each) for each in self.tell(str(value).encode()))
+        return min(map(int, self.gather(str(value).encode())))
 
-    def agree(self, what: str, value: bytes) -> None:
-        """Assert that all ranks hand over the same; `what` is for the message."""
-        values = self.tell(value)
-        assert len(set(values)) == 1, f"ranks have come to different {what}: {values}"
+    def check_equal(self, name: str, value: bytes) -> None:
+        """Assert that the values of all ranks are equal; `name` is for the message."""
+        values = self.gather(value)
+        assert len(set(values)) == 1, f"ranks have come to different {name}: {values}"
 
     def close(self) -> None:
-        """Leave; nothing can be told to ranks that have not heard rank 0's last value."""
+        """Leave. When rank 0 does, values that the other ranks have not read yet are lost."""
         self._store = None
