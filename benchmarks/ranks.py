@@ -13,7 +13,7 @@ from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
-from worker.run.ranks import Ranks, others
+from worker.run.ranks import Ranks, rank_addresses
 from worker.start.build import build_engine
 from worker.wire import Wire
 
@@ -54,9 +54,9 @@ def led_engine(config: WorkerConfig) -> Engine:
     rank_group.gather(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    found = others(rank_group, NAME, INCARNATION)
-    engine.ranks = Ranks(tuple(found), wire.send, compared=False)
-    for peer, address in found.items():
+    addresses = rank_addresses(rank_group, NAME, INCARNATION)
+    engine.runner.ranks = Ranks(tuple(addresses), wire.send, compared=False)
+    for peer, address in addresses.items():
         wire.connect(peer, address)
     return engine
 

@@ -9,7 +9,7 @@ Who sends what:
     decode  -> router    Chunks, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
-    leader <-> rank      Between, of one worker that has several ranks
+    leader <-> rank      RankMessage, within a worker of several ranks
     everyone             Ping, Pong (worker.wire sends and answers them)
 
 Identity. A process is a `Member`: a name that outlives restarts and an `incarnation` that does not.
@@ -370,8 +370,8 @@ class Bye(Message, frozen=True):
     """Closes the link of the side that connected; nothing follows on it."""
 
 
-class Between(Message, frozen=True):
-    """Among the ranks of one worker; `worker.run.ranks` knows what is in it."""
+class RankMessage(Message, frozen=True, tag="Between"):
+    """Between the leader and a rank of one worker; `worker.run.ranks` reads its body."""
 
     body: bytes
 
@@ -385,7 +385,7 @@ class Lost(Message, frozen=True):
 AnyMessage = (
     Generate | Stop | Abort | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
-    | Ping | Pong | Bye | Between
+    | Ping | Pong | Bye | RankMessage
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

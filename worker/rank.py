@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from worker.api import Between, Lost, PeerId, WorkerStats
+from worker.api import Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
@@ -25,11 +25,11 @@ from worker.run.engine import Engine
 from worker.run.ranks import (
     FromLeader,
     FromRank,
-    between,
     from_leader,
     launched,
     masks_of,
     rank_peer,
+    wrapped,
 )
 from worker.start.build import build_engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
@@ -62,7 +62,7 @@ class RankLoop:
         """See EngineThread."""
         for peer, event in events:
             match event:
-                case Between():
+                case RankMessage():
                     self._leader = peer
                     self._told.append(message := from_leader(event.body))
                     if isinstance(message, Ended):  # the leader's Bye may be among these events
@@ -128,7 +128,7 @@ class RankLoop:
                 self._answer(launched(step, drawn))
 
     def _answer(self, message: FromRank) -> None:
-        self._thread.send(self._leader, between(message))
+        self._thread.send(self._leader, wrapped(message))
 
 
 class Rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Between, Lost, Member, PullPath
+from worker.api import Lost, Member, PullPath, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -12,7 +12,7 @@ from worker.observe.metrics import Progress, untold
 from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launched
 from worker.registry import resolve
-from worker.run.ranks import Ranks, from_rank, others
+from worker.run.ranks import Ranks, from_rank, rank_addresses
 from worker.start.build import build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
@@ -56,12 +56,12 @@ class Worker:
         endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
         address = self._thread.start(self._host, self._turn)
         if self._rank_group.size > 1:
-            found = others(self._rank_group, self._name, self._incarnation)
+            addresses = rank_addresses(self._rank_group, self._name, self._incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
-            self.engine.runner.ranks = Ranks(tuple(found), self._thread.send, compared=strict)
-            for peer, listens_at in found.items():
-                self._thread.connect(peer, listens_at)
+            self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)
+            for peer, rank_address in addresses.items():
+                self._thread.connect(peer, rank_address)
         return self.engine.member(
             self._name, self._incarnation, address, metrics_address, endpoints
         )
@@ -118,10 +118,10 @@ class Worker:
                 rest.append((peer, event))
             elif isinstance(event, Lost):
                 raise PeerLost(f"rank {peer} is lost: {event.reason}")
-            elif isinstance(event, Between):
+            elif isinstance(event, RankMessage):
                 message = from_rank(event.body)
                 if isinstance(message, Launched):
-                    ranks.found(message)
+                    ranks.reported(message)
                 else:
                     rest.append((peer, message))
         return self._loop.turn(rest)

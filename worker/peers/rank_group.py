@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from worker.errors import PeerLost
 
-# Ranks load weights and capture graphs between two calls. The control plane notices a rank that dies
-# meanwhile, and ends all of them (`cluster.start_timeout_s`).
+# Ranks load weights and capture graphs between two calls. The control plane notices the death of a
+# rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
 TIMEOUT_S = 1800.0
 
 
