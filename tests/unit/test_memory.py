@@ -8,7 +8,6 @@ import signal
 from multiprocessing.synchronize import Event
 
 import pytest
-import torch
 
 from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
@@ -18,6 +17,7 @@ from worker.errors import UserError
 from worker.start.memory import (
     GIB,
     DeviceShare,
+    memory_of,
     process_lock,
     reqs_held,
     wait_for_free,
@@ -71,7 +71,6 @@ def on_cuda(**engine: object) -> WorkerConfig:
 
 
 QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),))
-GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -90,10 +89,15 @@ def test_a_batch_is_what_the_memory_holds(gib: int, num_reqs: int) -> None:
     assert held * 144 * (1 << 20) <= gib * GIB or held == 64
 
 
+def sized(**engine: object) -> WorkerConfig:
+    config = on_cuda(**engine)
+    return with_max_num_reqs(config, QWEN3_8B, memory_of(config.engine))
+
+
 def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
-    config = with_max_num_reqs(on_cuda(num_pages=1600), QWEN3_8B, GPU)
+    config = sized(num_pages=1600)
     assert config.engine.max_num_reqs == 96  # 100 rows of 16 pages
-    config = with_max_num_reqs(on_cuda(num_pages=1600, max_num_reqs=7), QWEN3_8B, GPU)
+    config = sized(num_pages=1600, max_num_reqs=7)
     assert config.engine.max_num_reqs == 7
 
 

@@ -23,7 +23,7 @@ from worker.run.base import BucketCheck
 from worker.run.engine import Engine
 from worker.run.runner import ModelRunner
 from worker.run.sums import Sums
-from worker.start.load import load
+from worker.start.load import Start, load
 from worker.start.machine import probe
 from worker.transfer.base import TRANSPORTS
 
@@ -48,51 +48,63 @@ def build_engine(
         name: of the worker, for logs and metrics.
         host: address for its transport.
         rank_group: of its ranks; None: the worker has a single rank.
-        progress: told how far it is.
+        progress: called as the start proceeds.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
     """
-    rank_group = rank_group or RankGroup()
-    assert rank_group.size == config.tp
-    leads = rank_group.rank == 0  # and alone knows of requests
+    start = _begin(config, rank_group or RankGroup(), progress)
+    leads = start.rank_group.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
-    spec = read_model_spec(config.model.directory)
-    drafter = read_drafter(config, spec)
-    configured_len = config.model.max_model_len
-    config = config.resolved(
-        probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
-    )
-    config = within_block(config, drafter)
-    if config.engine.device == "cpu":
-        torch.set_num_threads(int(config.engine.threads))
-    whole = _model_layout(config, spec, drafter)
-    layout = whole.share(rank_group.size, rank_group.rank)
-    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
-    rank_group.check_equal(
-        "configurations", config.model_dump_json(exclude=engine_threads).encode()
-    )
-    config, loaded, graphs, checks, digest = load(
-        config, spec, drafter, layout, configured_len, rank_group, progress
-    )
-    identity = whole.identity(config.model.name, digest)
-    pool = loaded.pool
+    loaded = load(start)
+    config, pool = loaded.config, loaded.model.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
-    metrics = _metrics(config, name, f"{transport.name}/{transport.kind}", checks)
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
+    metrics = _metrics(config, name, f"{transport.name}/{transport.kind}", loaded.checks)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
     _watch(metrics, book)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model, metrics) if rank_group.size > 1 else None
-    runner = ModelRunner(loaded, graphs, meter, _step_log(config, name) if leads else None, sums)
+    sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
+    step_log = _step_log(config, name) if leads else None
     return Engine(
-        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
-        checks, tracer, rank_group,
-    )  # fmt: skip
+        config=config,
+        spec=start.shape,
+        model_layout=start.model_layout,
+        layout=start.layout,
+        identity=start.model_layout.identity(config.model.name, loaded.digest),
+        pool=pool,
+        book=book,
+        runner=ModelRunner(loaded.model, loaded.graphs, meter, step_log, sums),
+        transport=transport,
+        metrics=metrics,
+        meter=meter,
+        checks=loaded.checks,
+        tracer=tracer,
+        rank_group=start.rank_group,
+    )
+
+
+def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
+    """Read the models' shapes and resolve the configuration, equally on all ranks."""
+    assert rank_group.size == configured.tp
+    shape = read_model_spec(configured.model.directory)
+    drafter_shape = read_drafter(configured, shape)
+    config = configured.resolved(
+        probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
+    )
+    config = within_block(config, drafter_shape)
+    if config.engine.device == "cpu":
+        torch.set_num_threads(int(config.engine.threads))
+    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
+    text = config.model_dump_json(exclude=engine_threads)
+    rank_group.check_equal("configurations", text.encode())
+    layout = model_layout(config, shape, drafter_shape)
+    max_len = configured.model.max_model_len
+    return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
 
 
 def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
@@ -101,9 +113,10 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
     return StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
 
 
-def _model_layout(
+def model_layout(
     config: WorkerConfig, spec: ModelSpec, drafter: DrafterShape | None
 ) -> ModelLayout:
+    """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,
