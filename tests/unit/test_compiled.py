@@ -32,13 +32,17 @@ from worker.errors import Unsupported
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.compiled import (
+    ADD_RMS_NORM,
+    ATTEND,
+    GATED_PRODUCT,
+    PRODUCT,
+    RMS_NORM,
     ROUNDING,
     TracedForward,
     by_inductor,
     compiled_chunks,
 )
 from worker.run.eager import EagerChunks
-from worker.run.opaque import ADD_RMS_NORM, ATTEND, GATED_PRODUCT, PRODUCT, RMS_NORM
 from worker.run.piecewise import PiecewiseChunks
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo and Inductor

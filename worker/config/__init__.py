@@ -15,43 +15,13 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from worker.config.engine import (
-    PLANNED_ON_HOST,
-    AttentionConfig,
-    Auto,
-    EngineConfig,
-    Fraction,
-    GraphConfig,
-    Section,
-)
+from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, GraphConfig, Section
+from worker.config.engine import AttentionConfig as AttentionConfig
+from worker.config.engine import Fraction as Fraction
 from worker.config.spec import SpecConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.config")
-
-__all__ = [
-    "MAX_AUTO_REQS",
-    "MEMORY_FRACTION",
-    "MIN_AUTO_REQS",
-    "AttentionConfig",
-    "Auto",
-    "DisaggregationConfig",
-    "EngineConfig",
-    "Fraction",
-    "GraphConfig",
-    "KVConfig",
-    "LeaseConfig",
-    "Machine",
-    "ModelConfig",
-    "Note",
-    "PingConfig",
-    "Section",
-    "SpecConfig",
-    "TracingConfig",
-    "TransportConfig",
-    "WorkerConfig",
-    "log_choice",
-]
 
 Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, why
 MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
@@ -125,7 +95,7 @@ class TransportConfig(Section):
 
 
 class LeaseConfig(Section):
-    """Lease windows (ARCHITECTURE section 4). Decode's window must end before prefill's."""
+    """Lease windows. Decode's window must end before prefill's."""
 
     decode_window_s: float = Field(default=9.0, gt=0)
     """How long decode trusts pulled KV, from its last renewal."""
