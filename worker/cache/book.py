@@ -82,7 +82,7 @@ class PageBook:
         """
         node = self._tree.match(tokens, max_matched) if self._prefix_cache else self._tree.root
         self._tree.lock(node)
-        pages = [each.page for each in node.path()]
+        pages = [ancestor.page for ancestor in node.path()]
         wanted = max(0, self.num_pages_for(num_slots) - len(pages))
         if wanted > self.num_available:
             self._tree.unlock(node)

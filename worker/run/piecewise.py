@@ -128,7 +128,7 @@ class PiecewiseChunks:
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
-            sum(each.capture.num_segments for each in captured),
+            sum(graph.capture.num_segments for graph in captured),
             time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
         )  # fmt: skip
         began = time.monotonic()
@@ -234,7 +234,7 @@ class PiecewiseChunks:
     def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
         """Compare results and times of a bucket with eager's; drop the graphs that do not win.
 
-        Ranks of a worker keep them: each has measured other times.
+        Several ranks of a worker keep all: the leader chooses, by its own times.
         """
         num_tokens = bucket.num_tokens
         launches = self._eager.launch, self.launch
@@ -250,15 +250,14 @@ class PiecewiseChunks:
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
-        if self._loaded.model.collective.size > 1:  # the leader chooses, by its own times
-            return [check for check in (piecewise, full) if check is not None]
-        for kept, captured, what in (
+        graphs = (
             (bucket.piecewise, self._piecewise, "piecewise"),
             (bucket.full, self._full, "unbroken"),
-        ):
+        )
+        for kept, captured, kind in graphs if self._loaded.model.collective.size == 1 else ():
             if not kept and captured.pop(num_tokens, None) is not None:
                 why = "not faster, or not compared"
-                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, what, why)
+                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
         return [check for check in (piecewise, full) if check is not None]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from worker.api import FinishReason
 from worker.cache.book import PageBook
@@ -29,10 +29,17 @@ from worker.schedule.width import WidthPolicy
 ARRIVAL = attrgetter("arrival")
 DISAGREE = "device and host disagree"
 
-
 # What a step did for one request: what was drawn, how many of its tokens count (the last ones of
 # req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
 Settled: TypeAlias = tuple[Req, Drawn, int, FinishReason | None]
+
+
+class InFlight(NamedTuple):
+    """The requests of a step in flight."""
+
+    sampled: list[Req]  # it draws for them
+    computed: list[Req]  # of its chunks, if it has any
+    width: int = 1
 
 
 class DecodeScheduler:
@@ -62,7 +69,7 @@ class DecodeScheduler:
         self._engine = engine
         self._eos_ids = eos_ids
         self._on_preempt = on_preempt
-        self._on_row = on_row  # told just before a request whose KV is here gets a row
+        self._on_row = on_row  # called just before a request whose KV is here gets a row
         self.widths = widths or WidthPolicy((1,))
         self._block = spec.block
         self._rows = RowTable(
@@ -71,8 +78,7 @@ class DecodeScheduler:
         self._step = 0
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> the requests it samples, those of its chunks if it has any, its width.
-        self._launched: dict[int, tuple[list[Req], list[Req], int]] = {}
+        self._launched: dict[int, InFlight] = {}  # by step number
         self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     def admit(self, req: Req) -> bool:
@@ -224,25 +230,26 @@ class DecodeScheduler:
             return None
         self._last_was_prefill = True
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(sampled, ends, computed, chunks=tuple(chunks))
+        return self._launch(InFlight(sampled, computed), ends, chunks=tuple(chunks))
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
         width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
-        found = self._with_slots(width) if width > 1 else None
-        if found is None:
-            width, found = 1, self._with_slots(1)
-        assert found is not None
-        chosen, lengths = found
+        batch = self._with_slots(width) if width > 1 else None
+        if batch is None:
+            width, batch = 1, self._with_slots(1)
+        assert batch is not None
+        chosen, lengths = batch
         if not chosen:
             return None
         rows = tuple(req.row for req in chosen)
-        return self._launch(chosen, lengths, [], decode=rows, width=width)
+        return self._launch(InFlight(chosen, [], width), lengths, decode=rows)
 
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
         """Choose the requests of a step with windows of `width` and bind their pages.
 
-        The slots of the next step, and of its drafts, are bound one step early. Also returns upper
+        The slots of the next step, and of its drafts, are bound one step early (`ahead`: more than
+        the width where the drafter's block is longer). Also returns upper
         bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
         requests and wider ones return None.
         """
@@ -256,9 +263,8 @@ class DecodeScheduler:
             if req.hold is None:
                 continue
             bound = len(req.tokens) - 1 + req.num_slots_in_flight
-            if bound + width + ahead > req.hold.num_slots and not self._bind(
-                req, bound, width, ahead
-            ):
+            fits = bound + width + ahead <= req.hold.num_slots
+            if not fits and not self._bind(req, bound, width, ahead):
                 if width > 1:
                     return None
                 continue
@@ -269,21 +275,20 @@ class DecodeScheduler:
 
     def _launch(
         self,
-        sampled: list[Req],
+        launched: InFlight,
         lengths: list[int],
-        computed: list[Req],
         *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
-        width: int = 1,
     ) -> Plan:
+        """The plan of the next step; lengths: its rows' bounds of KV."""
         self._step += 1
-        for req in sampled:
+        for req in launched.sampled:
             req.num_in_flight += 1
-            req.num_slots_in_flight += width
-        self._launched[self._step] = sampled, computed, width
+            req.num_slots_in_flight += launched.width
+        self._launched[self._step] = launched
         self.book.launched(self._step)
-        draws = {req.draw for req in sampled}
+        draws = {req.draw for req in launched.sampled}
         return Plan(
             self._step,
             *self._rows.drain(),
@@ -294,7 +299,7 @@ class DecodeScheduler:
             penalized=any(draw.penalized for draw in draws),
             num_logprobs=max((draw.num_logprobs for draw in draws), default=-1),
             masked=any(draw.masked for draw in draws),
-            width=width,
+            width=launched.width,
             num_keys=sum(lengths),
         )
 
@@ -306,14 +311,15 @@ class DecodeScheduler:
         become free only when its step in flight settles, or windows of `width` are too wide.
         """
         assert req.hold is not None
-        num_slots = _num_slots(bound, width, ahead, req.max_len)
+        # This window and `ahead` may pass the end of the text: what lies there is never used.
+        num_slots = min(bound + width + ahead, req.max_len + ahead - 1)
         while True:
             try:
                 self.book.bind(req.hold, num_slots)
             except OutOfPages:
                 if width > 1 or self._leaving:
                     return False
-                victim = max(self.running.values(), key=lambda r: r.arrival)
+                victim = max(self.running.values(), key=ARRIVAL)
                 self._on_preempt(victim)
                 if victim.num_in_flight:
                     self._leaving.add(victim)
@@ -330,7 +336,7 @@ class DecodeScheduler:
         self._release(req)
         req.phase = Phase.PREEMPTED
         self.preempted.append(req)
-        self.preempted.sort(key=lambda r: r.arrival)
+        self.preempted.sort(key=ARRIVAL)
 
     def _release(self, req: Req) -> None:
         """Give back row and pages; full pages of computed tokens stay in the prefix tree."""
@@ -371,15 +377,6 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
     num_after = len(tokens)
     req.num_computed_tokens = num_after - 1
     return num_after - num_before, reason
-
-
-def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
-    """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
-
-    `ahead` is more than the next window's width where the drafter's block is longer. This window
-    and `ahead` may pass the end of the text; what lies there is computed and never used.
-    """
-    return min(bound + width + ahead, max_len + ahead - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
