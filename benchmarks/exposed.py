@@ -123,7 +123,7 @@ def decode(config: dict[str, Any], conn: Connection, result: Connection, course:
         if time.monotonic() > limit:
             raise RuntimeError("the prefill worker cannot be pulled from")
         time.sleep(0.01)
-    loop: Any = worker._loop  # pyright: ignore
+    loop: Any = worker.loop  # pyright: ignore
     (known,) = loop._peers._known.values()
     measured = known.link
     rows: list[dict[str, Any]] = []

@@ -56,7 +56,7 @@ class AnnouncedPages:
     """
 
     def __init__(self, worker: Worker) -> None:
-        outbound: Any = worker._loop._outbound  # pyright: ignore
+        outbound: Any = worker.loop._outbound  # pyright: ignore
         self._pool, self._page = worker.engine.pool, dict[int, int]()
         self._num = worker.engine.book.num_pages_for
         self.last_at, self._last = 0.0, None

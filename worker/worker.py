@@ -46,7 +46,7 @@ class Worker:
         )
         self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
-        self._loop = role(self.engine, self._thread, incarnation)
+        self.loop = role(self.engine, self._thread, incarnation)
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
@@ -85,22 +85,22 @@ class Worker:
             "holds": book.num_holds,
             "reserved_pages": book.num_reserved,
             "private_pages": book.num_private,
-            **self._loop.counters(),
+            **self.loop.counters(),
         }
 
     def num_peers(self) -> int:
         """Number of workers that this one can pull KV from."""
-        return self._loop.num_peers()
+        return self.loop.num_peers()
 
     def measured_paths(self) -> list[PullPath]:
         """Measure the ways from all prefill workers to this decode worker, while it serves."""
-        return self._loop.measured_paths()
+        return self.loop.measured_paths()
 
     def stop(self) -> None:
         """End the loop and free everything."""
         self.engine.tell_ranks(Ended())
         self._thread.stop()
-        self._loop.close()
+        self.loop.close()
         self.engine.close()
 
     def join(self) -> None:
@@ -111,7 +111,7 @@ class Worker:
         """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
         ranks = self.engine.runner.ranks
         if ranks is None:
-            return self._loop.turn(events)
+            return self.loop.turn(events)
         rest: list[Incoming] = []
         for peer, event in events:
             if peer not in ranks.peers:
@@ -124,4 +124,4 @@ class Worker:
                     ranks.reported(message)
                 else:
                     rest.append((peer, message))
-        return self._loop.turn(rest)
+        return self.loop.turn(rest)

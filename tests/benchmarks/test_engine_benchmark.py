@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import engine
+from tests.support.counted import value
 from tests.support.prompts import TINY
 from worker.api import Sampling
 
@@ -25,7 +26,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     bench = engine.Bench(engine.build(options, 3))
     counter = bench.engine.metrics.steps
     assert bench.generate(3, 20, 12, Sampling(12, ignore_eos=True, temperature=0.0), 1) > 0
-    taken = [counter(kind, "eager")._value.get() for kind in ("prefill", "decode")]
+    taken = [value(counter(kind, "eager")) for kind in ("prefill", "decode")]
     assert taken == [1, 11], "the prompts' step draws the first tokens"
     assert bench.engine.book.num_holds == 0
     bench.engine.close()

@@ -20,6 +20,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tests.support import pairwise
+from tests.support.counted import value
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from tests.support.shallow import shallow
@@ -269,7 +270,7 @@ def test_whatever_serves_a_request_changes_nothing(
     other = {"engine": few if pages == "few" else {}}
     with running(config, decode_sections=other) as cluster:
         check(cluster, expected, rounds=2 if penalty_rows is None else 1)
-        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+        preempted = value(cluster.workers["decode-0"].engine.metrics.preemptions)
     if pages == "few":
         assert preempted > 0, "the pool was not small enough to show anything"
 
@@ -414,10 +415,10 @@ def test_choices_pull_their_prompt_once(transport: str, separate: dict) -> None:
         whole = (len(prompt) - 1) // 16 * 16
         assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
         decode, prefill = (cluster.workers[f"{role}-0"].engine for role in ("decode", "prefill"))
-        pulled = decode.metrics.pulled_bytes(f"{transport}/{kind}")._value.get()
+        pulled = value(decode.metrics.pulled_bytes(f"{transport}/{kind}"))
         assert pulled == -(-(len(prompt) - 1) // 16) * decode.layout.page_bytes
-        assert prefill.metrics.prompt_tokens._value.get() == len(prompt) - 1
-        assert decode.metrics.prompt_tokens._value.get() == 4 * (len(prompt) - whole)
+        assert value(prefill.metrics.prompt_tokens) == len(prompt) - 1
+        assert value(decode.metrics.prompt_tokens) == 4 * (len(prompt) - whole)
         cluster.wait_idle()
 
 
@@ -425,12 +426,12 @@ def test_choices_compute_their_prompt_once(separate: dict) -> None:
     with running(sections("never", max_prefill_tokens=64)) as cluster:
         metrics = cluster.workers["decode-0"].engine.metrics
         for prompt, expected in separate.items():
-            before = metrics.prompt_tokens._value.get()
+            before = value(metrics.prompt_tokens)
             answers = cluster.client.wait(ask(cluster.client, prompt))
             same(answers, expected)
             whole = (len(prompt) - 1) // 16 * 16
             assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
-            computed = metrics.prompt_tokens._value.get() - before
+            computed = value(metrics.prompt_tokens) - before
             assert computed == len(prompt) + 4 * (len(prompt) - whole)
         cluster.wait_idle()
 
@@ -451,7 +452,7 @@ def test_choices_that_are_preempted(separate: dict) -> None:
     with running(config, decode_sections=few) as cluster:
         for _ in range(2):
             same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
-        assert cluster.workers["decode-0"].engine.metrics.preemptions._value.get() > 0
+        assert value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0
         cluster.wait_idle()
 
 

@@ -1,4 +1,4 @@
-"""The same request gives the same ids, whatever serves it (ARCHITECTURE section 10).
+"""The same request gives the same ids, whatever serves it.
 
 The oracle of greedy ids is `transformers`; the oracle of seeded ids is one request at a time in one
 process with one page of everything. All in float32, where the laws hold exactly.
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import pairwise
+from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
@@ -165,11 +166,11 @@ def test_whatever_serves_a_request_changes_nothing(
     sizes = [{each.pool.num_pages for each in engines} for engines in (prefills, decodes)]
     assert (sizes[0] == sizes[1]) == (pages == "same")
     if place == "always":
-        assert all(each.metrics.prompt_tokens._value.get() > 0 for each in prefills)
-        draw = [each.metrics.generated_tokens._value.get() > 0 for each in prefills]
+        assert all(value(each.metrics.prompt_tokens) > 0 for each in prefills)
+        draw = [value(each.metrics.generated_tokens) > 0 for each in prefills]
         assert draw == [first_token == "prefill"] * num_each
     if pages == "few":
-        preempted = sum(each.metrics.preemptions._value.get() for each in decodes)
+        preempted = sum(value(each.metrics.preemptions) for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
 
 
@@ -192,15 +193,15 @@ def test_alone_equals_among_64_others(alone: Running, greedy_ids: list, seeded_i
 def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
     prompt = problem_ids(1)[0]
     with running(sections()) as cluster:
-        pulled = cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm")._value
+        pulled = cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm")
         first = cluster.client.generate([prompt], GREEDY)[0]
-        cold = pulled.get()
+        cold = value(pulled)
         again = cluster.client.generate([[*prompt, *first.tokens, *prompt]], GREEDY)[0]
         page_bytes = cluster.workers["decode-0"].engine.layout.page_bytes
         num_known = (len(prompt) + len(first.tokens) - 1) // 16
         num_all = -(-(2 * len(prompt) + len(first.tokens)) // 16)
         assert cold == -(-len(prompt) // 16) * page_bytes
-        assert pulled.get() - cold == (num_all - num_known) * page_bytes
+        assert value(pulled) - cold == (num_all - num_known) * page_bytes
         assert again.num_cached_tokens == num_known * 16
 
 

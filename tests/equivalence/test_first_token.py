@@ -12,6 +12,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from tests.support.counted import value
 from tests.support.engines import Answer, Running, running
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import more
@@ -137,7 +138,7 @@ def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], Finish
 def drawn(cluster: Running, role: str) -> float:
     """Tokens drawn by the workers of a role."""
     return sum(
-        worker.engine.metrics.generated_tokens._value.get()
+        value(worker.engine.metrics.generated_tokens)
         for name, worker in cluster.workers.items()
         if name.startswith(role)
     )
@@ -145,7 +146,7 @@ def drawn(cluster: Running, role: str) -> float:
 
 def pulled(cluster: Running) -> float:
     metrics = cluster.workers["decode-0"].engine.metrics
-    return metrics.pulled_bytes("shm/shm")._value.get()
+    return value(metrics.pulled_bytes("shm/shm"))
 
 
 def num_observed(cluster: Running, name: str) -> float | None:
@@ -178,7 +179,7 @@ def test_texts_reasons_and_counts_do_not_depend_on_it(
             if before == (0, 0) and first_token == "prefill":
                 assert num_drawn[0] == len(asked), "no prompt is in decode's tree"
         retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
-        assert not any(retries(cause)._value.get() for cause in CAUSES)
+        assert not any(value(retries(cause)) for cause in CAUSES)
         counts = [num_observed(cluster, name) for name in ("kv_fetch", "kv_transfer")]
         assert counts[0] == counts[1] > 0, "a transfer is timed wherever the token is drawn"
 
@@ -219,10 +220,10 @@ def test_a_request_that_ends_with_it_holds_nothing(
         assert pulled(cluster) == 0
         counted = cluster.workers["decode-0"].engine.metrics.requests
         wanted = "length" if kind == "max_tokens" else "stop"
-        assert counted(wanted)._value.get() == NUM
-        assert counted("abort")._value.get() == 0
+        assert value(counted(wanted)) == NUM
+        assert value(counted("abort")) == 0
         for worker in cluster.workers.values():
-            assert worker.engine.metrics.lease_expired._value.get() == 0
+            assert value(worker.engine.metrics.lease_expired) == 0
 
 
 @pytest.mark.parametrize("first_token", WORKERS)
@@ -270,7 +271,7 @@ def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Ru
         assert ended(client.wait(sent)) == wanted
         cluster.wait_idle()
         num_computed = sum(
-            worker.engine.metrics.prompt_tokens._value.get() for worker in cluster.workers.values()
+            value(worker.engine.metrics.prompt_tokens) for worker in cluster.workers.values()
         )
         assert num_computed == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
 

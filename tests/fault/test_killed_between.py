@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
+from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
@@ -93,8 +94,8 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     answers = client.wait(sent)
     cluster.wait_idle()
     placed = decode.engine.metrics.placed
-    assert placed("remote")._value.get() == placed("fallback")._value.get() == NUM
-    assert decode.engine.metrics.fetch_retries(PeerLost.code)._value.get() == NUM
+    assert value(placed("remote")) == value(placed("fallback")) == NUM
+    assert value(decode.engine.metrics.fetch_retries(PeerLost.code)) == NUM
 
     alone = client.generate(prompts, asked, prefills=[])
     assert [(each.tokens, each.finish_reason) for each in answers] == [

@@ -57,7 +57,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     assert bench.checks
     assert all(check.equal for check in bench.checks)
-    segments = {each.capture.num_segments for each in bench.runner._piecewise.values()}
+    segments = {each.capture.num_segments for each in bench.runner.piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
 
 
@@ -91,7 +91,7 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     found = bench.run(Uncaptured(loaded, bench.runner._traced).launch, layout, num_tokens)[0]
     assert [counters[kind] for kind in ("stats", "aot_autograd")] == before
     error = (found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert error.max() <= bench.runner._rounding
+    assert error.max() <= bench.runner.rounding
 
 
 @pytest.mark.gpu(1)
@@ -133,7 +133,7 @@ def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
     from worker.run.eager import EagerChunks
 
     runner = bench.engine.runner
-    if bench.runner._embedded.dtype != torch.float32:
+    if bench.runner.embedded.dtype != torch.float32:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
     with torch.inference_mode():
         runner.loaded.state.page_table.zero_()

@@ -48,9 +48,9 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
         assert compared == [each.num_tokens for each in bench.runner.buckets] or not compared
     assert checks
     assert all(check.equal for check in checks)
-    segments = {each.capture.num_segments for each in bench.runner._piecewise.values()}
+    segments = {each.capture.num_segments for each in bench.runner.piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
-    assert {each.capture.num_segments for each in bench.runner._full.values()} <= {2, 3}
+    assert {each.capture.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
 @pytest.mark.gpu(1)
@@ -64,7 +64,7 @@ def test_replays_equal_eager_at_the_same_padded_shape(
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
     from tests.support.chunks import check_laws
 
-    if fixed_shape and not bench.runner._full:
+    if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
     if bench.engine.runner.loaded.buffers.max_reqs(64) < num_reqs:
         pytest.skip("long steps of so many requests are eager")
@@ -76,7 +76,7 @@ def test_replays_equal_eager_at_the_same_padded_shape(
 def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
     from tests.support.chunks import check_padding, layouts
 
-    if fixed_shape and not bench.runner._full:
+    if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
     check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 

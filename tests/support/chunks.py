@@ -65,8 +65,8 @@ def poison(bench: Bench) -> None:
     buffers._staging.words.fill_(1 << 20)
     buffers._tables.fill_(1 << 20)
     buffers._last_token_rows.fill_(1 << 40)
-    runner._embedded.fill_(float("nan"))
-    for captured in (*runner._piecewise.values(), *runner._full.values()):
+    runner.embedded.fill_(float("nan"))
+    for captured in (*runner.piecewise.values(), *runner.full.values()):
         captured.hidden.fill_(float("nan"))
 
 
@@ -176,11 +176,11 @@ class Bench:
 def bench_of(engine: Engine, runner: PiecewiseChunks) -> Bench:
     """Of a runner that has captured; no bucket is missing because it did not win."""
     for bucket in runner.buckets:
-        if bucket.num_tokens not in runner._piecewise or bucket.num_tokens not in runner._full:
+        if bucket.num_tokens not in runner.piecewise or bucket.num_tokens not in runner.full:
             with torch.inference_mode():
-                runner._capture_bucket(bucket)
+                runner.capture_bucket(bucket)
         bucket.piecewise, bucket.piecewise_ms, bucket.full_ms = True, 0.0, 0.0
-        bucket.full = bucket.num_tokens in runner._full
+        bucket.full = bucket.num_tokens in runner.full
     return Bench(engine, EagerChunks(engine.runner.loaded), runner)
 
 

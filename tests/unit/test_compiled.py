@@ -121,7 +121,7 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    loaded, exact = bench.engine.runner.loaded, not bench.runner._rounding
+    loaded, exact = bench.engine.runner.loaded, not bench.runner.rounding
     layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
     wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)
     found = bench.run(Uncaptured(loaded, bench.runner._traced).launch, layout, num_tokens)
@@ -145,8 +145,8 @@ def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
 
 
 def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
-    assert set(bench.runner._piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner._piecewise.values():
+    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner.piecewise.values():
         assert captured.capture.num_segments == bench.engine.spec.num_layers + 1
 
 

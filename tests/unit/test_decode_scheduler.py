@@ -327,7 +327,7 @@ class Simulation:
         self.check()
 
     def may_decode(self, req: Req) -> bool:
-        leaving = req in self.scheduler._leaving
+        leaving = req in self.scheduler.leaving
         return not leaving and len(req.tokens) + req.num_in_flight < req.max_len
 
     def maybe_end_early(self) -> None:

@@ -59,10 +59,10 @@ def bench() -> Iterator[Bench]:
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
     num_layers = bench.engine.spec.num_layers
-    assert set(bench.runner._piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner._piecewise.values():
+    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner.piecewise.values():
         assert captured.capture.num_segments == num_layers + 1
-    for captured in bench.runner._full.values():
+    for captured in bench.runner.full.values():
         assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
 
 
@@ -70,16 +70,16 @@ def test_kernels_are_compiled_for_every_chunk_that_is_captured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs, ran = PiecewiseChunks(bench.engine.runner.loaded, RecordedMemory()), set()
-    forward = graphs._forward
+    forward = graphs.forward
 
     def noted(batch: Batch) -> Tensor:
         ran.add((batch.num_tokens, batch.host is None))
         return forward(batch)
 
-    monkeypatch.setattr(graphs, "_forward", noted)
+    monkeypatch.setattr(graphs, "forward", noted)
     ahead = noted_by(ran, graphs.run_buckets)
-    assert not graphs._piecewise
-    captures = [partial(graphs._capture_bucket, bucket) for bucket in graphs.buckets]
+    assert not graphs.piecewise
+    captures = [partial(graphs.capture_bucket, bucket) for bucket in graphs.buckets]
     assert (
         noted_by(ran, *captures)
         == ahead
@@ -222,7 +222,7 @@ def test_texts_are_those_of_eager(bench: Bench) -> None:
 
 def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
     runner = bench.runner
-    longest = runner._loaded.buffers.max_fixed_len
+    longest = runner.loaded.buffers.max_fixed_len
     assert runner.padded(20, 4, longest, hooked=False) == PaddedShape(32, fixed=True)
     assert runner.padded(20, 4, longest + 1, hooked=False) == PaddedShape(32, fixed=False)
     assert runner.padded(20, 5, 20, hooked=False) == PaddedShape(32, fixed=False)
@@ -241,9 +241,9 @@ def clear(bench: Bench) -> None:
 def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
     runner, table = bench.runner, bench.engine.runner.loaded.state.page_table
     clear(bench)
-    kept = dict(runner._piecewise), dict(runner._full)
-    assert [check.equal for check in runner._check(Bucket(16))] == [True, True]
-    runner._piecewise, runner._full = kept
+    kept = dict(runner.piecewise), dict(runner.full)
+    assert [check.equal for check in runner.check(Bucket(16))] == [True, True]
+    runner.piecewise, runner.full = kept
     assert not any(bool(cache.any()) for cache in bench.caches())
     assert not table.any()
 
@@ -258,7 +258,7 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
         runner, "launch", lambda batch: Forward(launch(batch).hidden + 1e-6, "piecewise")
     )
     with pytest.raises(AssertionError, match="16 tokens, piecewise differs from eager"):
-        runner._check(Bucket(16))
+        runner.check(Bucket(16))
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:

@@ -90,14 +90,14 @@ class PiecewiseChunks:
     ) -> None:
         max_tokens = int(loaded.config.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
-        self._loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
-        self._traced, self._rounding = traced, rounding
-        self._piecewise: dict[int, CapturedChunks] = {}
-        self._full: dict[int, CapturedChunks] = {}
+        self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
+        self._traced, self.rounding = traced, rounding
+        self.piecewise: dict[int, CapturedChunks] = {}
+        self.full: dict[int, CapturedChunks] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         weight = loaded.model.embedding.weight
         shape = self.buckets[-1].num_tokens, weight.shape[1]
-        self._embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
@@ -110,7 +110,7 @@ class PiecewiseChunks:
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        self._capture_bucket(self.buckets[-1])
+        self.capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
     def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
@@ -122,9 +122,9 @@ class PiecewiseChunks:
         began, free = time.monotonic(), self._memory.free_bytes()
         for i, bucket in enumerate(reversed(self.buckets)):
             progress("capture", i, len(self.buckets))
-            self._capture_bucket(bucket)
+            self.capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)
-        captured = *self._piecewise.values(), *self._full.values()
+        captured = *self.piecewise.values(), *self.full.values()
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
@@ -132,14 +132,14 @@ class PiecewiseChunks:
             time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
         )  # fmt: skip
         began = time.monotonic()
-        checks = [check for bucket in self.buckets for check in self._check(bucket)]
+        checks = [check for bucket in self.buckets for check in self.check(bucket)]
         log.info("compared them with eager in %.1f s", time.monotonic() - began)
         return checks
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        buffers = self._loaded.buffers
+        buffers = self.loaded.buffers
         fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
         shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
         if shape.num_tokens and num_reqs > buffers.max_reqs(shape.num_tokens):
@@ -149,13 +149,13 @@ class PiecewiseChunks:
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
         fixed = batch.host is None
-        captured = (self._full if fixed else self._piecewise).get(batch.num_tokens)
+        captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
         if captured is None or len(captured.hidden) != num_hidden:
             return self._eager.launch(batch, on_layer)
-        attention, model = self._loaded.attention.prefill, self._loaded.model
-        self._embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
+        attention, model = self.loaded.attention.prefill, self.loaded.model
+        self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
         if fixed:
             assert on_layer is None, "a graph without breaks calls no hook"
             captured.capture.replay()
@@ -166,27 +166,28 @@ class PiecewiseChunks:
         return Forward(captured.hidden, "piecewise")
 
     def close(self) -> None:
-        self._piecewise.clear()
-        self._full.clear()
+        self.piecewise.clear()
+        self.full.clear()
 
-    def _capture_bucket(self, bucket: Bucket) -> None:
+    def capture_bucket(self, bucket: Bucket) -> None:
+        """Capture the graphs of one bucket."""
         for full in self._kinds(bucket):
-            captured, capture = self._full if full else self._piecewise, Capture(self._memory)
+            captured, capture = self.full if full else self.piecewise, Capture(self._memory)
             body = self._body(bucket.num_tokens, full=full)
             hidden = self._memory.alias(capture.record(body))
             captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
-        bucket.full = bucket.num_tokens in self._full
+        bucket.full = bucket.num_tokens in self.full
 
     def _kinds(self, bucket: Bucket) -> Sequence[bool]:
         """Its graphs; True is the one without breaks."""
-        static = self._loaded.attention.prefill.static_plan
-        unbroken = static and not self._loaded.always_hooked and bucket.num_tokens <= MAX_FULL
+        static = self.loaded.attention.prefill.static_plan
+        unbroken = static and not self.loaded.always_hooked and bucket.num_tokens <= MAX_FULL
         return (False, True) if unbroken else (False,)
 
     def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
         """What is captured: the forward of a batch of padding."""
-        attention, buffers = self._loaded.attention.prefill, self._loaded.buffers
-        longest = min(num_tokens, self._loaded.max_len)
+        attention, buffers = self.loaded.attention.prefill, self.loaded.buffers
+        longest = min(num_tokens, self.loaded.max_len)
         if full:
             batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
         else:
@@ -197,23 +198,24 @@ class PiecewiseChunks:
             runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
             attn_plan = attention.plan(batch) if runs_attention else None
             with forward_context(batch, attention, attn_plan, breaks=breaks):
-                return self._forward(batch)
+                return self.forward(batch)
 
         return body
 
-    def _forward(self, batch: Batch) -> Tensor:
-        embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows
+    def forward(self, batch: Batch) -> Tensor:
+        """What is captured: hidden states of a batch whose embedded tokens are in `embedded`."""
+        embedded, rows = self.embedded[: batch.num_tokens], batch.last_token_rows
         if self._traced is None:
-            hidden = self._loaded.model.forward(embedded, batch.positions, rows)
-            if self._loaded.drafter is not None:  # depends on the number of tokens alone
-                self._loaded.drafter.observe(batch, hidden)
+            hidden = self.loaded.model.forward(embedded, batch.positions, rows)
+            if self.loaded.drafter is not None:  # depends on the number of tokens alone
+                self.loaded.drafter.observe(batch, hidden)
             return hidden
         hidden = self._traced(embedded, batch.positions)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def _launch_variants(self, num_tokens: int) -> None:
         """Launch each attention variant that batches of this bucket can need, to compile it now."""
-        loaded, attention = self._loaded, self._loaded.attention.prefill
+        loaded, attention = self.loaded, self.loaded.attention.prefill
         longest = min(num_tokens, loaded.max_len)
         # Longest requests in powers of two, the lowest and highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
@@ -226,12 +228,12 @@ class PiecewiseChunks:
             self._launched_variants.add(variant)
             plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
             shape = num_tokens, loaded.model.heads.num_heads, loaded.model.spec.head_dim
-            q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+            q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
                 attention.forward(q, None, None, 0)
 
-    def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
+    def check(self, bucket: Bucket) -> Sequence[BucketCheck]:
         """Compare results and times of a bucket with eager's; drop the graphs that do not win.
 
         Several ranks of a worker keep all: the leader chooses, by its own times.
@@ -239,10 +241,10 @@ class PiecewiseChunks:
         num_tokens = bucket.num_tokens
         launches = self._eager.launch, self.launch
         compare = partial(
-            check_chunk_bucket, self._loaded, num_tokens, *launches, rounding=self._rounding
+            check_chunk_bucket, self.loaded, num_tokens, *launches, rounding=self.rounding
         )
         piecewise = compare(fixed_shape=False)
-        full = compare(fixed_shape=True) if num_tokens in self._full else None
+        full = compare(fixed_shape=True) if num_tokens in self.full else None
         if piecewise is not None:
             bucket.eager_ms, bucket.piecewise_ms = piecewise.eager_ms, piecewise.graph_ms
             bucket.piecewise = piecewise.graph_ms < TIE * piecewise.eager_ms
@@ -251,10 +253,10 @@ class PiecewiseChunks:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
         graphs = (
-            (bucket.piecewise, self._piecewise, "piecewise"),
-            (bucket.full, self._full, "unbroken"),
+            (bucket.piecewise, self.piecewise, "piecewise"),
+            (bucket.full, self.full, "unbroken"),
         )
-        for kept, captured, kind in graphs if self._loaded.model.collective.size == 1 else ():
+        for kept, captured, kind in graphs if self.loaded.model.collective.size == 1 else ():
             if not kept and captured.pop(num_tokens, None) is not None:
                 why = "not faster, or not compared"
                 log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)

@@ -13,7 +13,7 @@ n - 1 + num_slots_in_flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -75,11 +75,11 @@ class DecodeScheduler:
         self._rows = RowTable(
             int(engine.max_num_reqs), int(engine.penalty_rows), with_text=spec.reads_text
         )
-        self._step = 0
+        self.step = 0  # number of the step planned last
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
         self._launched: dict[int, InFlight] = {}  # by step number
-        self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
+        self.leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
@@ -144,9 +144,9 @@ class DecodeScheduler:
             plan = self._plan_chunks(now)
         return plan or self._plan_decode()
 
-    def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
-        """Return the requests that unsettled step `step` samples, and those of its chunks."""
-        return self._launched[step][:2]
+    def in_flight(self, step: int) -> InFlight:
+        """The requests of step `step`, which has not settled."""
+        return self._launched[step]
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
@@ -175,8 +175,8 @@ class DecodeScheduler:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
             results.append((req, result, num, reason))
-            if self._leaving and req in self._leaving:
-                self._leaving.discard(req)
+            if self.leaving and req in self.leaving:
+                self.leaving.discard(req)
                 if reason is None:
                     self._preempt(req)
         return results
@@ -194,7 +194,7 @@ class DecodeScheduler:
             self.ready.remove(req)
         elif req.phase is Phase.PREEMPTED:
             self.preempted.remove(req)
-        self._leaving.discard(req)
+        self.leaving.discard(req)
         self._release(req)
         req.phase = Phase.FINISHED
 
@@ -257,7 +257,7 @@ class DecodeScheduler:
         lengths: list[int] = []
         ahead = max(width, self._block) if width > 1 else 1
         for req in sorted(self.running.values(), key=ARRIVAL):
-            if len(req.tokens) + req.num_in_flight >= req.max_len or req in self._leaving:
+            if len(req.tokens) + req.num_in_flight >= req.max_len or req in self.leaving:
                 continue  # its last token is in flight, or it is being preempted
             # Making room for an older request may just have preempted this one.
             if req.hold is None:
@@ -282,15 +282,15 @@ class DecodeScheduler:
         decode: tuple[int, ...] = (),
     ) -> Plan:
         """The plan of the next step; lengths: its rows' bounds of KV."""
-        self._step += 1
+        self.step += 1
         for req in launched.sampled:
             req.num_in_flight += 1
             req.num_slots_in_flight += launched.width
-        self._launched[self._step] = launched
-        self.book.launched(self._step)
+        self._launched[self.step] = launched
+        self.book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
         return Plan(
-            self._step,
+            self.step,
             *self._rows.drain(),
             chunks,
             decode,
@@ -311,25 +311,28 @@ class DecodeScheduler:
         become free only when its step in flight settles, or windows of `width` are too wide.
         """
         assert req.hold is not None
-        # This window and `ahead` may pass the end of the text: what lies there is never used.
-        num_slots = min(bound + width + ahead, req.max_len + ahead - 1)
+        slots = window_slots(bound, width, ahead, req.max_len)
         while True:
             try:
-                self.book.bind(req.hold, num_slots)
+                self.book.bind(req.hold, slots)
             except OutOfPages:
-                if width > 1 or self._leaving:
+                if width > 1 or self.leaving:
                     return False
                 victim = max(self.running.values(), key=ARRIVAL)
-                self._on_preempt(victim)
-                if victim.num_in_flight:
-                    self._leaving.add(victim)
-                    return False
-                self._preempt(victim)
-                if victim is req:
+                if not self.preempt(victim) or victim is req:
                     return False
             else:
                 self._rows.queue_pages(req)
                 return True
+
+    def preempt(self, req: Req) -> bool:
+        """Take its row and pages from `req`, at once or when its step in flight settles: False."""
+        self._on_preempt(req)
+        if req.num_in_flight:
+            self.leaving.add(req)
+            return False
+        self._preempt(req)
+        return True
 
     def _preempt(self, req: Req) -> None:
         """Free the row and pages of `req`, which has no step in flight, and queue it again."""
@@ -377,6 +380,14 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
     num_after = len(tokens)
     req.num_computed_tokens = num_after - 1
     return num_after - num_before, reason
+
+
+def window_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
+    """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
+
+    Both may pass the end of the text; what lies there is computed and never used.
+    """
+    return min(bound + width + ahead, max_len + ahead - 1)
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
