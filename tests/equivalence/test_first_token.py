@@ -158,11 +158,7 @@ def num_observed(cluster: Running, name: str) -> float | None:
 
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
-    first_token: str,
-    max_prefill_tokens: int,
-    num_groups: int,
-    asked: list[Asked],
-    expected: list,
+    first_token: str, max_prefill_tokens: int, num_groups: int, asked: list[Asked], expected: list
 ) -> None:
     """Cold, then with what the prefix trees kept."""
     config = sections("always", first_token, max_prefill_tokens=max_prefill_tokens)

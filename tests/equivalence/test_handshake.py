@@ -83,9 +83,7 @@ def until(happened) -> None:
 
 
 def tuned(
-    directory: Path,
-    of: Path = TINY,
-    name: str = "model.layers.0.input_layernorm.weight",
+    directory: Path, of: Path = TINY, name: str = "model.layers.0.input_layernorm.weight"
 ) -> Path:
     """A bundled model with one element of one tensor changed by its last bit."""
     shutil.copytree(of, directory)

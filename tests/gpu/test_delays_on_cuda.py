@@ -107,9 +107,7 @@ def early_results(runner: Any) -> None:
 
 @pytest.mark.parametrize(("spoil", "share"), [(early_rows, 1.0), (early_results, 0.0)])
 def test_the_same_check_fails_when_a_buffer_is_written_early(
-    spoil: Callable[[Any], None],
-    share: float,
-    plain: tuple[Lockstep, dict[str, list[Answer]]],
+    spoil: Callable[[Any], None], share: float, plain: tuple[Lockstep, dict[str, list[Answer]]]
 ) -> None:
     made = workers()
     spoil(made.engines[DECODE].runner)

@@ -598,12 +598,7 @@ class Simulation:
 
 
 def scheduler_rest(scheduler: DecodeScheduler) -> list[Req]:
-    return [
-        *scheduler.local,
-        *scheduler.ready,
-        *scheduler.running.values(),
-        *scheduler.preempted,
-    ]
+    return [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
 
 
 NUM_STEPS = 4_000 if pairwise.whole else 1_600

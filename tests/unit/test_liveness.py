@@ -16,17 +16,7 @@ import pytest
 
 from tests.support.engines import worker_config
 from tests.support.patience import HANG_S
-from worker.api import (
-    Abort,
-    Generate,
-    Lost,
-    Pong,
-    Prefill,
-    Release,
-    Sampling,
-    WorkerStats,
-    Xfer,
-)
+from worker.api import Abort, Generate, Lost, Pong, Prefill, Release, Sampling, WorkerStats, Xfer
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
 from worker.loop import EngineThread

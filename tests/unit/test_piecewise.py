@@ -288,8 +288,7 @@ def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"),
-    [(1, False), (3, True), *in_whole((3, False), (1, True))],
+    ("num_reqs", "fixed_shape"), [(1, False), (3, True), *in_whole((3, False), (1, True))]
 )
 def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, fixed_shape: bool) -> None:
     check_laws(long, [32, MAX_TOKENS], num_reqs, 21, fixed_shape=fixed_shape)

@@ -205,12 +205,7 @@ class WorkerConfig(Section):
         return drafter_directory(self.model, self.spec)
 
     def resolved(
-        self,
-        machine: Machine,
-        *,
-        model_max_len: int,
-        model_dtype: str,
-        note: Note = log_choice,
+        self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> WorkerConfig:
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
         num_groups, penalty_rows, and on CUDA max_num_reqs.

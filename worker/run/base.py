@@ -148,7 +148,4 @@ CHUNK_GRAPHS = {
     "piecewise": "worker.run.piecewise:PiecewiseChunks",
     "compiled": "worker.run.compiled:compiled_chunks",
 }
-DECODE_GRAPHS = {
-    "eager": "worker.run.eager:EagerDecode",
-    "full": "worker.run.full:FullDecode",
-}
+DECODE_GRAPHS = {"eager": "worker.run.eager:EagerDecode", "full": "worker.run.full:FullDecode"}

@@ -261,10 +261,7 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
             is 1, which Dynamo cannot make a dynamic size.
     """
     refusals = (
-        (
-            int(loaded.config.max_prefill_tokens) < 2,
-            "needs engine.max_prefill_tokens of 2 or more",
-        ),
+        (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),
         (
             loaded.model.collective.size > 1,
             "cannot serve a worker of several ranks: Dynamo traces no sums among them; set "

@@ -45,11 +45,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        peers: Sequence[PeerId],
-        send: Callable[[PeerId, AnyMessage], None],
-        *,
-        compared: bool,
+        self, peers: Sequence[PeerId], send: Callable[[PeerId, AnyMessage], None], *, compared: bool
     ) -> None:
         self.peers = tuple(peers)
         self._send = send
