@@ -94,6 +94,10 @@ class Wire:
         """Close the link to `peer` without a Lost event; unknown peers are fine."""
         self._post(lambda: self._links.part(peer))
 
+    def lose(self, peer: PeerId, reason: str) -> None:
+        """Close the link to `peer` with a Lost event, as if it were silent."""
+        self._post(lambda: self._links.lose(peer, reason))
+
     def send(self, peer: PeerId, message: AnyMessage) -> None:
         """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
         frame = encode(message)
@@ -211,7 +215,7 @@ class _Links:
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
-            self._lose(peer, f"cannot connect to {address}: {error}")
+            self.lose(peer, f"cannot connect to {address}: {error}")
             return
         self.send(peer, encode(Ping(self._me)))
 
@@ -232,10 +236,10 @@ class _Links:
                 assert self._listener is not None
                 self._listener.send_multipart([peer_id.encode(), packed], zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(peer_id, "its queue is full")
+            self.lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
             if not answer:
-                self._lose(peer_id, f"send failed: {error}")
+                self.lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
         """Take everything that `socket` has."""
@@ -268,7 +272,7 @@ class _Links:
             peer.heard_at += late_s  # while we did not run, nobody could be heard
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
-                self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
+                self.lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
             elif peer.dealer is not None and not stalled:
                 self.send(peer_id, encode(Ping(self._me)))
 
@@ -316,11 +320,11 @@ class _Links:
             return  # of a link that is over
         peer.num_received += 1
         if number != peer.num_received:
-            self._lose(sender, f"frame {number} came instead of {peer.num_received}")
+            self.lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
         peer.heard_at, peer.heard = time.monotonic(), True
         if isinstance(message, Bye):
-            self._lose(sender, "it has closed the link", logging.DEBUG)
+            self.lose(sender, "it has closed the link", logging.DEBUG)
         elif not isinstance(message, Ping):
             self._events.append((sender, message))
         elif (pong := self._pong()) is not None:
@@ -330,12 +334,13 @@ class _Links:
         """Register the sender, which connected to us; a newer link replaces the known one."""
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
-            self._lose(sender, "it has connected anew")
+            self.lose(sender, "it has connected anew")
             peer = None
         if peer is None and link > self._ended.get(sender, 0):
             self._peers[sender] = _Peer(None, link, 0.0, True)
 
-    def _lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+    def lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+        """Close the link to a peer, and report it as lost."""
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
         self._events.append((peer_id, Lost(reason)))

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from unittest import mock
 
 import msgspec
@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tests.support import pairwise
 from tests.support.counted import value
 from tests.support.engines import Answer, Client, Running, running
+from tests.support.laws import ended, sections
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
@@ -48,24 +49,6 @@ GRAMMARS = {
     "regex": LLMatcher.grammar_from_regex(r"[A-Z][a-z]{3,12}( [0-9]{1,4}){2,5}\."),
     "choice": LLMatcher.grammar_from_lark('start: "yes" | "no" | "one hundred and twelve apples"'),
 }
-
-
-def engine(**changes: object) -> dict[str, object]:
-    return {
-        "device": "cpu",
-        "threads": 1,
-        "cpu_pool_bytes": 48 << 20,
-        "max_num_reqs": 80,
-        **changes,
-    }
-
-
-def sections(mode: str = "always", **changes: object) -> dict:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": engine(**changes),
-        "disaggregation": {"mode": mode},
-    }
 
 
 def token_of(text: str) -> int:
@@ -104,14 +87,7 @@ def wishes() -> tuple[Sampling, ...]:
     return made
 
 
-def ended(answers: list[Answer]) -> list[Answer]:
-    for answer in answers:
-        assert answer.error is None
-        assert answer.num_finals == 1
-    return answers
-
-
-def same(found: list[Answer], expected: list[Answer]) -> None:
+def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Ids and reasons equal, logprobs as near as float32 in another batch allows."""
     for one, other in zip(ended(found), expected, strict=True):
         assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
@@ -120,13 +96,6 @@ def same(found: list[Answer], expected: list[Answer]) -> None:
             assert each.logprob == pytest.approx(wanted.logprob, abs=1e-4)
             assert [i for i, _ in each.top] == [i for i, _ in wanted.top]
             assert [v for _, v in each.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Running]:
-    """One process, no prefill worker, no prefix cache, whole prompts."""
-    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

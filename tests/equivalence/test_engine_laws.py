@@ -7,7 +7,6 @@ process with one page of everything. All in float32, where the laws hold exactly
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,33 +14,13 @@ import torch
 from tests.support import pairwise
 from tests.support.counted import value
 from tests.support.engines import Running, running
+from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
 NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (4, 16)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
-
-
-def engine(**changes: object) -> dict[str, object]:
-    return {
-        "device": "cpu",
-        "threads": 1,
-        "cpu_pool_bytes": 48 << 20,
-        "max_num_reqs": 80,
-        **changes,
-    }
-
-
-def sections(
-    mode: str = "always", page_size: int = 16, first_token: str = "prefill", **changes: object
-) -> dict:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": engine(**changes),
-        "kv": {"page_size": page_size},
-        "disaggregation": {"mode": mode, "first_token": first_token},
-    }
 
 
 def seeded(num: int) -> list[Sampling]:
@@ -63,10 +42,7 @@ def seeded(num: int) -> list[Sampling]:
 
 
 def ids(answers: list) -> list[list[int]]:
-    for answer in answers:
-        assert answer.error is None
-        assert answer.num_finals == 1
-    return [answer.tokens for answer in answers]
+    return [answer.tokens for answer in ended(answers)]
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +61,6 @@ def greedy_ids() -> list[list[int]]:
             )  # fmt: skip
             out.append(made[0, len(prompt) :].tolist())
     return out
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Running]:
-    """One process, no prefill worker, no prefix cache, whole prompts."""
-    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

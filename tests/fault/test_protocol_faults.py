@@ -226,7 +226,7 @@ def undisturbed() -> Iterator[None]:
 def lose(side: Any, peer: PeerId) -> None:
     """`side` finds `peer` silent, which is alive and knows nothing of it."""
     wire = side._wire if hasattr(side, "_wire") else side._thread._wire
-    wire._post(lambda: wire._links._lose(peer, "a test"))
+    wire.lose(peer, "a test")
 
 
 def wait_for_peers(decode: Worker) -> None:

@@ -1,6 +1,6 @@
 """Chunks as torch.compile traced them, on the CPU; its segments are recorded: test_piecewise.py.
 
-tests/gpu/test_compiled_on_cuda.py has the same laws for real graphs.
+tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForwa
     return TracedForward(model, compile_piece)
 
 
-# Inductor makes C++ of the pieces here, and Triton of them in tests/gpu/test_compiled_on_cuda.py.
+# Inductor makes C++ of the pieces here, and Triton of them in tests/gpu/test_piecewise_on_cuda.py.
 @pytest.fixture(scope="module", params=["plain", pytest.param("inductor", marks=pytest.mark.whole)])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
@@ -124,7 +124,7 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
     loaded, exact = bench.engine.runner.loaded, not bench.runner.rounding
     layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
     wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)
-    found = bench.run(Uncaptured(loaded, bench.runner._traced).launch, layout, num_tokens)
+    found = bench.run(Uncaptured(loaded, bench.runner.traced).launch, layout, num_tokens)
     assert counters == before, "nothing is traced or compiled by a launch"
     ids = [loaded.model.logits(hidden).argmax(-1) for hidden in (wanted[0], found[0])]
     assert torch.equal(*ids)
@@ -152,7 +152,7 @@ def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
     layers = list(range(bench.engine.spec.num_layers))
-    traced = Uncaptured(bench.engine.runner.loaded, bench.runner._traced)
+    traced = Uncaptured(bench.engine.runner.loaded, bench.runner.traced)
     for launch in (traced.launch, bench.runner.launch):
         told: list[int] = []
         fill(bench)

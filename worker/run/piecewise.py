@@ -91,7 +91,7 @@ class PiecewiseChunks:
         max_tokens = int(loaded.config.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
-        self._traced, self.rounding = traced, rounding
+        self.traced, self.rounding = traced, rounding
         self.piecewise: dict[int, CapturedChunks] = {}
         self.full: dict[int, CapturedChunks] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
@@ -104,7 +104,7 @@ class PiecewiseChunks:
         """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
         for bucket in reversed(self.buckets):
             self._launch_variants(bucket.num_tokens)
-            if self._traced is None:
+            if self.traced is None:
                 for full in self._kinds(bucket):
                     self._body(bucket.num_tokens, full=full)(None)
 
@@ -205,12 +205,12 @@ class PiecewiseChunks:
     def forward(self, batch: Batch) -> Tensor:
         """What is captured: hidden states of a batch whose embedded tokens are in `embedded`."""
         embedded, rows = self.embedded[: batch.num_tokens], batch.last_token_rows
-        if self._traced is None:
+        if self.traced is None:
             hidden = self.loaded.model.forward(embedded, batch.positions, rows)
             if self.loaded.drafter is not None:  # depends on the number of tokens alone
                 self.loaded.drafter.observe(batch, hidden)
             return hidden
-        hidden = self._traced(embedded, batch.positions)
+        hidden = self.traced(embedded, batch.positions)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def _launch_variants(self, num_tokens: int) -> None:
