@@ -1,4 +1,4 @@
-"""A rank of a worker beside its leader: runs the steps that it is told, pulls its own KV.
+"""A rank of a worker beside its leader: runs the steps that the leader sends, pulls its own KV.
 
 It has a model shard, a KV pool, a step state and graphs of its own, and no scheduler: page ids,
 rows and the order of steps are the leader's. A turn takes what has arrived, launches it, and looks
@@ -50,8 +50,8 @@ class RankLoop:
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self._engine = engine
         self._thread = thread
-        self._leader: PeerId = ""  # once it has told something
-        self._told: deque[FromLeader] = deque()  # not done yet, in order
+        self._leader: PeerId = ""  # known from its first message on
+        self._pending: deque[FromLeader] = deque()  # not done yet, in order
         self._steps: deque[Step] = deque()  # launched and not ended, in order
         self._masked: Step | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
@@ -59,12 +59,12 @@ class RankLoop:
         self.over = threading.Event()  # the leader has said that nothing follows
 
     def turn(self, events: list[Incoming]) -> float:
-        """See EngineThread."""
+        """Take and do what has arrived; returns how long it can idle, s."""
         for peer, event in events:
             match event:
                 case RankMessage():
                     self._leader = peer
-                    self._told.append(message := from_leader(event.body))
+                    self._pending.append(message := from_leader(event.body))
                     if isinstance(message, Ended):  # the leader's Bye may be among these events
                         self.over.set()
                 case OwnDialled():
@@ -74,12 +74,12 @@ class RankLoop:
                 case _:
                     pass
         self._end_steps()
-        while self._told and self._due(self._told[0]):
-            self._do(self._told.popleft())
+        while self._pending and self._due(self._pending[0]):
+            self._do(self._pending.popleft())
         self._pulls.poll()
         has_work = bool(self._steps)
         self._thread.stats = WorkerStats(num_steps=self._num_steps, has_work=has_work)
-        if self._told:  # waits for the end of a step, as the leader's has ended
+        if self._pending:  # waits for the end of a step, as the leader's has ended
             return 0.0
         idle_s = STEP_POLL_S if has_work else MAX_IDLE_S
         return min(idle_s, self._pulls.poll_after_s(time.monotonic()))

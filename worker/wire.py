@@ -48,11 +48,7 @@ SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 m
 class Wire:
     """Sockets, framing and liveness of one process; every method may be called from any thread.
 
-    Args:
-        me: our own PeerId, sent with every frame.
-        ping: interval and misses.
-        deliver: called from the I/O thread with what arrived; must not block.
-        stats: called from the I/O thread for every Pong; must be cheap.
+    The I/O thread calls `deliver` with what arrived, and `stats` for every Pong; neither may block.
     """
 
     def __init__(
@@ -63,9 +59,7 @@ class Wire:
         stats: Callable[[], WorkerStats | None] = lambda: None,
     ) -> None:
         self.me = me
-        self._ping = ping
-        self._deliver = deliver
-        self._stats = stats
+        self._ping, self._deliver, self._stats = ping, deliver, stats
         self._links = _Links(me, ping, self._pong)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -187,9 +181,7 @@ class _Links:
     """The sockets of one process and its peers; after `listen` for the I/O thread only."""
 
     def __init__(self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None]) -> None:
-        self._me = me
-        self._ping = ping
-        self._pong = pong
+        self._me, self._ping, self._pong = me, ping, pong
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}

@@ -130,12 +130,16 @@ def wait_for_tokens_only(self: Step) -> list[Drawn]:
     return WAIT(self) if self.plan.sampled_rows else []
 
 
+def is_whole(ask: Ask) -> bool:
+    return not (ask.cut or ask.abort or ask.abort_in_chunk)
+
+
 def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
     """The tokens of those that are served whole, by workers with threads and sockets of their own.
 
     Only so is a pull of the first layer groups under way while the step computes the others.
     """
-    whole = [ask for ask in asked if not (ask.cut or ask.abort or ask.abort_in_chunk)]
+    whole = [ask for ask in asked if is_whole(ask)]
     config = sections("cpu", "always", num_groups=2)
     with running(config) as cluster:
         workers = {DECODE: cluster.workers["decode-0"], PREFILL: cluster.workers["prefill-0"]}
@@ -153,11 +157,7 @@ def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
 
 def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]:
     """What `threaded` is to give."""
-    return [
-        answer.tokens
-        for ask, answer in zip(asked, answers, strict=True)
-        if not (ask.cut or ask.abort or ask.abort_in_chunk)
-    ]
+    return [answer.tokens for ask, answer in zip(asked, answers, strict=True) if is_whole(ask)]
 
 
 @pytest.mark.parametrize("kind", ["left", *in_whole(("mixed",))])

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
     Uncaptured,
@@ -25,6 +24,7 @@ from tests.support.chunks import (
     check_memory,
     check_no_wait,
     check_padding,
+    check_texts,
     fill,
     layouts,
 )
@@ -189,19 +189,10 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
 
 @pytest.mark.gpu(1)
 def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
-    runner = bench.engine.runner
     if bench.runner.embedded.dtype != torch.float32:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
-    with torch.inference_mode():
-        runner.loaded.state.page_table.zero_()
-    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
-    texts = []
-    for chunks in (EagerChunks(runner.loaded), bench.runner):
-        bench.use(chunks)
-        texts.append(serve(bench.engine, prompts, wanted)[0])
+    check_texts(bench)
     bench.use(bench.runner)
-    assert texts[0] == texts[1]
-    assert all(texts[0])
 
 
 @pytest.mark.gpu(1)

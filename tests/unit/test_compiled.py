@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
     Uncaptured,
     bench_of,
     build,
     check_laws,
+    check_layers,
     check_padding,
-    fill,
+    check_texts,
     layouts,
 )
-from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
 from worker.run.base import Forward
@@ -151,14 +150,7 @@ def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
-    layers = list(range(bench.engine.spec.num_layers))
-    traced = Uncaptured(bench.engine.runner.loaded, bench.runner.traced)
-    for launch in (traced.launch, bench.runner.launch):
-        told: list[int] = []
-        fill(bench)
-        with torch.inference_mode():
-            launch(bench.batch(layouts(20, 3, 5), 32), told.append)
-        assert told == layers
+    check_layers(bench, Uncaptured(bench.engine.runner.loaded, bench.runner.traced))
 
 
 @pytest.mark.parametrize("fixed_shape", [False, True])
@@ -167,18 +159,7 @@ def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape
 
 
 def test_texts_are_those_of_eager(bench: Bench) -> None:
-    """Prompts in several chunks, alone and together, between decode steps."""
-    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
-    runner = bench.engine.runner
-    with torch.inference_mode():
-        runner.loaded.state.page_table.zero_()
-    texts = []
-    for chunks in (EagerChunks(runner.loaded), bench.runner):
-        bench.use(chunks)
-        texts.append(serve(bench.engine, prompts, wanted)[0])
-    assert texts[0] == texts[1]
-    assert all(texts[0])
-    bench.use(EagerChunks(runner.loaded))
+    check_texts(bench)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from worker.errors import UserError
 log = logging.getLogger("kvlane.config")
 
 Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, why
+Choice = tuple[Any, str]  # what auto becomes, why
 MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
 MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
 
@@ -208,15 +209,9 @@ class WorkerConfig(Section):
         self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> WorkerConfig:
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
-        num_groups, penalty_rows, and on CUDA max_num_reqs.
+        num_groups, penalty_rows, and on CUDA max_num_reqs. Idempotent.
 
-        Idempotent.
-
-        Args:
-            machine: what this process runs on.
-            model_max_len: positions the checkpoint was made for.
-            model_dtype: dtype its weights are stored in.
-            note: is told every choice.
+        model_max_len and model_dtype are the checkpoint's; note is called with every choice.
 
         Raises:
             UserError: max_model_len is beyond what the model was made for, or the collective needs
@@ -224,7 +219,7 @@ class WorkerConfig(Section):
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
         attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
-        choices: dict[tuple[str, ...], tuple[Any, str]] = {
+        choices: dict[tuple[str, ...], Choice] = {
             ("model", "dtype"): ("float32", "CPU") if cpu else (model_dtype, "as stored"),
             ("model", "max_model_len"): (model_max_len, "the model's own limit"),
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
@@ -260,21 +255,17 @@ class WorkerConfig(Section):
 
 def _refuse(tree: dict[str, Any], model_max_len: int, cpu: bool) -> None:
     """Refuse what this model or machine cannot do; `tree` has no `auto`."""
-    asked = tree["model"]["max_model_len"]
+    asked, path = tree["model"]["max_model_len"], "model.max_model_len"
     if asked > model_max_len:
-        path = "model.max_model_len"
         raise UserError(f"{path} is {asked}, but the model has {model_max_len} positions", path)
-    name = tree["engine"]["collective"]
+    name, device, path = tree["engine"]["collective"], tree["engine"]["device"], "engine.collective"
     if cpu != (name == "gloo"):
-        path, remedy = "engine.collective", "gloo is for CPUs, custom and nccl are for GPUs"
-        raise UserError(
-            f"{path}: {name}, but this worker computes on {tree['engine']['device']}; {remedy}",
-            path,
-        )
+        why = f"{path}: {name}, but this worker computes on {device}"
+        raise UserError(f"{why}; gloo is for CPUs, custom and nccl are for GPUs", path)
 
 
-def _widths(asked: SpecConfig) -> tuple[list[int], str]:
-    """Widths that `auto` means, and why."""
+def _widths(asked: SpecConfig) -> Choice:
+    """Widths of windows."""
     if asked.drafter == "dflash":
         return [1, 2, 4, 8, 16], "drafts of dflash; those within a block of the drafter stay"
     if asked.drafter != "none":
@@ -284,24 +275,22 @@ def _widths(asked: SpecConfig) -> tuple[list[int], str]:
     return [1], "nothing proposes drafts"
 
 
-def _spec(decode: str, auto: tuple[str, str]) -> tuple[str, str]:
+def _spec(decode: str, auto: Choice) -> Choice:
     """The attention backend of windows beside a `decode` that is configured, maybe "auto"."""
     return auto if decode == "auto" or decode in PLANNED_ON_HOST else (decode, "that of decode")
 
 
-def _chunk(role: str, cpu: bool) -> tuple[int, str]:
-    """Tokens of a prefill step at most, and why."""
+def _chunk(role: str, cpu: bool) -> Choice:
+    """Tokens of a prefill step at most."""
     if cpu or role == "decode":
         return 512, "CPU" if cpu else "decode steps wait meanwhile"
     return 2048, "CUDA; beyond, products are no faster"
 
 
-def _graphs(role: str, cpu: bool) -> dict[str, tuple[str, str]]:
-    """The graphs that `auto` means for each kind of step, and why."""
+def _graphs(role: str, cpu: bool) -> dict[str, Choice]:
+    """The graphs of each kind of step."""
     if cpu:
         return dict.fromkeys(GraphConfig.model_fields, ("eager", "the CPU has no graphs"))
-    if role == "prefill":
-        decode = "eager", "a prefill worker decodes nothing"
-    else:
-        decode = "full", "CUDA"
+    nothing = "eager", "a prefill worker decodes nothing"
+    decode = nothing if role == "prefill" else ("full", "CUDA")
     return {"prefill": ("piecewise", "CUDA"), "decode": decode}

@@ -116,11 +116,9 @@ class ChunkGraphs(StepGraphs, Protocol):
         ...
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """Enqueue one forward.
+        """Enqueue one forward over the batch that `BatchBuffers.chunks` built last.
 
-        Args:
-            batch: the last that `BatchBuffers.chunks` built, in the shape that `padded` chose.
-            on_layer: see ForwardContext; a replay calls it as well.
+        Its shape is what `padded` chose. on_layer: see ForwardContext; a replay calls it as well.
         """
         ...
 
@@ -133,12 +131,9 @@ class DecodeGraphs(StepGraphs, Protocol):
         ...
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
-        """Enqueue the draws of the step launched last, if they are launched apart.
+        """Enqueue the draws behind what `launch` returned last, if they are launched apart.
 
-        Args:
-            forwarded: what `launch` returned.
-            plan: of the step.
-            masks: of its rows, on the host; None: no row has a grammar.
+        masks: of the plan's rows, on the host; None: no row has a grammar.
         """
         ...
 

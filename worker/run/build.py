@@ -82,8 +82,8 @@ class Graphs:
         """See StepGraphs.capture; chunks are the first half of it."""
         if not self.loaded.decodes:
             return self.chunks.capture(progress)
-        of_chunks = self.chunks.capture(lambda what, done, n: progress(what, done, 2 * n))
-        of_decode = self.decode.capture(lambda what, done, n: progress(what, n + done, 2 * n))
+        of_chunks = self.chunks.capture(lambda stage, done, n: progress(stage, done, 2 * n))
+        of_decode = self.decode.capture(lambda stage, done, n: progress(stage, n + done, 2 * n))
         return [*of_chunks, *of_decode]
 
     def close(self) -> None:

@@ -45,16 +45,10 @@ class Launches(NamedTuple):
 def check_bucket(
     loaded: LoadedModel, bucket: int, width: int, eager: Launches, graph: Launches
 ) -> BucketCheck | None:
-    """Run one decode bucket both ways from the same state; None if the pool is too small for that.
+    """Run `bucket` rows with windows of `width` op by op and by replays, from the same state.
 
-    In windows the first draft of each row is right, and so are some of the others by chance.
-
-    Args:
-        loaded: its state and pages must be unused; they are reset afterwards.
-        bucket: rows.
-        width: tokens of their windows.
-        eager: op by op.
-        graph: replays.
+    In windows the first draft of each row is right, and so are some of the others by chance. State
+    and pages of `loaded` must be unused, and are reset. None: the pool is too small.
 
     Raises:
         AssertionError: the results differ, and engine.strict is set.
@@ -102,11 +96,8 @@ def check_chunk_bucket(
     """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
 
     Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`.
-
-    Args:
-        rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of
-            its norm, and KV is not compared: wrong KV shows in the hidden states that attend to it.
+    `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
+    this share of its norm, and KV is not compared: the hidden states that attend to it show it.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
     name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"

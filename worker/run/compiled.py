@@ -193,11 +193,8 @@ def _inputs(piece: GraphModule) -> list[Node]:
 class TracedForward:
     """A Decoder's forward that its first call traces and compiles, for at most that many tokens.
 
-    Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew.
-
-    Args:
-        model: its weight tensors are captured; their content may change, their storage may not.
-        compile_piece: for the pieces.
+    Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew. The
+    storage of the model's weights is captured and must stay; its content may change.
     """
 
     def __init__(self, model: Decoder, compile_piece: PieceCompiler) -> None:

@@ -73,12 +73,8 @@ class CapturedChunks:
 class PiecewiseChunks:
     """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
-    Args:
-        loaded: on a CUDA device.
-        memory: of all captures.
-        traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states;
-            None: the model's own, see Decoder.forward.
-        rounding: see `check_chunk_bucket`.
+    traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states; None:
+    the model's own, see Decoder.forward. rounding: see `check_chunk_bucket`.
     """
 
     def __init__(

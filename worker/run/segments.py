@@ -156,10 +156,7 @@ class Cuts:
 
     Launch time grows with the length of a graph, and the device starts only when it is all
     submitted. So the first segment is short: the device works on it while the next is submitted.
-
-    Args:
-        capture: under way.
-        after: which breaks end a segment, counted from 1.
+    The breaks `after`, counted from 1, end a segment.
     """
 
     def __init__(self, capture: Capture, after: Collection[int]) -> None:

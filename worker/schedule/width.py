@@ -24,12 +24,10 @@ PROBE = 512  # steps after which two steps have a neighbouring width, to learn o
 
 
 class WidthPolicy:
-    """Chooses among `widths` by what has been observed.
+    """Chooses among `widths`, which ascend, by what has been observed.
 
-    Args:
-        widths: ascending.
-        step_s: measured seconds of a step by (rows, width); others are learnt.
-        may_miss: the drafter often has no draft; a missing one, if asked for, counts as rejected.
+    step_s has measured seconds of steps by (rows, width); the rest is learnt. may_miss: the drafter
+    often has no draft; a missing one, if asked for, counts as rejected.
     """
 
     def __init__(

@@ -242,9 +242,8 @@ def with_max_num_reqs(
 ) -> WorkerConfig:
     """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
 
-    The size of steps and graphs depends on it, so it comes before they are measured.
-
-    minimum: of what the worker's ranks measured.
+    The size of steps and graphs depends on it, so it comes before they are measured. minimum: of
+    what the worker's ranks measured.
 
     Raises:
         UserError: as `num_pages`.
@@ -295,9 +294,7 @@ def num_pages(
 ) -> int:
     """Number of pages of the pool, page 0 (written by padding) included.
 
-    Call it once the weights are loaded.
-
-    reserve_bytes: what steps and graphs need beside weights and pool.
+    Call it once the weights are loaded. reserve_bytes: what steps and graphs need beside them.
 
     Raises:
         UserError: the worker's share is not free, or too small for a single page; the message has
