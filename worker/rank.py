@@ -17,7 +17,7 @@ from worker.api import Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.base import PaddedShape
@@ -148,7 +148,7 @@ class Rank:
         incarnation: str,
         host: str,
         rendezvous: str,
-        progress: Progress = untold,
+        progress: Progress = no_progress,
     ) -> None:
         assert 0 < rank < config.tp
         self._host = host

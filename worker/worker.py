@@ -8,7 +8,7 @@ from worker.api import Lost, Member, PullPath, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launched
 from worker.registry import resolve
@@ -35,7 +35,7 @@ class Worker:
         incarnation: str,
         host: str,
         metrics_port: int = 0,
-        progress: Progress = untold,
+        progress: Progress = no_progress,
         rendezvous: str = "",
     ) -> None:
         self._name, self._incarnation, self._host = name, incarnation, host

@@ -17,7 +17,7 @@ from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.plan import Plan
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState, Windows
@@ -97,7 +97,7 @@ class StepGraphs(Protocol):
         """Capture the largest bucket, to measure its memory. The pool may be tiny."""
         ...
 
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Prepare and check every bucket; called once, before the first launch."""
         ...
 

@@ -20,7 +20,7 @@ from worker.errors import Unsupported
 from worker.forward.batch import HostLengths
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.ops.compile_ahead import compile_ahead
 from worker.plan import TAILS, Plan, max_rows
 from worker.registry import resolve
@@ -78,7 +78,7 @@ class Graphs:
             _run_largest_windows(self.loaded)
         _run_largest_chunks(self.loaded)
 
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """See StepGraphs.capture; chunks are the first half of it."""
         if not self.loaded.decodes:
             return self.chunks.capture(progress)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan
@@ -109,7 +109,7 @@ class PiecewiseChunks:
         self.capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Capture every bucket, the largest first, so that smaller ones reuse its memory.
 
         Raises:

@@ -14,7 +14,7 @@ from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.model.shape import ModelSpec, read_model_spec
 from worker.observe.meter import StepMeter
-from worker.observe.metrics import Progress, WorkerMetrics, untold
+from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
 from worker.peers.rank_group import RankGroup
@@ -37,7 +37,7 @@ def build_engine(
     name: str,
     host: str,
     rank_group: RankGroup | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
