@@ -55,6 +55,7 @@ from benchmarks.load.result import REPOSITORY, machine
 from benchmarks.throttle import Throttle
 from worker.api import Member, Stages
 from worker.config import WorkerConfig
+from worker.start.build import Place
 from worker.transfer.base import TRANSPORTS
 from worker.worker import ROLES, Worker
 
@@ -77,7 +78,7 @@ def built(config: dict[str, Any], role: str) -> Worker:
     """A worker of this process that does not serve yet."""
     logging.basicConfig(level=logging.WARNING, format=f"{role} %(name)s: %(message)s")
     tree = WorkerConfig.model_validate({"role": role, **config})
-    return Worker(tree, name=f"{role}-0", incarnation="i0", host=HOST)
+    return Worker(tree, Place(f"{role}-0", "i0", HOST))
 
 
 def prefill(config: dict[str, Any], conn: Connection) -> None:

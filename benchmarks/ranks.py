@@ -14,7 +14,7 @@ from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
 from worker.run.ranks import Ranks, rank_addresses
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.wire import Wire
 
 HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
@@ -22,14 +22,7 @@ HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
 
 def serve_rank(config: WorkerConfig, rank: int, rendezvous: str) -> None:
     """One rank, until its process is ended."""
-    served = Rank(
-        config,
-        rank=rank,
-        name=NAME,
-        incarnation=INCARNATION,
-        host=HOST,
-        rendezvous=rendezvous,
-    )
+    served = Rank(config, Place(NAME, INCARNATION, HOST, rendezvous), rank)
     served.start()
     served.join()
 

@@ -122,17 +122,11 @@ class WorkerActor(ProcessActor):
         rendezvous: where its ranks meet, all of which start at the same time; "": it is alone.
         """
         with no_collections():
-            from worker.worker import Worker  # torch: imported in this process only
+            from worker.start.build import Place  # torch: imported in this process only
+            from worker.worker import Worker
 
-        self._part = Worker(
-            self._config,
-            name=self._name,
-            incarnation=self._incarnation,
-            host=self._host,
-            metrics_port=self._metrics_port,
-            progress=self._progress,
-            rendezvous=rendezvous,
-        )
+        place = Place(self._name, self._incarnation, self._host, rendezvous, self._progress)
+        self._part = Worker(self._config, place, self._metrics_port)
         member = cast("Member", self._part.start())
         gc.collect()
         gc.freeze()  # what is loaded now stays, too

@@ -41,16 +41,10 @@ class RankActor(ProcessActor):
         """
         with no_collections():
             from worker.rank import Rank  # torch: imported in this process only
+            from worker.start.build import Place
 
-        self._part = Rank(
-            self._config,
-            rank=self._rank,
-            name=self._worker,
-            incarnation=self._incarnation,
-            host=self._host,
-            rendezvous=rendezvous,
-            progress=self._progress,
-        )
+        place = Place(self._worker, self._incarnation, self._host, rendezvous, self._progress)
+        self._part = Rank(self._config, place, self._rank)
         self._part.start()
         gc.collect()
         gc.freeze()

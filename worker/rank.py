@@ -17,8 +17,6 @@ from worker.api import Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
-from worker.observe.metrics import Progress, no_progress
-from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.base import PaddedShape
 from worker.run.engine import Engine
@@ -31,7 +29,7 @@ from worker.run.ranks import (
     rank_peer,
     wrapped,
 )
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
 
 if TYPE_CHECKING:
@@ -135,28 +133,17 @@ class Rank:
     """A rank of a worker but its leader; the control plane's threads call its methods.
 
     Raises:
-        UserError: as Worker.
-        PeerLost: the other ranks did not come to `rendezvous`.
+        UserError, PeerLost: as Worker.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        rank: int,
-        name: str,
-        incarnation: str,
-        host: str,
-        rendezvous: str,
-        progress: Progress = no_progress,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, place: Place, rank: int) -> None:
         assert 0 < rank < config.tp
-        self._host = host
-        self._rank_group = RankGroup(rank, config.tp, rendezvous, f"{name}/{incarnation}")
+        self._host = place.host
+        self._rank_group = group = place.join(rank, config.tp)
         self._engine = build_engine(
-            config, name=name, host=host, rank_group=self._rank_group, progress=progress
+            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
         )
-        me = rank_peer(name, incarnation, rank)
+        me = rank_peer(place.name, place.incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
         self._loop = RankLoop(self._engine, self._thread)
 

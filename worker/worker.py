@@ -8,62 +8,49 @@ from worker.api import Lost, Member, PullPath, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.observe.metrics import Progress, no_progress
-from worker.peers.rank_group import RankGroup
 from worker.plan import Ended, Launched
 from worker.registry import resolve
 from worker.run.ranks import Ranks, from_rank, rank_addresses
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
 
 class Worker:
-    """The worker of this process, or its leader of several ranks. Control-plane threads call its
-    methods.
+    """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
     The constructor loads the model and raises:
         UserError: the configuration, the model directory or a library is at fault.
-        PeerLost: the other ranks did not come to `rendezvous`.
+        PeerLost: the other ranks did not come to the rendezvous.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        name: str,
-        incarnation: str,
-        host: str,
-        metrics_port: int = 0,
-        progress: Progress = no_progress,
-        rendezvous: str = "",
-    ) -> None:
-        self._name, self._incarnation, self._host = name, incarnation, host
-        self._metrics_port = metrics_port
-        self._rank_group = RankGroup(0, config.tp, rendezvous, f"{name}/{incarnation}")
+    def __init__(self, config: WorkerConfig, place: Place, metrics_port: int = 0) -> None:
+        self._place, self._metrics_port = place, metrics_port
+        self._rank_group = group = place.join(0, config.tp)
         self.engine = build_engine(
-            config, name=name, host=host, rank_group=self._rank_group, progress=progress
+            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
         )
-        self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
+        self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
-        self.loop = role(self.engine, self._thread, incarnation)
+        self.loop = role(self.engine, self._thread, place.incarnation)
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
+        place = self._place
         metrics_address = self.engine.metrics.serve(
-            self._host, self._metrics_port, self._thread.stalled
+            place.host, self._metrics_port, self._thread.stalled
         )
         endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
-        address = self._thread.start(self._host, self._turn)
+        address = self._thread.start(place.host, self._turn)
         if self._rank_group.size > 1:
-            addresses = rank_addresses(self._rank_group, self._name, self._incarnation)
+            addresses = rank_addresses(self._rank_group, place.name, place.incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
             self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)
             for peer, rank_address in addresses.items():
                 self._thread.connect(peer, rank_address)
         return self.engine.member(
-            self._name, self._incarnation, address, metrics_address, endpoints
+            place.name, place.incarnation, address, metrics_address, endpoints
         )
 
     def update_members(self, members: Sequence[Member]) -> None:
@@ -108,7 +95,7 @@ class Worker:
         self._thread.join()
 
     def _turn(self, events: list[Incoming]) -> float:
-        """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
+        """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""
         ranks = self.engine.runner.ranks
         if ranks is None:
             return self.loop.turn(events)

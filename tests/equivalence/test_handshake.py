@@ -16,6 +16,7 @@ from tests.support.engines import Client, worker_config
 from tests.support.patience import until
 from worker.api import FinishReason, PullPath, Sampling
 from worker.config import ModelConfig
+from worker.start.build import Place
 from worker.worker import Worker
 
 TINY = ModelConfig().directory
@@ -45,9 +46,7 @@ def pair(
             worker_config(
                 role, {**LIMITS, "model": model, "kv": {"page_size": size}, "spec": spec}
             ),
-            name=f"{role}-0",
-            incarnation="i",
-            host="127.0.0.1",
+            Place(f"{role}-0", "i", "127.0.0.1"),
         )
         for (role, (model, size)), spec in zip(of_role.items(), specs, strict=True)
     ]

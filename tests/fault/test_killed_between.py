@@ -17,6 +17,7 @@ from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Member, Sampling
 from worker.errors import PeerLost
+from worker.start.build import Place
 from worker.transfer.base import Run
 from worker.transfer.shm import ShmPeer
 from worker.worker import Worker
@@ -37,7 +38,7 @@ def sections(model: str) -> dict[str, Any]:
 def prefill(conn: Connection, model: str) -> None:
     """Main function of the prefill worker's process, which ends with the other end of `conn`."""
     config = worker_config("prefill", sections(model))
-    worker = Worker(config, name="prefill-0", incarnation="i0", host="127.0.0.1")
+    worker = Worker(config, Place("prefill-0", "i0", "127.0.0.1"))
     conn.send(worker.start())
     conn.poll(None)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from worker.api import PeerId
 from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.config import WorkerConfig
@@ -29,6 +31,30 @@ from worker.transfer.base import TRANSPORTS
 
 log = logging.getLogger("kvlane.engine")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of which worker a process is a part, and where it runs."""
+
+    name: str
+    incarnation: str
+    host: str  # its address
+    rendezvous: str = ""  # of the worker's ranks, "tcp://host:port"; "": it has one rank
+    progress: Progress = no_progress
+
+    @property
+    def peer(self) -> PeerId:
+        """The name under which the worker is addressed."""
+        return f"{self.name}/{self.incarnation}"
+
+    def join(self, rank: int, size: int) -> RankGroup:
+        """Join the worker's other ranks.
+
+        Raises:
+            PeerLost: they did not come.
+        """
+        return RankGroup(rank, size, self.rendezvous, self.peer)
 
 
 def build_engine(
