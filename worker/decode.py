@@ -126,7 +126,7 @@ class DecodeLoop:
         if (step := flight.ended()) is not None:
             self._reply(step.plan, runner.settle(step), time.monotonic())
         if (step := flight.tail_due()) is not None:
-            sampled = self.scheduler.in_flight(step.plan.step).sampled
+            sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
             runner.launch_tail(step, self.requests.grammars.masks(matchers, step.drafts()))
         if self._peers.known or self._peers.closing:
@@ -180,7 +180,7 @@ class DecodeLoop:
         """Reply with the tokens of a step that has ended, and end the requests that they end."""
         meter = self._engine.meter
         if plan.chunks:
-            began_at, reqs = now - meter.took_s, self.scheduler.in_flight(plan.step).computed
+            began_at, reqs = now - meter.took_s, self.scheduler.launched[plan.step].computed
             for req, chunk in zip(reqs, plan.chunks, strict=True):
                 req.timeline.chunk(began_at, now, len(chunk.tokens))
         settled = self.scheduler.settle(plan.step, drawn)

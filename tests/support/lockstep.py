@@ -147,7 +147,7 @@ class Lockstep:
         settle = scheduler.settle
 
         def traced(step: int, drawn: list[Drawn]) -> list[Settled]:
-            sampled, of_chunks, width = scheduler.in_flight(step)
+            sampled, of_chunks, width = scheduler.launched[step]
             holds = {req.req_id: req.hold for req in sampled}  # settling may preempt one
             settled = settle(step, drawn)
             for req, each, num, _ in settled if not of_chunks else ():

@@ -78,7 +78,7 @@ class DecodeScheduler:
         self.step = 0  # number of the step planned last
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        self._launched: dict[int, InFlight] = {}  # by step number
+        self.launched: dict[int, InFlight] = {}  # by step number, until it settles
         self.leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     def admit(self, req: Req) -> bool:
@@ -144,10 +144,6 @@ class DecodeScheduler:
             plan = self._plan_chunks(now)
         return plan or self._plan_decode()
 
-    def in_flight(self, step: int) -> InFlight:
-        """The requests of step `step`, which has not settled."""
-        return self._launched[step]
-
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
 
@@ -156,7 +152,7 @@ class DecodeScheduler:
         """
         self.book.settled(step)
         results: list[Settled] = []
-        sampled, from_chunk, width = self._launched.pop(step)
+        sampled, from_chunk, width = self.launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             req.num_slots_in_flight -= width
@@ -286,7 +282,7 @@ class DecodeScheduler:
         for req in launched.sampled:
             req.num_in_flight += 1
             req.num_slots_in_flight += launched.width
-        self._launched[self.step] = launched
+        self.launched[self.step] = launched
         self.book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
         return Plan(

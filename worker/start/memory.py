@@ -13,8 +13,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -71,16 +72,12 @@ class DeviceShare:
         return share - self.weights - self.reserve
 
 
-class DeviceMemory:
-    """The memory of the device that a worker runs on. Of a CPU's, as here, nothing is measured."""
+class DeviceMemory(Protocol):
+    """The memory of the device that a worker runs on. Built as `cls(engine)`."""
 
-    def __init__(self, engine: EngineConfig) -> None:
-        self._engine = engine
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Exclude other processes that load on this device."""
-        yield
+        ...
 
     def wait_for_share(self) -> None:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
@@ -88,34 +85,64 @@ class DeviceMemory:
         Peers may still map the memory of the worker that ran on this GPU before, which keeps it
         allocated. Skipped when engine.num_pages is set: what is needed is not known then.
         """
+        ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Measure the peak memory that `work` needs; its result is freed. 0 on the CPU."""
-        return 0
+        """Measure the peak memory that `work` needs; its result is freed."""
+        ...
 
     def beside_weights(self) -> int:
         """Bytes of the worker's share that its weights, which are loaded, leave."""
-        return self._engine.cpu_pool_bytes
+        ...
 
     def pool_pages(
         self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
     ) -> tuple[int, str]:
         """Pages of the pool, and the figures behind it; see `num_pages`."""
-        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
-        most, limit = int(config.engine.max_num_reqs) * row_pages + 1, self._engine.cpu_pool_bytes
-        return min(most, limit // page_bytes), f"engine.cpu_pool_bytes is {limit}"
+        ...
 
-    @contextmanager
-    def taking(self, num_bytes: int) -> Iterator[None]:
+    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
         """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
 
         Other processes on the device then see them as taken, and our first large step finds them.
         """
-        yield
+        ...
 
 
-class CudaMemory(DeviceMemory):
-    """The memory of a GPU, which other workers may share."""
+class CpuMemory:
+    """DeviceMemory of a CPU: nothing is measured, engine.cpu_pool_bytes bounds the KV pool."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._limit = engine.cpu_pool_bytes
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_for_share(self) -> None:
+        pass
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def beside_weights(self) -> int:
+        return self._limit
+
+    def pool_pages(
+        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
+    ) -> tuple[int, str]:
+        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
+        most = int(config.engine.max_num_reqs) * row_pages + 1
+        return min(most, self._limit // page_bytes), f"engine.cpu_pool_bytes is {self._limit}"
+
+    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class CudaMemory:
+    """DeviceMemory of a GPU, which other workers may share."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -184,7 +211,7 @@ class CudaMemory(DeviceMemory):
 
 def memory_of(engine: EngineConfig) -> DeviceMemory:
     """The memory of the device that the resolved configuration names."""
-    return DeviceMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
+    return CpuMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
 
 
 @contextmanager
