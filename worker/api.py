@@ -54,7 +54,7 @@ class Error(Message, frozen=True):
 
 
 class Member(Message, frozen=True):
-    """One live process of the cluster, as the controller tells it to the others."""
+    """One live process of the cluster, as the controller announces it to all."""
 
     name: str
     role: Role
@@ -65,13 +65,11 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    # Of each rank, in order: msgpack of worker.transfer.base.Endpoint, opaque to everyone else.
-    endpoints: tuple[bytes, ...] = ()
+    endpoints: tuple[bytes, ...] = ()  # of each rank, in order: worker.transfer.base.Endpoint
     node: str = ""
     pid: int = 0
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
-    # Above 0 its answers are junk: so many tokens of a step count, whatever the model draws.
-    simulated_accept_len: float = 0.0
+    simulated_accept_len: float = 0.0  # tokens of a step that count; above 0 its answers are junk
     drafter: str = ""  # what proposes drafts, as in `SpecConfig.drafter`; "": nothing does
 
     @property
@@ -116,7 +114,7 @@ class WorkerStats(Message, frozen=True):
 
 
 class PullPath(Message, frozen=True):
-    """The way of KV from one prefill worker to one decode worker, as that measured it when asked.
+    """The way of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
 
     Never on the wire: the control plane asks for it.
     """
@@ -227,7 +225,7 @@ class Refused(Message, frozen=True):
 
 
 class TokenLogprob(Message, frozen=True):
-    """What the model thought of one token, before any change of its logits."""
+    """The model's logprobs at one token, before any change of its logits."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, best first

@@ -19,8 +19,9 @@ OUTLIER = 1.5  # a step counts as at most so many times the average
 DWELL = 64  # steps after which the choice is looked at again; before that, after 1, 2, 4, 8 ...
 SURE_WINDOWS = 256  # with fewer seen, nothing is looked at before DWELL
 GAIN = 1.03  # the choice changes for so many times the tokens a second
-PROBE = 512  # steps after which two steps have a neighbouring width, to learn of it: the first
-# step makes drafts for a window of that width, the second verifies them
+# After so many steps come two of a neighbouring width, to learn what it yields: the first makes the
+# drafts, the second verifies them.
+PROBE = 512
 
 
 class WidthPolicy:
