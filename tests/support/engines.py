@@ -60,6 +60,16 @@ class Answer:
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
+    def take(self, chunk: TokenChunk) -> None:
+        """Add what a chunk brings."""
+        self.tokens.extend(chunk.tokens)
+        self.logprobs.extend(chunk.logprobs)
+        self.stages += [chunk.stages] if chunk.stages else []
+        self.windows += [chunk.window] if chunk.window else []
+        self.num_cached_tokens = chunk.num_cached_tokens
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.error = chunk.error or self.error
+
 
 class Client:
     """A router reduced to its wire: sends Generate, checks the order of chunks, acknowledges."""
@@ -165,13 +175,7 @@ class Client:
         if chunk.tokens:
             assert chunk.position == expected, "gap"
         answer.first_at = answer.first_at or time.monotonic()
-        answer.stages += [chunk.stages] if chunk.stages else []
-        answer.windows += [chunk.window] if chunk.window else []
-        answer.tokens.extend(chunk.tokens)
-        answer.logprobs.extend(chunk.logprobs)
-        answer.num_cached_tokens = chunk.num_cached_tokens
-        answer.finish_reason = chunk.finish_reason or answer.finish_reason
-        answer.error = chunk.error or answer.error
+        answer.take(chunk)
 
 
 @dataclass

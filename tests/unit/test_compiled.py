@@ -28,6 +28,7 @@ from tests.support.chunks import (
 )
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
+from worker.forward.batch import Batch
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.compiled import (
@@ -230,13 +231,11 @@ def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
     loaded, launch = alone.engine.runner.loaded, alone.eager.launch
 
     def equal(change: Callable[[Tensor], Tensor], rounding: float) -> bool:
+        def changed(batch: Batch) -> Forward:
+            return Forward(change(launch(batch).hidden), "changed")
+
         found = check_chunk_bucket(
-            loaded,
-            16,
-            launch,
-            lambda batch: Forward(change(launch(batch).hidden), "changed"),
-            fixed_shape=False,
-            rounding=rounding,
+            loaded, 16, (launch, changed), fixed_shape=False, rounding=rounding
         )
         assert found is not None
         return found.equal

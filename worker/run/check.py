@@ -87,24 +87,24 @@ def check_bucket(
 def check_chunk_bucket(
     loaded: LoadedModel,
     num_tokens: int,
-    eager: LaunchChunks,
-    graph: LaunchChunks,
+    ways: tuple[LaunchChunks, LaunchChunks],
     *,
     fixed_shape: bool,
     rounding: float = 0.0,
 ) -> BucketCheck | None:
-    """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
+    """Run one batch of chunks, padded to `num_tokens`, op by op and by replays: the two `ways`.
 
     Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
     `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
     this share of its norm, and KV is not compared: the hidden states that attend to it show it.
+    None: the pool is too small.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
     name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
     if not scene.fits:
         log.info("%s: not compared, the KV pool is too small", name)
         return None
-    (by_eager, eager_kv), (by_graph, graph_kv) = (scene.outcome(way) for way in (eager, graph))
+    (by_eager, eager_kv), (by_graph, graph_kv) = map(scene.outcome, ways)
     if rounding:
         same = [_is_near(by_graph, by_eager, rounding)]
     else:
@@ -112,7 +112,7 @@ def check_chunk_bucket(
     if not all(same):
         log.error("%s: equal hidden, KV: %s", name, same)
     batch = scene.set()
-    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in (graph, eager)])
+    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in ways[::-1]])
     scene.reset()
     kind = "prefill_full" if fixed_shape else "prefill"
     return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), name, loaded)

@@ -235,10 +235,8 @@ class PiecewiseChunks:
         Several ranks of a worker keep all: the leader chooses, by its own times.
         """
         num_tokens = bucket.num_tokens
-        launches = self._eager.launch, self.launch
-        compare = partial(
-            check_chunk_bucket, self.loaded, num_tokens, *launches, rounding=self.rounding
-        )
+        ways = self._eager.launch, self.launch
+        compare = partial(check_chunk_bucket, self.loaded, num_tokens, ways, rounding=self.rounding)
         piecewise = compare(fixed_shape=False)
         full = compare(fixed_shape=True) if num_tokens in self.full else None
         if piecewise is not None:
