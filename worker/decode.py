@@ -53,15 +53,12 @@ class DecodeLoop:
         self._engine = engine
         self._thread = thread
         config, metrics = engine.config, engine.metrics
+        eos_ids, widths = frozenset(engine.spec.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
-            engine.book,
-            config.engine,
-            frozenset(engine.spec.eos_token_ids),
-            partial(_preempted, metrics),
-            partial(_gets_row, metrics),
-            _widths(engine),
-            spec=config.spec,
+            engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
         )
+        scheduler.on_preempt = partial(_preempted, metrics)
+        scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(

@@ -216,7 +216,8 @@ class Simulation:
         )  # fmt: skip
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
         widths = AnyWidth(load.widths, self.random)
-        self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted, widths=widths)
+        self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
+        self.scheduler.on_preempt = self.preempted
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)

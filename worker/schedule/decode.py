@@ -54,10 +54,8 @@ class DecodeScheduler:
         book: PageBook,
         engine: EngineConfig,
         eos_ids: frozenset[int],
-        on_preempt: Callable[[Req], None] = lambda req: None,
-        on_row: Callable[[Req, float], None] = lambda req, now: None,
-        widths: WidthPolicy | None = None,
         *,
+        widths: WidthPolicy | None = None,
         spec: SpecConfig | None = None,
     ) -> None:
         spec = spec or SpecConfig()
@@ -68,8 +66,9 @@ class DecodeScheduler:
         self.preempted: list[Req] = []
         self._engine = engine
         self._eos_ids = eos_ids
-        self._on_preempt = on_preempt
-        self._on_row = on_row  # called just before a request whose KV is here gets a row
+        # Called as a request loses its row, and just before one whose KV is here gets one.
+        self.on_preempt: Callable[[Req], None] = lambda req: None
+        self.on_row: Callable[[Req, float], None] = lambda req, now: None
         self.widths = widths or WidthPolicy((1,))
         self._block = spec.block
         self._rows = RowTable(
@@ -130,7 +129,7 @@ class DecodeScheduler:
             if not self._rows.can_take(req.sampling):
                 continue  # no penalty slot is free: requests that need none may go first
             self.ready.remove(req)
-            self._on_row(req, now)
+            self.on_row(req, now)
             assert req.hold is not None
             # Includes the last token's slot: a drafter stores its KV there before the first decode
             # step is planned. Reserved at admission: cannot fail.
@@ -323,7 +322,7 @@ class DecodeScheduler:
 
     def preempt(self, req: Req) -> bool:
         """Take its row and pages from `req`, at once or when its step in flight settles: False."""
-        self._on_preempt(req)
+        self.on_preempt(req)
         if req.num_in_flight:
             self.leaving.add(req)
             return False

@@ -88,11 +88,12 @@ def build_engine(
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
-    metrics = _metrics(config, name, f"{transport.name}/{transport.kind}", loaded.checks)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
-    _watch(metrics, book)
+    metrics = _metrics(config, name, book)
+    metrics.transport(f"{transport.name}/{transport.kind}").set(1)
+    _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
     sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
     step_log = _step_log(config, name) if leads else None
@@ -167,24 +168,20 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     return chosen
 
 
-def _metrics(
-    config: WorkerConfig, name: str, transport: str, checks: Sequence[BucketCheck]
-) -> WorkerMetrics:
-    """Make the metrics, and set those that stay constant."""
+def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
+    """Make the metrics, with those that stay constant and the page gauges, read at each scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
-    metrics.transport(transport).set(1)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)
-    for check in checks:
-        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
-            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
-        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
-    return metrics
-
-
-def _watch(metrics: WorkerMetrics, book: PageBook) -> None:
-    """Register the page gauges, which are read whenever they are scraped."""
     metrics.on_scrape(metrics.pages("available"), lambda: book.num_available)
     metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
     metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
     metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
+    return metrics
+
+
+def _count_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
+    for check in checks:
+        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
+            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
+        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
