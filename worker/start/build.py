@@ -68,13 +68,7 @@ def build_engine(
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-
-    Args:
-        config: of the worker.
-        name: of the worker, for logs and metrics.
-        host: address for its transport.
-        rank_group: of its ranks; None: the worker has a single rank.
-        progress: called as the start proceeds.
+    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
