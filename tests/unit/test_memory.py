@@ -9,11 +9,14 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
+from tests.support.engines import worker_config
 from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
+from worker.start.build import build_engine
+from worker.start.load import run_largest_steps
 from worker.start.memory import (
     GIB,
     DeviceShare,
@@ -154,3 +157,21 @@ def test_other_names_do_not_wait() -> None:
         process_lock(f"kvlane-test-{secrets.token_hex(8)}", "another"),
     ):
         pass
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_the_largest_steps_touch_nothing_but_the_sink(role: str) -> None:
+    """They size a GPU's pool; here on the CPU, by the same code."""
+    config = worker_config(
+        role, {"engine": {"device": "cpu", "num_pages": 20, "max_num_reqs": 5, "threads": 1}}
+    )
+    engine = build_engine(config, name=f"{role}-0", host="127.0.0.1")
+    runner = engine.runner
+    run_largest_steps(engine.config, engine.layout, runner.loaded.model)
+    runner.graphs.run_largest_steps()
+    assert not runner.loaded.state.active.any()
+    assert not runner.loaded.state.ints.seq_len.any()
+    for layer in range(engine.spec.num_layers):
+        for cache in engine.pool.layer(layer):
+            assert not cache[1:].any()
+    engine.close()

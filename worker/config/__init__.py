@@ -168,7 +168,7 @@ class TracingConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of this process; `worker.start.machine.probe()` fills it."""
+    """The machine of this process; `worker.start.build.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ import torch
 from worker.api import PeerId
 from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout
-from worker.config import WorkerConfig
+from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.model.shape import ModelSpec, read_model_spec
@@ -26,7 +28,6 @@ from worker.run.engine import Engine
 from worker.run.runner import ModelRunner
 from worker.run.sums import Sums
 from worker.start.load import Start, load
-from worker.start.machine import probe
 from worker.transfer.base import TRANSPORTS
 
 log = logging.getLogger("kvlane.engine")
@@ -126,6 +127,18 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     layout = model_layout(config, shape, drafter_shape)
     max_len = configured.model.max_model_len
     return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
+
+
+def probe() -> Machine:
+    """Look at the device, its memory and the CPUs that this process may use."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the number of CPUs granted
+    num_cpus = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+    return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
 
 
 def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
