@@ -96,9 +96,8 @@ def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
     full: tuple[Lockstep, FullDecode],
 ) -> None:
     _, graphs = full
-    decoded = graphs.launch(
-        Plan(0, decode=(1, 2, 3), max_seq_len_ub=16, masked=True)
-    )  # rows without a request
+    no_requests = Plan(0, decode=(1, 2, 3), max_seq_len_ub=16, masked=True)
+    decoded = graphs.launch(no_requests)
     assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
 
 

@@ -28,9 +28,7 @@ from worker.wire import Wire
 
 STALL_S = 1.5
 PING = PingConfig(interval_s=0.1, max_misses=10, stall_s=STALL_S)
-LONG = PingConfig(
-    interval_s=0.1, max_misses=60, stall_s=6.0
-)  # no slow machine holds up for so long
+LONG = PingConfig(interval_s=0.1, max_misses=60, stall_s=6.0)  # longer than a slow machine holds up
 
 Turn = Callable[[EngineThread], float]
 
